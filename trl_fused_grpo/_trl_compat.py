@@ -1,0 +1,154 @@
+"""Everything that depends on the version of TRL or transformers. Each entry says what, since when and until when."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+import trl
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from trl import GRPOConfig, GRPOTrainer
+from trl.extras.profiling import profiling_decorator as profiling_decorator
+
+
+OLDEST_TRL, NEWEST_TRL = Version("0.27.2"), Version("1.16.0")
+TRL = Version(Version(trl.__version__).base_version)
+TRANSFORMERS = Version(Version(transformers.__version__).base_version)
+
+# The methods of the host that the fused trainer overrides or calls
+SEAMS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "training_step")
+
+
+def check_host(trainer_class: type = GRPOTrainer, version: Version = TRL) -> None:
+    """
+    Refuse a TRL that this package cannot extend; warn once about one it was not tested with.
+
+    Raises:
+        `ImportError`: when TRL is too old or a method that the fused trainer extends is gone.
+    """
+    supported = f"trl>={OLDEST_TRL},<={NEWEST_TRL}"
+    missing = [name for name in SEAMS if not hasattr(trainer_class, name)]
+    if version < OLDEST_TRL or missing:
+        gone = f" (its GRPOTrainer has no {', '.join(missing)})" if missing else ""
+        raise ImportError(f"trl_fused_grpo cannot extend TRL {version}{gone}; install {supported}.")
+    if version > NEWEST_TRL:
+        warnings.warn(
+            f"trl_fused_grpo was tested with {supported}, and TRL {version} is newer: run `trl-fused-grpo parity` "
+            "before you rely on it.",
+            stacklevel=2,
+        )
+
+
+# TRL >= 1.7: the seam returns the auxiliary loss of Mixture-of-Experts models as a third value
+SEAM_RETURNS_AUX_LOSS = "compute_aux_loss" in inspect.signature(
+    GRPOTrainer._get_per_token_logps_and_entropies
+).parameters
+
+# TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
+_RESCALES_NUM_ITEMS = TRL >= Version("1.9.0")
+# TRL 1.8 and 1.9: the entropy bonus of DAPO, CISPO and VESPO shares the policy term's normalizer
+_ENTROPY_SHARES_NORMALIZER = Version("1.8.0") <= TRL < Version("1.10.0")
+# TRL < 1.10: LUSPO averages over padding too wherever its per-token loss is [B, T]
+LUSPO_COUNTS_PADDING = TRL < Version("1.10.0")
+# TRL < 0.29: the tool mask counts only where the trainer has tools
+_TOOL_MASK_NEEDS_TOOLS = TRL < Version("0.29.0")
+# transformers < 5: vision-language models keep their language backbone in `model`, and Trainer applies Liger's layer
+# kernels in its constructor rather than when training starts
+_TRANSFORMERS_4 = TRANSFORMERS < Version("5.0.0")
+
+
+def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
+    """The positions that count in the loss `[B, T]`."""
+    if "tool_mask" not in inputs or (_TOOL_MASK_NEEDS_TOOLS and not trainer.tools):
+        return inputs["completion_mask"]
+    return inputs["completion_mask"] * inputs["tool_mask"]
+
+
+def window_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
+    """Tokens of one accumulation window per process: what DAPO, CISPO and VESPO divide by; a scalar tensor."""
+    normalizer = inputs["num_items_in_batch"] / trainer.accelerator.num_processes
+    if _RESCALES_NUM_ITEMS:
+        normalizer = normalizer * trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
+    return normalizer
+
+
+def entropy_normalizer(trainer: GRPOTrainer, mask: Tensor, window: Tensor) -> Tensor | float:
+    """What the sum of entropies is divided by in the entropy bonus."""
+    if _ENTROPY_SHARES_NORMALIZER and trainer.loss_type in ("dapo", "cispo", "vespo"):
+        return window
+    return mask.sum().clamp(min=1.0) * trainer.current_gradient_accumulation_steps
+
+
+def backbone(causal_lm: PreTrainedModel) -> nn.Module:
+    """
+    The part of a causal language model that ends in hidden states.
+
+    Raises:
+        `ValueError`: when the model names none.
+    """
+    is_composite = causal_lm.config.get_text_config() is not causal_lm.config
+    module = causal_lm.model if _TRANSFORMERS_4 and is_composite else causal_lm.base_model
+    if module is causal_lm:
+        raise ValueError(
+            f"{type(causal_lm).__name__} does not name its backbone (base_model_prefix), so its head cannot be run "
+            "apart: train with use_liger_loss=False."
+        )
+    return module
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether `model` is wrapped by PEFT, which need not be installed."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+@contextmanager
+def liger_flag_lowered(args: GRPOConfig) -> Iterator[None]:
+    """
+    Hide `use_liger_kernel` from the host's constructor.
+
+    Up to TRL 1.14 it selects the host's own Liger loss, with guards against combinations that are supported here; from
+    1.15 on it is deprecated. The layer kernels that it stands for too are applied afterwards.
+    """
+    wanted, args.use_liger_kernel = args.use_liger_kernel, False
+    try:
+        yield
+    finally:
+        args.use_liger_kernel = wanted
+
+
+def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:
+    """Replace the model's layers by Liger's, but not its forward, now or when training starts."""
+    config = {**(args.liger_kernel_config or {}), "fused_linear_cross_entropy": False, "cross_entropy": False}
+    args.liger_kernel_config = config
+    if _TRANSFORMERS_4:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, **config)
+
+
+class _HostCall(Exception):
+    def __init__(self, model_inputs: dict[str, Any]):
+        self.model_inputs = model_inputs
+
+
+def host_model_inputs(
+    host_seam: Callable, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, multimodal: dict[str, Any]
+) -> dict[str, Any]:
+    """
+    The keyword arguments with which the host would call a multimodal model. Each version selects images in its own way,
+    so its own method is run up to that call.
+    """
+
+    def model(**model_inputs):
+        raise _HostCall(model_inputs)
+
+    try:
+        host_seam(model, input_ids, attention_mask, logits_to_keep, **multimodal)
+    except _HostCall as call:
+        not_the_backbones = ("labels", "logits_to_keep", "fused_lm_head", "use_cache")
+        return {name: value for name, value in call.model_inputs.items() if name not in not_the_backbones}
+    raise RuntimeError("the host computed log-probabilities without calling the model")

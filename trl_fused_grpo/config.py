@@ -1,0 +1,91 @@
+"""`use_liger_loss` for TRL's `GRPOConfig` on every version, and `FusedGRPOConfig` with our further options."""
+
+import functools
+import inspect
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+
+_FIELD = "use_liger_loss"
+_HELP = "Whether FusedGRPOTrainer computes the loss through the fused linear function, at parity with TRL's own path."
+
+
+def _regenerate(cls: type) -> None:
+    """Run `dataclass` over a class once more, in place, from the fields that it has now."""
+    for f in cls.__dict__.get("__dataclass_fields__", {}).values():
+        if f.name in cls.__dict__.get("__annotations__", {}) and f.name != _FIELD:
+            setattr(cls, f.name, f)
+    for name in ("__init__", "__repr__", "__eq__"):
+        method = cls.__dict__.get(name)
+        # `dataclass` replaces nothing that is there; what it generates has no source file
+        if method is not None and inspect.unwrap(method).__code__.co_filename == "<string>":
+            delattr(cls, name)
+    dataclass(cls)
+
+
+def _spare_the_alias(cls: type) -> None:
+    """Keep `__post_init__` from reading `use_liger_loss` and, where it is set, from refusing what is supported here."""
+    original = cls.__post_init__
+
+    @functools.wraps(original)
+    def __post_init__(self):
+        # TRL 0.27 warns about the field, turns `use_liger_kernel` on for it and then refuses `delta`
+        fused, kernel = self.use_liger_loss, self.use_liger_kernel
+        self.use_liger_loss = None
+        if fused:
+            self.use_liger_kernel = False
+        original(self)
+        self.use_liger_loss, self.use_liger_kernel = fused, kernel
+
+    cls.__post_init__ = __post_init__
+
+
+def install_use_liger_loss(cls: type = GRPOConfig) -> None:
+    """
+    Make `use_liger_loss` a dataclass field of `GRPOConfig`, default `False`, in the class itself, so that it does not
+    matter how or when it was imported. Argument parsers, `to_dict` and saved arguments see it. Idempotent.
+    """
+    if getattr(cls, "_has_fused_loss", False):
+        return
+    cls.__annotations__[_FIELD] = bool
+    setattr(cls, _FIELD, field(default=False, metadata={"help": _HELP}))
+    _regenerate(cls)
+    _spare_the_alias(cls)
+    cls._has_fused_loss = True
+    for subclass in cls.__subclasses__():
+        _regenerate(subclass)
+
+
+install_use_liger_loss()
+
+
+@dataclass
+class FusedGRPOConfig(GRPOConfig):
+    """
+    [`~trl.GRPOConfig`] with the fused loss on and its further options.
+
+    Args:
+        use_liger_loss (`bool`, *optional*, defaults to `True`):
+            Whether to compute the loss through the fused linear function.
+        fused_way (`str`, *optional*, defaults to `"auto"`):
+            `"forecast"` or `"recompute"` force how gradients of a trained head are built, `"auto"` takes the cheaper.
+        fused_logits_mib (`float`, *optional*):
+            Memory for the chunk of logits, in MiB. Defaults to 512 on CUDA and to 16 elsewhere.
+    """
+
+    use_liger_loss: bool = field(default=True, metadata={"help": _HELP})
+    fused_way: str = field(
+        default="auto",
+        metadata={"help": "How gradients of a trained head are built.", "choices": ["auto", "forecast", "recompute"]},
+    )
+    fused_logits_mib: float | None = field(
+        default=None, metadata={"help": "Memory for the chunk of logits, in MiB (default: 512 on CUDA, else 16)."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.fused_way not in ("auto", "forecast", "recompute"):
+            raise ValueError(f'fused_way must be "auto", "forecast" or "recompute", not {self.fused_way!r}.')
+        if self.fused_logits_mib is not None and self.fused_logits_mib <= 0:
+            raise ValueError(f"fused_logits_mib must be positive or None, not {self.fused_logits_mib}.")

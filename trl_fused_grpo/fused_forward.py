@@ -1,0 +1,153 @@
+"""`model(..., fused=request)`: log-probabilities instead of logits, through every wrapper around the model."""
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from . import _trl_compat as compat
+from .fused_linear import Forecast, FusedStats, fused_linear_logps
+from .lm_head import LMHead, output_projection
+
+
+class FusedRequest:
+    """
+    What a forward should return in place of logits. It travels as one opaque callable: mixed-precision wrappers cast
+    the tensors they find in keyword arguments.
+
+    Args:
+        positions (`Tensor`):
+            Flat positions in `[B, T]` of the tokens to score, `[N]`.
+        completion_ids (`Tensor`):
+            Token ids `[B, T]`; each is predicted by the position before it.
+        temperature (`float`):
+            Sampling temperature.
+        forecast ([`Forecast`], *optional*):
+            The gradient each of the `N` rows is expected to receive.
+        fp32 (`bool`):
+            Whether the projection runs in float32 outside autocast.
+        aux_loss (`bool`):
+            Whether to return the load-balancing loss of a Mixture-of-Experts model too.
+        options:
+            Further keyword arguments of [`fused_linear_logps`].
+    """
+
+    def __init__(
+        self,
+        positions: Tensor,
+        completion_ids: Tensor,
+        temperature: float,
+        forecast: Forecast | None = None,
+        fp32: bool = False,
+        aux_loss: bool = False,
+        **options: Any,
+    ):
+        self.positions, self.completion_ids = positions, completion_ids
+        self.temperature, self.forecast, self.fp32, self.aux_loss = temperature, forecast, fp32, aux_loss
+        self.options = options
+        self.stats = FusedStats()
+
+    def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
+        """Run the backbone and the head; return log-probabilities `[N]`, entropies `[N]` and, if asked, the aux loss."""
+        # PEFT passes the arguments it knows on, set or not; not every backbone knows them
+        model_inputs = {name: value for name, value in model_inputs.items() if value is not None}
+        if self.aux_loss or getattr(causal_lm.config.get_text_config(), "output_router_logits", False):
+            model_inputs["output_router_logits"] = True
+        model_inputs["use_cache"] = False
+        outputs = compat.backbone(causal_lm)(**model_inputs)
+        hidden = outputs.last_hidden_state  # [B, L, H]
+        logps, entropies = self._score(causal_lm, hidden)
+        results = (logps,) if entropies is None else (logps, entropies)
+        if self.aux_loss:
+            results += (_load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
+        return results
+
+    def scatter(self, rows: Tensor, fill: Tensor | None = None) -> Tensor:
+        """Put one value per scored token `[N]` back in its place `[B, T]`; `fill` stands elsewhere, or zero."""
+        base = rows.new_zeros(self.completion_ids.shape) if fill is None else fill.to(rows.dtype)
+        return base.flatten().index_put((self.positions,), rows).view(self.completion_ids.shape)
+
+    def _score(self, causal_lm: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        length, (_, completion_length) = hidden.shape[1], self.completion_ids.shape
+        row, column = self.positions // completion_length, self.positions % completion_length
+        # The hidden state before a token predicts it
+        index = row * length + (length - completion_length - 1) + column  # [N]
+        hidden_rows = hidden.flatten(0, 1).index_select(0, index)  # [N, H]
+        targets = self.completion_ids.flatten().index_select(0, self.positions)  # [N]
+        module = output_projection(causal_lm)
+
+        def project(hidden_rows: Tensor) -> tuple[Tensor, Tensor | None]:
+            head = LMHead.of(causal_lm, fp32=self.fp32)
+            device = head.weight.device  # with `device_map` the head can live elsewhere
+            return fused_linear_logps(
+                hidden_rows.to(device),
+                head,
+                targets.to(device),
+                self.temperature,
+                forecast=self.forecast,
+                stats=self.stats,
+                **self.options,
+            )
+
+        # Through the module's own call, so that ZeRO-3 and FSDP gather its weight, in backward too
+        with _forward_replaced(module, project):
+            return module(hidden_rows)
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
+    previous = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if previous is None:
+            del module.forward
+        else:
+            module.forward = previous
+
+
+def _load_balancing_loss(causal_lm: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
+    """The auxiliary loss of the model's own family: the function that its forward would have called."""
+    modeling = sys.modules[next(c for c in type(causal_lm).__mro__ if "modeling_" in c.__module__).__module__]
+    config = causal_lm.config.get_text_config()
+    experts = getattr(causal_lm, "num_experts", None) or getattr(config, "num_experts", None) or config.num_local_experts
+    per_token = getattr(causal_lm, "num_experts_per_tok", None) or config.num_experts_per_tok
+    return modeling.load_balancing_loss_func(outputs.router_logits, experts, per_token, attention_mask)
+
+
+def attach(causal_lm: PreTrainedModel) -> None:
+    """Teach a causal language model's forward the keyword `fused`. Without it the forward is what it was. Idempotent."""
+    original = causal_lm.forward
+    if getattr(original, "_takes_fused", False):
+        return
+
+    # The signature stays: `generate` checks its keyword arguments against it
+    @functools.wraps(type(causal_lm).forward)
+    def forward(self, *args, fused: FusedRequest | None = None, **kwargs):
+        return original(*args, **kwargs) if fused is None else fused(self, *args, **kwargs)
+
+    forward._takes_fused = True
+    causal_lm.forward = types.MethodType(forward, causal_lm)
+
+
+def check_token_ids(token_ids: Tensor, mask: Tensor, vocab_size: int) -> None:
+    """
+    Raise when a token that counts lies outside the vocabulary.
+
+    Raises:
+        `ValueError`: naming the first such token.
+    """
+    outside = ((token_ids < 0) | (token_ids >= vocab_size)) & mask.bool()
+    if outside.any():
+        row, column = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"completion_ids[{row}, {column}] is {int(token_ids[row, column])}, outside the model's vocabulary of "
+            f"{vocab_size} tokens: use the tokenizer the model was made for, or resize its embeddings."
+        )

@@ -1,0 +1,42 @@
+"""The two passes over a chunk of logits, in Triton for CUDA and in torch for every other device."""
+
+import functools
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """
+    What happens to the raw output of the projection before the softmax: scale, then softcap, then temperature.
+
+    Args:
+        logit_scale (`float`, *optional*, defaults to `1.0`):
+            Multiplier of the raw logits.
+        softcap (`float`, *optional*):
+            `z` becomes `softcap * tanh(z / softcap)`.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature the logits are divided by.
+    """
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
+@functools.cache
+def _triton_is_importable() -> bool:
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return False
+    return True
+
+
+def for_device(device: torch.device) -> ModuleType:
+    """Return the kernel module for `device`: Triton on CUDA where it is installed, torch everywhere else."""
+    name = "triton" if device.type == "cuda" and _triton_is_importable() else "torch"
+    return importlib.import_module(f"{__name__}.{name}")

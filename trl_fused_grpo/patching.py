@@ -1,0 +1,46 @@
+"""`patch()`: `trl.GRPOTrainer` becomes the fused trainer, until it is undone."""
+
+import sys
+from types import ModuleType
+
+import trl
+
+from .trainer import FusedGRPOTrainer
+
+
+class Patch:
+    """
+    Handle of an installed patch. Leaving it as a context manager, or `undo()`, restores what was there; both may happen
+    more than once.
+    """
+
+    def __init__(self) -> None:
+        stock = FusedGRPOTrainer.__mro__[1]
+        homes = [trl, sys.modules["trl.trainer"], sys.modules[stock.__module__]]
+        self._replaced: list[tuple[ModuleType, type]] = [(home, stock) for home in homes if home.GRPOTrainer is stock]
+        for home, _ in self._replaced:
+            home.GRPOTrainer = FusedGRPOTrainer
+
+    def undo(self) -> None:
+        """Restore the stock trainer. Idempotent."""
+        while self._replaced:
+            home, stock = self._replaced.pop()
+            home.GRPOTrainer = stock
+
+    def __enter__(self) -> "Patch":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.undo()
+
+
+def patch() -> Patch:
+    """
+    Make `trl.GRPOTrainer` the fused trainer for code that looks it up from now on.
+
+    Names that were imported before stay what they were. Patching twice is patching once.
+
+    Returns:
+        [`Patch`]: a handle to undo it, also a context manager.
+    """
+    return Patch()

@@ -1,0 +1,169 @@
+"""The head's GEMMs over chunks of rows: logits out, gradients back."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .kernels import LogitTransform
+
+
+class Projection:
+    """
+    Rows of hidden states, the head they are projected through, and one buffer of logits for all chunks.
+
+    Args:
+        hidden (`Tensor`): shape `[N, H]`.
+        weight (`Tensor`): shape `[V, H]`.
+        bias (`Tensor`, *optional*): shape `[V]`.
+        targets (`Tensor`): shape `[N]`.
+        transform (`LogitTransform`): scale, softcap and temperature of the logits.
+        compute_dtype (`torch.dtype`): dtype of the GEMMs' inputs and of the logits.
+        chunk_rows (`int`): rows of logits that exist at a time.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: LogitTransform,
+        compute_dtype: torch.dtype,
+        chunk_rows: int,
+    ):
+        self.hidden, self.weight, self.bias, self.targets, self.transform = hidden, weight, bias, targets, transform
+        self.compute_dtype, self.chunk_rows = compute_dtype, chunk_rows
+        self.kernels = kernels.for_device(hidden.device)
+        self._cast_weight: Tensor | None = None
+        self._buffer: Tensor | None = None
+
+    @property
+    def cast_weight(self) -> Tensor:
+        """The weight in the compute dtype `[V, H]`: cast once, at the first chunk that asks."""
+        if self._cast_weight is None:
+            self._cast_weight = self.weight.to(self.compute_dtype)
+        return self._cast_weight
+
+    def new_rows(self) -> Tensor:
+        """An empty statistic per row `[N]`, in float32 at least."""
+        return self.hidden.new_empty(len(self.targets), dtype=torch.promote_types(self.compute_dtype, torch.float32))
+
+    def chunks(self, border: int) -> Iterator[slice]:
+        """Slices of at most `chunk_rows` rows that cover all of them; none crosses `border`."""
+        for first, last in ((0, border), (border, len(self.targets))):
+            for start in range(first, last, self.chunk_rows):
+                yield slice(start, min(start + self.chunk_rows, last))
+
+    def rows_of_hidden(self, rows: slice | Tensor) -> Tensor:
+        """Hidden states of `rows` in the compute dtype `[n, H]`."""
+        hidden = self.hidden[rows] if isinstance(rows, slice) else self.hidden.index_select(0, rows)
+        return hidden.to(self.compute_dtype)
+
+    def project(self, rows: slice | Tensor) -> Tensor:
+        """Raw logits of `rows` `[n, V]`, in the shared buffer: the next call overwrites them."""
+        hidden = self.rows_of_hidden(rows)  # [n, H]
+        if self._buffer is None:
+            height = min(self.chunk_rows, len(self.targets))
+            self._buffer = hidden.new_empty(height, self.weight.shape[0])
+        logits = self._buffer[: len(hidden)]
+        torch.mm(hidden, self.cast_weight.t(), out=logits)  # [n, H] @ [H, V]
+        if self.bias is not None:
+            logits += self.bias.to(self.compute_dtype)
+        return logits
+
+    def release(self) -> None:
+        """Let go of the buffer and of the cast weight."""
+        self._buffer = self._cast_weight = None
+
+
+class Gradients:
+    """
+    Gradients of hidden states, weight and bias, added up chunk by chunk in float32. Only those that are needed exist.
+
+    Args:
+        work (`Projection`): the rows and the head.
+        needs (`Sequence[bool]`): whether hidden, weight and bias need a gradient, in this order.
+    """
+
+    def __init__(self, work: Projection, needs: Sequence[bool]):
+        self.work = work
+        acc_dtype = torch.promote_types(work.compute_dtype, torch.float32)
+        # One GEMM makes a row's gradient whole, so nothing adds up in it; float16 alone lacks the range to hold it
+        row_dtype = acc_dtype if work.compute_dtype == torch.float16 else work.compute_dtype
+        self.hidden = torch.zeros_like(work.hidden, dtype=row_dtype) if needs[0] else None  # [N, H]
+        self.weight = torch.zeros_like(work.weight, dtype=acc_dtype) if needs[1] else None  # [V, H]
+        self.bias = torch.zeros_like(work.bias, dtype=acc_dtype) if work.bias is not None and needs[2] else None
+
+    def add(
+        self,
+        rows: slice | Tensor,
+        logits: Tensor,
+        lse: Tensor,
+        entropies: Tensor | None,
+        grad_logps: Tensor,
+        grad_entropies: Tensor | None,
+    ) -> None:
+        """Turn the logits of `rows` `[n, V]` into their gradient, in place, and add what follows from it."""
+        work = self.work
+        work.kernels.logits_grad_(
+            logits, work.targets[rows], lse, entropies, grad_logps, grad_entropies, work.transform
+        )  # [n, V]
+        if self.hidden is not None:
+            # [n, V] @ [V, H]
+            if isinstance(rows, slice):
+                _mm(logits, work.cast_weight, out=self.hidden[rows])
+            else:
+                grad = self.hidden.new_empty(len(rows), self.hidden.shape[1])
+                _mm(logits, work.cast_weight, out=grad)
+                self.hidden.index_add_(0, rows, grad)
+        if self.weight is not None:
+            _addmm(self.weight, logits.t(), work.rows_of_hidden(rows))  # [V, n] @ [n, H]
+        if self.bias is not None:
+            self.bias += logits.sum(0, dtype=self.bias.dtype)
+
+    def scale(self, factor: float) -> None:
+        """Multiply everything by one factor."""
+        if factor != 1.0:
+            for grad in (self.hidden, self.weight, self.bias):
+                if grad is not None:
+                    grad.mul_(factor)
+
+    def scale_rows(self, factors: Tensor) -> None:
+        """Multiply each row's hidden gradient by its own factor `[N]`."""
+        if self.hidden is not None:
+            self.hidden.mul_(factors.unsqueeze(-1))
+
+    def reset(self) -> None:
+        """Forget everything that was added."""
+        for grad in (self.hidden, self.weight, self.bias):
+            if grad is not None:
+                grad.zero_()
+
+    def finish(self, hidden_dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients in the dtypes of what they belong to; each is cast once, here."""
+        hidden = None if self.hidden is None else self.hidden.to(hidden_dtype)
+        weight = None if self.weight is None else self.weight.to(self.work.weight.dtype)
+        bias = None if self.bias is None else self.bias.to(self.work.bias.dtype)
+        return hidden, weight, bias
+
+
+def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """`out = a @ b`, accumulated in float32 and rounded once to the dtype of `out`."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def _addmm(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """`out += a @ b` for a float32 `out`: rounding each product to bfloat16 before adding it up biases training."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))

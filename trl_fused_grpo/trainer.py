@@ -1,0 +1,287 @@
+"""`FusedGRPOTrainer`: TRL's `GRPOTrainer` with its log-probabilities taken from the fused linear function."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+
+from . import _trl_compat as compat
+from .forecast import BatchForecast
+from .fused_forward import FusedRequest, attach, check_token_ids
+from .fused_linear import FusedStats
+from .lm_head import output_projection
+from .loss import FusedLinearGRPOLoss
+from .objective import WINDOW_NORMALIZED_LOSSES, GRPOObjective
+
+
+# Options of the objective that TRL keeps in its arguments; older versions have fewer
+_OPTIONS_IN_ARGS = (
+    "delta",
+    "use_bias_correction_kl",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
+
+
+class _Pass(NamedTuple):
+    """What the log-prob seam should know of the pass that asks."""
+
+    mask: Tensor  # [B, T], the positions whose log-probability is read
+    fill: Tensor | None = None  # [B, T], stands where nothing is projected
+    forecast: BatchForecast | None = None
+    entropy_grad: bool = False
+
+
+class FusedGRPOTrainer(GRPOTrainer):
+    """
+    Drop-in for [`~trl.GRPOTrainer`]: the same constructor, objective and metrics, without `[batch, length, vocab]`
+    logits.
+
+    With `use_liger_loss=True` in its arguments, every log-probability (policy, old policy, reference) comes from the
+    fused linear function; TRL's own `_compute_loss` turns them into the loss. With `use_liger_loss=False` it is the
+    stock trainer. `use_liger_kernel=True` means the fused loss and Liger's layer kernels.
+
+    Beside TRL's metrics it logs `fused/rows_recomputed`, the fraction of rows whose gradient was not as forecast.
+
+    Raises:
+        `ValueError`: in the constructor, when the model or the options cannot be fused; the message says what to change.
+    """
+
+    _tag_names = [*getattr(GRPOTrainer, "_tag_names", []), "fused-grpo"]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        config = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments.get("args")
+        layer_kernels = getattr(config, "use_liger_kernel", False)
+        self.use_liger_loss = bool(getattr(config, "use_liger_loss", False) or layer_kernels)
+        self._loss_pass: _Pass | None = None
+        self._stats: list[FusedStats] = []
+        if not self.use_liger_loss:
+            super().__init__(*args, **kwargs)
+            return
+        if layer_kernels and not torch.cuda.is_available():
+            raise ValueError(
+                "use_liger_kernel=True also replaces the model's layers by Triton ones, which need a GPU: set "
+                "use_liger_loss=True instead to fuse the loss alone."
+            )
+        with compat.liger_flag_lowered(config):
+            super().__init__(*args, **kwargs)
+        self._check_way()
+        if layer_kernels:
+            compat.apply_liger_layer_kernels(self._causal_lm(self.model), config)
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                output_projection(self._causal_lm(model))
+                attach(self._causal_lm(model))
+
+    @property
+    def fused_stats(self) -> FusedStats:
+        """What the fused function did in the last loss pass; its backward fills in `recomputed`."""
+        return self._stats[-1] if self._stats else FusedStats()
+
+    @compat.profiling_decorator
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not self.use_liger_loss or return_outputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self.compute_liger_loss(model, inputs)
+
+    def compute_liger_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """
+        Loss of one micro-batch, a scalar: TRL's `_compute_loss` on fused log-probabilities.
+
+        Importance ratios, tool mask, normalizer, delta and bias-corrected KL go to the extended Liger loss, which
+        answers with the gradient that each token will receive.
+        """
+        _check_shapes(inputs)
+        self._stats = []
+        self._loss_pass = self._plan_loss_pass(inputs)
+        try:
+            return self._compute_loss(model, inputs)
+        finally:
+            self._loss_pass = None
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        output = super().training_step(model, inputs, num_items_in_batch)
+        if self.use_liger_loss:
+            counts = [sum(s.recomputed for s in self._stats), sum(s.rows for s in self._stats)]
+            counts = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device)
+            recomputed, rows = self.accelerator.reduce(counts, reduction="sum").tolist()
+            self._metrics["train"]["fused/rows_recomputed"].append(recomputed / max(rows, 1.0))
+        return output
+
+    def _plan_loss_pass(self, inputs: dict[str, Any]) -> _Pass:
+        """Decide which positions to project for the loss, and forecast their gradients."""
+        mask = compat.loss_mask(self, inputs)  # [B, T]
+        old_logps = inputs.get("old_per_token_logps")
+        if type(self)._compute_loss is not GRPOTrainer._compute_loss:
+            # A subclass's own objective may read any completion token, and sends gradients nobody can forecast
+            return _Pass(inputs["completion_mask"], fill=old_logps)
+        entropy_coef = self._entropy_coef_in_force()
+        if self._padding_counts():
+            return _Pass(torch.ones_like(mask), entropy_grad=entropy_coef != 0.0)
+        if not torch.is_grad_enabled():
+            return _Pass(mask, fill=old_logps)
+
+        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        window = compat.window_normalizer(self, inputs) if self.loss_type in WINDOW_NORMALIZED_LOSSES else 1.0
+        forecast = FusedLinearGRPOLoss(self._objective(entropy_coef)).forecast(
+            mask,
+            inputs["advantages"],
+            old_per_token_logps=old_logps,
+            ref_per_token_logps=inputs.get("ref_per_token_logps"),
+            vllm_is_ratio=inputs["importance_sampling_ratio"] if corrected else None,
+            normalizer=window,
+            accumulation=self.current_gradient_accumulation_steps,
+            entropy_normalizer=compat.entropy_normalizer(self, mask, window) if entropy_coef else None,
+        )
+        return _Pass(mask, old_logps, forecast, entropy_coef != 0.0)
+
+    def _objective(self, entropy_coef: float = 0.0) -> GRPOObjective:
+        return GRPOObjective(
+            loss_type=self.loss_type,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            beta=self.beta,
+            importance_sampling_level=self.importance_sampling_level,
+            entropy_coef=entropy_coef,
+            max_completion_length=self.max_completion_length,
+            off_policy_mask_threshold=self.off_policy_mask_threshold,
+            top_entropy_quantile=self.top_entropy_quantile,
+            **{name: getattr(self.args, name) for name in _OPTIONS_IN_ARGS if hasattr(self.args, name)},
+        )
+
+    def _entropy_coef_in_force(self) -> float:
+        if not getattr(self, "_entropy_bonus_enabled", False):
+            return 0.0
+        gated = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
+        return 0.0 if gated else self.entropy_coef
+
+    def _padding_counts(self) -> bool:
+        """Whether the host's objective reads padding positions too."""
+        per_sequence = self.importance_sampling_level == "sequence" and self.beta == 0.0
+        per_sequence &= not self.use_vllm and self.top_entropy_quantile == 1.0
+        return self.loss_type == "luspo" and compat.LUSPO_COUNTS_PADDING and not per_sequence
+
+    def _check_way(self) -> None:
+        if self._option("fused_way", "auto") == "forecast" and not self._objective().is_tokenwise(False):
+            raise ValueError(
+                "fused_way='forecast' needs an objective whose gradient follows from each token alone: set "
+                "fused_way='auto', or off_policy_mask_threshold=None and top_entropy_quantile=1.0."
+            )
+
+    def _option(self, name: str, default: Any) -> Any:
+        """An option of [`FusedGRPOConfig`], which the arguments need not be."""
+        return getattr(self.args, name, default)
+
+    def _causal_lm(self, model: nn.Module) -> PreTrainedModel:
+        """The causal language model inside its wrappers, looked up at every call: FSDP and PEFT replace it."""
+        model = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+        model = getattr(model, "_orig_mod", model)  # torch.compile
+        return model.get_base_model() if compat.is_peft_model(model) else model
+
+    @compat.profiling_decorator
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **multimodal,
+    ):
+        if not self.use_liger_loss:
+            aux = {"compute_aux_loss": compute_aux_loss} if compat.SEAM_RETURNS_AUX_LOSS else {}
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **aux, **multimodal
+            )
+        completion_ids = input_ids[:, -logits_to_keep:]  # [B, T]
+        asking = self._loss_pass
+        if asking is None or asking.mask.shape != completion_ids.shape:
+            mask = torch.ones_like(completion_ids) if self._padding_counts() else attention_mask[:, -logits_to_keep:]
+            asking = _Pass(mask, entropy_grad=False)
+        causal_lm = self._causal_lm(model)
+        attach(causal_lm)
+        weight = output_projection(causal_lm).weight
+        check_token_ids(completion_ids, asking.mask, getattr(weight, "ds_shape", weight.shape)[0])
+
+        multimodal = {name: value for name, value in multimodal.items() if value is not None}
+        # How images go with rows is the host's business: it is asked for the whole batch at once
+        step = len(input_ids) if multimodal or batch_size is None else batch_size
+        logps, entropies, aux_losses = [], [], []
+        for start in range(0, len(input_ids), step):
+            rows = slice(start, start + step)
+            model_inputs = {"input_ids": input_ids[rows], "attention_mask": attention_mask[rows]}
+            if multimodal:
+                model_inputs = compat.host_model_inputs(
+                    super()._get_per_token_logps_and_entropies, input_ids, attention_mask, logits_to_keep, multimodal
+                )
+            request = self._request(asking, rows, completion_ids[rows], compute_entropy, compute_aux_loss)
+            with self.accelerator.autocast():
+                results = iter(model(**model_inputs, fused=request))
+            logps.append(request.scatter(next(results), None if asking.fill is None else asking.fill[rows]))
+            if compute_entropy:
+                entropies.append(request.scatter(next(results)))
+            if compute_aux_loss:
+                aux_losses.append(next(results))
+            if self._loss_pass is not None and torch.is_grad_enabled():
+                self._stats.append(request.stats)
+
+        result = torch.cat(logps), torch.cat(entropies) if compute_entropy else None
+        if compat.SEAM_RETURNS_AUX_LOSS:
+            result += (torch.stack(aux_losses).mean() if compute_aux_loss else None,)
+        return result
+
+    def _request(
+        self, asking: _Pass, rows: slice, completion_ids: Tensor, compute_entropy: bool, compute_aux_loss: bool
+    ) -> FusedRequest:
+        mask = asking.mask[rows].flatten().bool()  # [B * T]
+        if asking.forecast is None:
+            forecast, positions = None, mask.nonzero().squeeze(-1)  # [N]
+        else:
+            live = mask & asking.forecast.live.flatten()
+            live_first = live.nonzero().squeeze(-1), (mask & ~live).nonzero().squeeze(-1)
+            positions = torch.cat(live_first)  # [N]
+            forecast = asking.forecast.at(positions, len(live_first[0]))
+        return FusedRequest(
+            positions,
+            completion_ids,
+            self.temperature,
+            forecast,
+            fp32=self.args.cast_lm_head_to_fp32,
+            aux_loss=compute_aux_loss,
+            way=self._option("fused_way", "auto"),
+            logits_mib=self._option("fused_logits_mib", None),
+            entropy=compute_entropy,
+            entropy_grad=asking.entropy_grad,
+        )
+
+
+def _check_shapes(inputs: dict[str, Any]) -> None:
+    """
+    Raise when a tensor does not fit the completions.
+
+    Raises:
+        `ValueError`: naming the tensor, its shape and the shape that was expected.
+    """
+    batch, length = shape = inputs["completion_ids"].shape
+    expected = {
+        "completion_mask": [shape],
+        "tool_mask": [shape],
+        "advantages": [(batch,), (batch, 1), shape],
+        "old_per_token_logps": [shape],
+        "ref_per_token_logps": [shape],
+        "importance_sampling_ratio": [shape, (batch, 1)],
+    }
+    for name, shapes in expected.items():
+        value = inputs.get(name)
+        if value is not None and tuple(value.shape) not in [tuple(s) for s in shapes]:
+            wanted = " or ".join(str(list(s)) for s in shapes)
+            raise ValueError(f"{name} has shape {list(value.shape)}, but completion_ids {list(shape)} ask for {wanted}.")
