@@ -187,18 +187,16 @@ class FusedLinearLogProb(torch.autograd.Function):
                 prepaid.gradients.add(rows, logits, lse[rows], row_entropies, *row_grads)
 
         work.release()
-        ctx.call, ctx.prepaid, ctx.spent = call, prepaid, False
+        ctx.call, ctx.prepaid = call, prepaid
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
         return logps, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logps: Tensor | None, grad_entropies: Tensor | None):
-        if ctx.spent:
-            raise RuntimeError("backward runs once per forward of fused_linear_logps: its gradients are already taken")
         hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
-        call, prepaid = ctx.call, ctx.prepaid
-        ctx.prepaid, ctx.spent = None, True
+        # A second backward through a retained graph finds nothing prepaid and recomputes
+        call, prepaid, ctx.prepaid = ctx.call, ctx.prepaid, None
 
         work = Projection(hidden, weight, bias, targets, call.transform, call.compute_dtype, call.chunk_rows)
         grad_logps = torch.zeros_like(lse) if grad_logps is None else grad_logps.to(lse.dtype)  # [N]
