@@ -57,7 +57,8 @@ class FusedGRPOTrainer(GRPOTrainer):
     _tag_names = [*getattr(GRPOTrainer, "_tag_names", []), "fused-grpo"]
 
     def __init__(self, *args: Any, **kwargs: Any):
-        config = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments.get("args")
+        given = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        config, model = given.get("args"), given.get("model")
         layer_kernels = getattr(config, "use_liger_kernel", False)
         self.use_liger_loss = bool(getattr(config, "use_liger_loss", False) or layer_kernels)
         self._loss_pass: _Pass | None = None
@@ -70,6 +71,8 @@ class FusedGRPOTrainer(GRPOTrainer):
                 "use_liger_kernel=True also replaces the model's layers by Triton ones, which need a GPU: set "
                 "use_liger_loss=True instead to fuse the loss alone."
             )
+        if isinstance(model, PreTrainedModel):
+            output_projection(model)  # before the host fails on it with less to say
         with compat.liger_flag_lowered(config):
             super().__init__(*args, **kwargs)
         self._check_way()

@@ -1,0 +1,205 @@
+"""FusedGRPOTrainer in training: the stock objective, nobody's logits, everybody's metrics."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from trl import GRPOTrainer
+
+from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE
+
+from .oracle import relative_error
+from .tiny_training import loss_and_gradients, make_inputs, make_trainer
+
+
+def history(trainer):
+    """What was logged, without times."""
+    return [
+        {k: v for k, v in entry.items() if "time" not in k and "per_second" not in k and "runtime" not in k}
+        for entry in trainer.state.log_history
+    ]
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_without_the_flag_training_is_stock_bit_for_bit(tmp_path):
+    runs = []
+    for cls in (GRPOTrainer, FusedGRPOTrainer):
+        trainer = make_trainer(tmp_path, cls, max_steps=2, beta=0.1, **({} if cls is GRPOTrainer else {"use_liger_loss": False}))
+        trainer.train()
+        runs.append((weights(trainer), history(trainer)))
+    (stock_weights, stock_log), (our_weights, our_log) = runs
+    assert all(torch.equal(stock_weights[name], our_weights[name]) for name in stock_weights)
+    assert stock_log == our_log
+
+
+def test_training_with_the_flag_follows_stock_and_logs_every_metric_of_it(tmp_path):
+    options = {
+        "max_steps": 4,
+        "beta": 0.1,
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+    }
+    stock = make_trainer(tmp_path, GRPOTrainer, **options)
+    stock.train()
+    ours = make_trainer(tmp_path, **options)  # seeds the sampler anew
+    ours.train()
+    after = weights(ours)
+    for name, weight in weights(stock).items():
+        assert relative_error(after[name], weight) < 1e-5, name
+    for theirs, mine in zip(history(stock), history(ours), strict=True):
+        assert theirs.keys() == mine.keys() - {"fused/rows_recomputed"}
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert [entry["fused/rows_recomputed"] for entry in ours.state.log_history if "grad_norm" in entry] == [0.0] * 4
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest number of elements that any operation put out."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("old_logps", [False, True], ids=["on-policy", "off-policy"])
+def test_no_pass_materialises_the_logits_of_a_batch(tmp_path, old_logps):
+    trainer = make_trainer(tmp_path, fused_logits_mib=0.01)
+    inputs = make_inputs(rows=16, length=24)
+    logits = inputs["completion_ids"].numel() * VOCAB_SIZE
+    if old_logps:
+        inputs["old_per_token_logps"] = -7 * torch.ones(16, 24)
+    with LargestTensor() as largest:
+        loss_and_gradients(trainer, inputs)
+        with torch.no_grad():
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 24, batch_size=8)
+    assert largest.numel < logits / 4
+
+
+def test_tool_results_are_not_projected(tmp_path):
+    trainer = make_trainer(tmp_path)
+    inputs = make_inputs()
+    inputs["tool_mask"] = torch.ones_like(inputs["completion_mask"])
+    inputs["tool_mask"][:, 1] = 0
+    trainer.tools = [print]
+    loss_and_gradients(trainer, inputs)
+    assert trainer.fused_stats.rows == (inputs["completion_mask"] * inputs["tool_mask"]).sum()
+
+
+class Reinforce(FusedGRPOTrainer):
+    """An objective of its own, which reads tool results too and adds the square of the entropy."""
+
+    def _compute_loss(self, model, inputs):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        logps, entropies, *_ = self._get_per_token_logps_and_entropies(
+            model, ids, mask, inputs["completion_ids"].size(1), compute_entropy=True
+        )
+        terms = -inputs["advantages"].unsqueeze(1) * logps * logps.detach().exp() + 0.01 * entropies**2
+        return (terms * inputs["completion_mask"]).sum()
+
+
+def test_a_subclass_with_its_own_objective_trains_that_objective(tmp_path):
+    trainer = make_trainer(tmp_path, Reinforce)
+    inputs = make_inputs()
+    inputs["tool_mask"] = torch.ones_like(inputs["completion_mask"])
+    inputs["tool_mask"][:, 1] = 0
+    loss, gradients = loss_and_gradients(trainer, inputs)
+
+    model = trainer.model.double()
+    model.zero_grad()
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    log_p = model(input_ids=ids, attention_mask=mask).logits[:, 2:-1].log_softmax(-1)
+    logps = log_p.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    terms = -inputs["advantages"].unsqueeze(1) * logps * logps.detach().exp() + 0.01 * entropies**2
+    truth = (terms * inputs["completion_mask"]).sum()
+    truth.backward()
+    assert relative_error(loss, truth.detach()) < 1e-5
+    for name, parameter in model.named_parameters():
+        assert relative_error(gradients[name], parameter.grad) < 1e-5, name
+
+
+class WrongForecast(FusedGRPOTrainer):
+    """Expects gradients that nobody sends."""
+
+    def _plan_loss_pass(self, inputs):
+        plan = super()._plan_loss_pass(inputs)
+        wrong = torch.linspace(-1, 2, plan.mask.numel()).view_as(plan.mask)
+        return plan._replace(forecast=_Fixed(plan.forecast.live, wrong))
+
+
+class _Fixed:
+    def __init__(self, live, values):
+        self.live, self.values = live, values
+
+    def at(self, index, live_rows):
+        picked = self.values.flatten()[index]
+
+        def forecast(rows, logps, entropies):
+            return picked[rows], None
+
+        forecast.live_rows = live_rows
+        return forecast
+
+
+def test_a_wrong_forecast_trains_the_same_and_is_reported(tmp_path):
+    inputs = make_inputs(old_per_token_logps=-6.9 * torch.ones(4, 8))
+    _, right = loss_and_gradients(make_trainer(tmp_path), inputs)
+    trainer = make_trainer(tmp_path, WrongForecast)
+    _, gradients = loss_and_gradients(trainer, inputs)
+    assert trainer.fused_stats.recomputed > 0
+    assert all(relative_error(gradients[name], right[name]) < 1e-5 for name in right)
+
+
+def test_forcing_the_recompute_way_gives_the_same_gradients(tmp_path):
+    inputs = make_inputs()
+    _, expected = loss_and_gradients(make_trainer(tmp_path), inputs)
+    trainer = make_trainer(tmp_path, fused_way="recompute")
+    _, gradients = loss_and_gradients(trainer, inputs)
+    assert trainer.fused_stats.way == "recompute"
+    assert all(relative_error(gradients[name], expected[name]) < 1e-5 for name in expected)
+
+
+def test_generation_is_unchanged_by_the_fused_forward(tmp_path):
+    stock, ours = make_trainer(tmp_path, GRPOTrainer), make_trainer(tmp_path)
+    ids = torch.tensor([[5, 6, 7]])
+    outputs = [
+        t.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+        for t in (stock, ours)
+    ]
+    assert torch.equal(*outputs)
+
+
+def test_a_checkpoint_written_in_training_loads_and_continues(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    resumed = make_trainer(tmp_path, max_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert resumed.state.global_step == 3
+    arguments = torch.load(tmp_path / "out" / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert arguments.use_liger_loss is True
+
+
+def test_bfloat16_autocast_trains_close_to_stock(tmp_path):
+    inputs = make_inputs(rows=8)
+    gradients = []
+    for cls in (GRPOTrainer, FusedGRPOTrainer):
+        trainer = make_trainer(tmp_path, cls, bf16=True)
+        trainer.model = trainer.accelerator.prepare_model(trainer.model)
+        gradients.append(loss_and_gradients(trainer, inputs)[1])
+    stock, ours = gradients
+    assert all(relative_error(ours[name], stock[name]) < 0.05 for name in stock)
