@@ -1,5 +1,7 @@
 """FusedGRPOTrainer in training: the stock objective, nobody's logits, everybody's metrics."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,10 +138,10 @@ def test_a_subclass_with_its_own_objective_trains_that_objective(tmp_path):
 class WrongForecast(FusedGRPOTrainer):
     """Expects gradients that nobody sends."""
 
-    def _plan_loss_pass(self, inputs):
-        plan = super()._plan_loss_pass(inputs)
-        wrong = torch.linspace(-1, 2, plan.mask.numel()).view_as(plan.mask)
-        return plan._replace(forecast=_Fixed(plan.forecast.live, wrong))
+    def _ask_for_loss(self, inputs):
+        question = super()._ask_for_loss(inputs)
+        wrong = torch.linspace(-1, 2, question.mask.numel()).view(question.mask.shape)
+        return replace(question, forecast=_Fixed(question.forecast.live, wrong))
 
 
 class _Fixed:

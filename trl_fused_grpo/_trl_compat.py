@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
 
+from .sampling import SamplingCorrection
+
 
 OLDEST_TRL, NEWEST_TRL = Version("0.27.2"), Version("1.16.0")
 TRL = Version(Version(trl.__version__).base_version)
@@ -54,6 +56,8 @@ _RESCALES_NUM_ITEMS = TRL >= Version("1.9.0")
 _ENTROPY_SHARES_NORMALIZER = Version("1.8.0") <= TRL < Version("1.10.0")
 # TRL < 1.10: LUSPO averages over padding too wherever its per-token loss is [B, T]
 LUSPO_COUNTS_PADDING = TRL < Version("1.10.0")
+# TRL >= 1.11: a token that the sampler could not score (NaN) gets importance ratio one
+UNSCORED_IS_ONE = TRL >= Version("1.11.0")
 # TRL < 0.29: the tool mask counts only where the trainer has tools
 _TOOL_MASK_NEEDS_TOOLS = TRL < Version("0.29.0")
 # transformers < 5: vision-language models keep their language backbone in `model`, and Trainer applies Liger's layer
@@ -103,6 +107,23 @@ def backbone(causal_lm: PreTrainedModel) -> nn.Module:
 def is_peft_model(model: nn.Module) -> bool:
     """Whether `model` is wrapped by PEFT, which need not be installed."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def is_prompt_learning(model: nn.Module) -> bool:
+    """Whether PEFT puts virtual tokens before each row."""
+    return is_peft_model(model) and model.active_peft_config.is_prompt_learning
+
+
+def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
+    """The trainer's vLLM importance-sampling correction."""
+    # TRL < 1.5: one upper bound, called the cap
+    cap = getattr(trainer, "vllm_importance_sampling_cap", None)
+    return SamplingCorrection(
+        mode=trainer.vllm_importance_sampling_mode,
+        clip_min=getattr(trainer, "vllm_importance_sampling_clip_min", None),
+        clip_max=getattr(trainer, "vllm_importance_sampling_clip_max", cap),
+        unscored_is_one=UNSCORED_IS_ONE,
+    )
 
 
 @contextmanager

@@ -72,6 +72,18 @@ class FusedGRPOConfig(GRPOConfig):
             `"forecast"` or `"recompute"` force how gradients of a trained head are built, `"auto"` takes the cheaper.
         fused_logits_mib (`float`, *optional*):
             Memory for the chunk of logits, in MiB. Defaults to 512 on CUDA and to 16 elsewhere.
+        fused_layout (`str`, *optional*, defaults to `"auto"`):
+            `"packed"` (all sequences of a micro-batch in one row without padding), `"aligned"` (rows shifted left and
+            cut to the longest) or `"host"` (as TRL pads them); `"auto"` takes the first that the model allows. Forcing
+            one that it does not allow raises.
+        fused_skip_old_logps (`bool`, *optional*, defaults to `True`):
+            With vLLM and on-policy steps, take the importance ratio from the training pass instead of computing old
+            log-probs in a forward of their own.
+        fused_balance (`bool`, *optional*, defaults to `True`):
+            Deal sequences into micro-batches by length where the loss does not depend on the cut.
+        fused_skip_dead_sequences (`bool`, *optional*, defaults to `False`):
+            Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
+            metric then covers the others only.
     """
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})
@@ -83,8 +95,22 @@ class FusedGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Memory for the chunk of logits, in MiB (default: 512 on CUDA, else 16)."}
     )
 
+    fused_layout: str = field(
+        default="auto",
+        metadata={"help": "Layout of the rows.", "choices": ["auto", "packed", "aligned", "host"]},
+    )
+    fused_skip_old_logps: bool = field(
+        default=True, metadata={"help": "Take vLLM's importance ratio from the training pass when on-policy."}
+    )
+    fused_balance: bool = field(default=True, metadata={"help": "Deal sequences into micro-batches by length."})
+    fused_skip_dead_sequences: bool = field(
+        default=False, metadata={"help": "Leave sequences without gradient out of the model."}
+    )
+
     def __post_init__(self):
         super().__post_init__()
+        if self.fused_layout not in ("auto", "packed", "aligned", "host"):
+            raise ValueError(f'fused_layout must be "auto", "packed", "aligned" or "host", not {self.fused_layout!r}.')
         if self.fused_way not in ("auto", "forecast", "recompute"):
             raise ValueError(f'fused_way must be "auto", "forecast" or "recompute", not {self.fused_way!r}.')
         if self.fused_logits_mib is not None and self.fused_logits_mib <= 0:

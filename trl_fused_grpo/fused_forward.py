@@ -30,6 +30,9 @@ class FusedRequest:
             Sampling temperature.
         forecast ([`Forecast`], *optional*):
             The gradient each of the `N` rows is expected to receive.
+        predictors (`Tensor`, *optional*):
+            Flat positions, in the hidden states `[B, L]`, of the tokens before, `[N]`. Without them the last `T + 1`
+            columns of the hidden states end in the completion.
         fp32 (`bool`):
             Whether the projection runs in float32 outside autocast.
         aux_loss (`bool`):
@@ -44,20 +47,25 @@ class FusedRequest:
         completion_ids: Tensor,
         temperature: float,
         forecast: Forecast | None = None,
+        predictors: Tensor | None = None,
         fp32: bool = False,
         aux_loss: bool = False,
         **options: Any,
     ):
-        self.positions, self.completion_ids = positions, completion_ids
+        self.positions, self.completion_ids, self.predictors = positions, completion_ids, predictors
         self.temperature, self.forecast, self.fp32, self.aux_loss = temperature, forecast, fp32, aux_loss
         self.options = options
         self.stats = FusedStats()
+        self.attention_layers: int | None = None
 
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
         """Run the backbone and the head; return log-probabilities `[N]`, entropies `[N]` and, if asked, the aux loss."""
+        config = causal_lm.config.get_text_config()
+        if config._attn_implementation == "sdpa":
+            self.attention_layers = config.num_hidden_layers
         # PEFT passes the arguments it knows on, set or not; not every backbone knows them
         model_inputs = {name: value for name, value in model_inputs.items() if value is not None}
-        if self.aux_loss or getattr(causal_lm.config.get_text_config(), "output_router_logits", False):
+        if self.aux_loss or getattr(config, "output_router_logits", False):
             model_inputs["output_router_logits"] = True
         model_inputs["use_cache"] = False
         outputs = compat.backbone(causal_lm)(**model_inputs)
@@ -68,16 +76,25 @@ class FusedRequest:
             results += (_load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
         return results
 
-    def scatter(self, rows: Tensor, fill: Tensor | None = None) -> Tensor:
-        """Put one value per scored token `[N]` back in its place `[B, T]`; `fill` stands elsewhere, or zero."""
-        base = rows.new_zeros(self.completion_ids.shape) if fill is None else fill.to(rows.dtype)
-        return base.flatten().index_put((self.positions,), rows).view(self.completion_ids.shape)
+    def check_attention_layers(self, packed_layers: int) -> None:
+        """
+        Raise when fewer attention layers honoured the borders of packed sequences than the model has.
+
+        Raises:
+            `RuntimeError`: naming the layout to ask for.
+        """
+        if self.attention_layers is not None and packed_layers != self.attention_layers:
+            raise RuntimeError(
+                f"only {packed_layers} of {self.attention_layers} attention layers honour the borders of packed "
+                'sequences: set fused_layout="aligned" in FusedGRPOConfig.'
+            )
 
     def _score(self, causal_lm: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        length, (_, completion_length) = hidden.shape[1], self.completion_ids.shape
-        row, column = self.positions // completion_length, self.positions % completion_length
-        # The hidden state before a token predicts it
-        index = row * length + (length - completion_length - 1) + column  # [N]
+        index = self.predictors
+        if index is None:
+            width = self.completion_ids.shape[1]
+            row, column = self.positions // width, self.positions % width
+            index = (row + 1) * hidden.shape[1] - width - 1 + column  # [N]
         hidden_rows = hidden.flatten(0, 1).index_select(0, index)  # [N, H]
         targets = self.completion_ids.flatten().index_select(0, self.positions)  # [N]
         module = output_projection(causal_lm)

@@ -1,21 +1,32 @@
 """`FusedGRPOTrainer`: TRL's `GRPOTrainer` with its log-probabilities taken from the fused linear function."""
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 from trl import GRPOTrainer
 
 from . import _trl_compat as compat
 from .forecast import BatchForecast
-from .fused_forward import FusedRequest, attach, check_token_ids
+from .fused_forward import attach, check_token_ids
 from .fused_linear import FusedStats
+from .layout import LayoutName, why_not_aligned, why_not_packed
 from .lm_head import output_projection
 from .loss import FusedLinearGRPOLoss
 from .objective import WINDOW_NORMALIZED_LOSSES, GRPOObjective
+from .sampling import SAMPLING_METRICS, DeferredForecast, SamplingMetrics
+from .scoring import Question, Scores, ScoringOptions, score
+from .window import balance, why_not_balanced, why_old_logps_are_needed
 
+
+logger = logging.get_logger(__name__)
+
+
+# Marks micro-batches whose importance ratio generation left to the training pass
+_DEFERRED = "importance_sampling_ratio_from_training"
 
 # Options of the objective that TRL keeps in its arguments; older versions have fewer
 _OPTIONS_IN_ARGS = (
@@ -28,15 +39,6 @@ _OPTIONS_IN_ARGS = (
     "vespo_k_neg",
     "vespo_lambda_neg",
 )
-
-
-class _Pass(NamedTuple):
-    """What the log-prob seam should know of the pass that asks."""
-
-    mask: Tensor  # [B, T], the positions whose log-probability is read
-    fill: Tensor | None = None  # [B, T], stands where nothing is projected
-    forecast: BatchForecast | None = None
-    entropy_grad: bool = False
 
 
 class FusedGRPOTrainer(GRPOTrainer):
@@ -61,8 +63,11 @@ class FusedGRPOTrainer(GRPOTrainer):
         config, model = given.get("args"), given.get("model")
         layer_kernels = getattr(config, "use_liger_kernel", False)
         self.use_liger_loss = bool(getattr(config, "use_liger_loss", False) or layer_kernels)
-        self._loss_pass: _Pass | None = None
+        self._loss_question: Question | None = None
         self._stats: list[FusedStats] = []
+        self._loss_inputs: dict[str, Any] | None = None
+        self._defers_next_pass = False
+        self._sampling_metrics = SamplingMetrics()
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
             return
@@ -103,11 +108,12 @@ class FusedGRPOTrainer(GRPOTrainer):
         """
         _check_shapes(inputs)
         self._stats = []
-        self._loss_pass = self._plan_loss_pass(inputs)
+        self._loss_inputs = inputs = dict(inputs)
+        self._loss_question = self._ask_for_loss(inputs)
         try:
             return self._compute_loss(model, inputs)
         finally:
-            self._loss_pass = None
+            self._loss_question = self._loss_inputs = None
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         output = super().training_step(model, inputs, num_items_in_batch)
@@ -118,32 +124,49 @@ class FusedGRPOTrainer(GRPOTrainer):
             self._metrics["train"]["fused/rows_recomputed"].append(recomputed / max(rows, 1.0))
         return output
 
-    def _plan_loss_pass(self, inputs: dict[str, Any]) -> _Pass:
+    def _ask_for_loss(self, inputs: dict[str, Any]) -> Question:
         """Decide which positions to project for the loss, and forecast their gradients."""
         mask = compat.loss_mask(self, inputs)  # [B, T]
         old_logps = inputs.get("old_per_token_logps")
         if type(self)._compute_loss is not GRPOTrainer._compute_loss:
             # A subclass's own objective may read any completion token, and sends gradients nobody can forecast
-            return _Pass(inputs["completion_mask"], fill=old_logps)
+            return Question(inputs["completion_mask"], fill=old_logps)
         entropy_coef = self._entropy_coef_in_force()
         if self._padding_counts():
-            return _Pass(torch.ones_like(mask), entropy_grad=entropy_coef != 0.0)
+            return Question(torch.ones_like(mask), entropy_grad=entropy_coef != 0.0)
         if not torch.is_grad_enabled():
-            return _Pass(mask, fill=old_logps)
+            return Question(mask, fill=old_logps)
 
-        corrected = self.use_vllm and self.vllm_importance_sampling_correction
         window = compat.window_normalizer(self, inputs) if self.loss_type in WINDOW_NORMALIZED_LOSSES else 1.0
         forecast = FusedLinearGRPOLoss(self._objective(entropy_coef)).forecast(
             mask,
             inputs["advantages"],
             old_per_token_logps=old_logps,
             ref_per_token_logps=inputs.get("ref_per_token_logps"),
-            vllm_is_ratio=inputs["importance_sampling_ratio"] if corrected else None,
+            vllm_is_ratio=inputs["importance_sampling_ratio"] if self._corrects_sampling(inputs) else None,
             normalizer=window,
             accumulation=self.current_gradient_accumulation_steps,
             entropy_normalizer=compat.entropy_normalizer(self, mask, window) if entropy_coef else None,
         )
-        return _Pass(mask, old_logps, forecast, entropy_coef != 0.0)
+        if self._takes_ratio_from_training(inputs):
+            forecast = self._with_deferred_ratio(forecast, inputs)
+        skip_dead = self._option("fused_skip_dead_sequences", False) and not getattr(self, "aux_loss_enabled", False)
+        return Question(mask, old_logps, forecast, entropy_coef != 0.0, skip_dead)
+
+    def _with_deferred_ratio(self, forecast: BatchForecast | None, inputs: dict[str, Any]) -> DeferredForecast | None:
+        correction = compat.sampling_correction(self)
+        coupled = correction.is_per_sequence or self.importance_sampling_level == "sequence" or self.loss_type == "vespo"
+        if forecast is None or coupled:
+            return None
+        return DeferredForecast(forecast, correction, inputs["sampling_per_token_logps"])
+
+    def _corrects_sampling(self, inputs: dict[str, Any]) -> bool:
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        return corrects and not self._takes_ratio_from_training(inputs)
+
+    def _takes_ratio_from_training(self, inputs: dict[str, Any]) -> bool:
+        """Whether generation left the importance ratio to the training pass."""
+        return _DEFERRED in inputs
 
     def _objective(self, entropy_coef: float = 0.0) -> GRPOObjective:
         return GRPOObjective(
@@ -206,65 +229,115 @@ class FusedGRPOTrainer(GRPOTrainer):
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **aux, **multimodal
             )
         completion_ids = input_ids[:, -logits_to_keep:]  # [B, T]
-        asking = self._loss_pass
-        if asking is None or asking.mask.shape != completion_ids.shape:
-            mask = torch.ones_like(completion_ids) if self._padding_counts() else attention_mask[:, -logits_to_keep:]
-            asking = _Pass(mask, entropy_grad=False)
+        if self._defers_next_pass:
+            self._defers_next_pass = False  # whatever the host makes of these, `_generate_and_score_completions` drops
+            nothing = torch.zeros_like(completion_ids, dtype=torch.float32)
+            return (nothing, None, None) if compat.SEAM_RETURNS_AUX_LOSS else (nothing, None)
+
+        question = self._loss_question
+        is_loss_pass = question is not None and question.mask.shape == completion_ids.shape
+        if not is_loss_pass:
+            completion_mask = attention_mask[:, -logits_to_keep:]
+            question = Question(torch.ones_like(completion_mask) if self._padding_counts() else completion_mask)
         causal_lm = self._causal_lm(model)
         attach(causal_lm)
         weight = output_projection(causal_lm).weight
-        check_token_ids(completion_ids, asking.mask, getattr(weight, "ds_shape", weight.shape)[0])
+        check_token_ids(completion_ids, question.mask, getattr(weight, "ds_shape", weight.shape)[0])
 
         multimodal = {name: value for name, value in multimodal.items() if value is not None}
-        # How images go with rows is the host's business: it is asked for the whole batch at once
-        step = len(input_ids) if multimodal or batch_size is None else batch_size
-        logps, entropies, aux_losses = [], [], []
-        for start in range(0, len(input_ids), step):
-            rows = slice(start, start + step)
-            model_inputs = {"input_ids": input_ids[rows], "attention_mask": attention_mask[rows]}
-            if multimodal:
-                model_inputs = compat.host_model_inputs(
-                    super()._get_per_token_logps_and_entropies, input_ids, attention_mask, logits_to_keep, multimodal
-                )
-            request = self._request(asking, rows, completion_ids[rows], compute_entropy, compute_aux_loss)
-            with self.accelerator.autocast():
-                results = iter(model(**model_inputs, fused=request))
-            logps.append(request.scatter(next(results), None if asking.fill is None else asking.fill[rows]))
-            if compute_entropy:
-                entropies.append(request.scatter(next(results)))
-            if compute_aux_loss:
-                aux_losses.append(next(results))
-            if self._loss_pass is not None and torch.is_grad_enabled():
-                self._stats.append(request.stats)
-
-        result = torch.cat(logps), torch.cat(entropies) if compute_entropy else None
-        if compat.SEAM_RETURNS_AUX_LOSS:
-            result += (torch.stack(aux_losses).mean() if compute_aux_loss else None,)
-        return result
-
-    def _request(
-        self, asking: _Pass, rows: slice, completion_ids: Tensor, compute_entropy: bool, compute_aux_loss: bool
-    ) -> FusedRequest:
-        mask = asking.mask[rows].flatten().bool()  # [B * T]
-        if asking.forecast is None:
-            forecast, positions = None, mask.nonzero().squeeze(-1)  # [N]
-        else:
-            live = mask & asking.forecast.live.flatten()
-            live_first = live.nonzero().squeeze(-1), (mask & ~live).nonzero().squeeze(-1)
-            positions = torch.cat(live_first)  # [N]
-            forecast = asking.forecast.at(positions, len(live_first[0]))
-        return FusedRequest(
-            positions,
-            completion_ids,
-            self.temperature,
-            forecast,
+        host_seam = super()._get_per_token_logps_and_entropies
+        host_call = (host_seam, input_ids, attention_mask, logits_to_keep, multimodal)
+        options = ScoringOptions(
+            temperature=self.temperature,
             fp32=self.args.cast_lm_head_to_fp32,
-            aux_loss=compute_aux_loss,
             way=self._option("fused_way", "auto"),
             logits_mib=self._option("fused_logits_mib", None),
-            entropy=compute_entropy,
-            entropy_grad=asking.entropy_grad,
+            layout=self._layout(model, bool(multimodal), compute_aux_loss),
         )
+        with self.accelerator.autocast():
+            scores = score(
+                question,
+                options,
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size,
+                compute_entropy,
+                compute_aux_loss,
+                host_inputs=(lambda: compat.host_model_inputs(*host_call)) if multimodal else None,
+            )
+        if is_loss_pass:
+            self._finish_loss_pass(scores)
+        result = scores.logps, scores.entropies
+        return (*result, scores.aux_loss) if compat.SEAM_RETURNS_AUX_LOSS else result
+
+    def _finish_loss_pass(self, scores: Scores) -> None:
+        """Give the host the importance ratio that generation left out, before it reads it."""
+        if torch.is_grad_enabled():
+            self._stats += scores.stats
+        inputs = self._loss_inputs
+        if not self._takes_ratio_from_training(inputs):
+            return
+        mask = compat.loss_mask(self, inputs)
+        values = scores.logps.detach(), inputs["sampling_per_token_logps"], mask
+        correction = compat.sampling_correction(self)
+        inputs["importance_sampling_ratio"] = ratio = correction.ratio(*values)
+        place = self._step % (self.args.steps_per_generation * self.num_iterations)
+        if place < self.args.steps_per_generation:  # later iterations see the same sequences again
+            self._sampling_metrics.add(correction, *values, ratio)
+        if place == self.args.steps_per_generation - 1:
+            for name, value in self._sampling_metrics.gathered(self.accelerator).items():
+                self._metrics["train"][name].append(value)
+            self._sampling_metrics = SamplingMetrics()
+
+    def _generate_and_score_completions(self, inputs):
+        defers = self.use_liger_loss and self.model.training and self._option("fused_skip_old_logps", True)
+        if not defers or why_old_logps_are_needed(self) is not None:
+            return super()._generate_and_score_completions(inputs)
+        metrics = self._metrics["train"]
+        logged = {name: list(metrics.get(name, [])) for name in SAMPLING_METRICS}
+        self._sampling_metrics = SamplingMetrics()
+        self._defers_next_pass = True
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self._defers_next_pass = False
+        for name, values in logged.items():  # what was logged meanwhile is not true yet
+            metrics[name] = values
+            if not values:
+                del metrics[name]
+        del output["old_per_token_logps"], output["importance_sampling_ratio"]
+        output[_DEFERRED] = torch.tensor(True)
+        return output
+
+    def _prepare_inputs(self, generation_batch):
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        fresh = self.use_liger_loss and self.model.training and self._buffered_inputs is not before
+        if not fresh or not self._option("fused_balance", True) or why_not_balanced(self) is not None:
+            return inputs
+        self._buffered_inputs = balance(self._buffered_inputs, self._layout(self.model, False, False))
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _layout(self, model: nn.Module, is_multimodal: bool, compute_aux_loss: bool) -> LayoutName:
+        """
+        The layout of this call's rows: the one asked for, or the first that the model allows.
+
+        Raises:
+            `ValueError`: when the one asked for is not allowed, with the reason.
+        """
+        wanted = self._option("fused_layout", "auto")
+        unwrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+        reasons = {"aligned": why_not_aligned(unwrapped, is_multimodal, self._padding_counts()), "host": None}
+        needs_mask = compute_aux_loss or getattr(self, "aux_loss_enabled", False)
+        reasons["packed"] = reasons["aligned"] or why_not_packed(self._causal_lm(model), needs_mask)
+        if wanted != "auto" and reasons[wanted] is not None:
+            raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
+        name = wanted if wanted != "auto" else next(n for n in ("packed", "aligned", "host") if reasons[n] is None)
+        if name == "host" and wanted == "auto":
+            logger.warning_once(f"Rows keep the padding of the host, because {reasons['aligned']}.")
+        return name
 
 
 def _check_shapes(inputs: dict[str, Any]) -> None:

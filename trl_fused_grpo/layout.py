@@ -1,0 +1,146 @@
+"""How the rows of a micro-batch are laid out for the model: packed, aligned, or as the host hands them over."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from . import _trl_compat as compat
+from .packed_attention import sequence_borders
+
+
+LayoutName = Literal["packed", "aligned", "host"]
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    What the model is called with, and where the predictions are found.
+
+    Args:
+        name (`str`): `"packed"`, `"aligned"` or `"host"`.
+        model_inputs (`dict`): keyword arguments of the model.
+        predictors (`Tensor`, *optional*):
+            `[B, T]`: flat position, in the hidden states, of the token before each completion token. `None` for the
+            host's layout, whose last `T + 1` columns end the row.
+    """
+
+    name: LayoutName
+    model_inputs: dict[str, Any]
+    predictors: Tensor | None = None
+
+
+def why_not_aligned(model: PreTrainedModel, is_multimodal: bool, reads_padding: bool) -> str | None:
+    """Why rows may not be shifted and cut, or `None`."""
+    if is_multimodal:
+        return "its inputs are multimodal"
+    if reads_padding:
+        return "TRL's LUSPO of this version reads padding"
+    causal_lm = model.get_base_model() if compat.is_peft_model(model) else model
+    if compat.is_prompt_learning(model):
+        return "a prompt-learning adapter puts virtual tokens before the row"
+    if causal_lm.config.get_text_config() is not causal_lm.config:
+        return "it is a composite model"
+    if "position_ids" not in inspect.signature(compat.backbone(causal_lm).forward).parameters:
+        return "it takes no position_ids"
+    return None
+
+
+def why_not_packed(causal_lm: PreTrainedModel, needs_mask: bool) -> str | None:
+    """Why rows that may be aligned may not share one row, or `None`."""
+    config = causal_lm.config
+    if needs_mask:
+        return "its auxiliary loss reads the attention mask"
+    if not getattr(causal_lm, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' attention interface"
+    if config._attn_implementation not in ("sdpa", "flash_attention_2", "flash_attention_3"):
+        return f"attn_implementation={config._attn_implementation!r} knows no sequence borders"
+    if getattr(causal_lm, "_is_stateful", False) or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS:
+        return "it has layers that carry a state from token to token"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "its attention scores are soft-capped"
+    if any(hasattr(module, "sinks") for module in causal_lm.modules()):
+        return "its attention has sinks"
+    if getattr(config, "attention_dropout", 0.0) and causal_lm.training:
+        return "it drops out attention"
+    return None
+
+
+def packed(input_ids: Tensor, attention_mask: Tensor, completion_length: int, wanted: Tensor) -> Layout:
+    """
+    The micro-batch as one row without padding, each sequence where it starts.
+
+    Args:
+        input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
+        completion_length (`int`): `T`.
+        wanted (`Tensor`): sequences that are scored at all `[B]`, bool; the others are left out.
+    """
+    wanted = wanted | (torch.arange(len(wanted), device=wanted.device) == 0) & ~wanted.any()  # never an empty row
+    mask = attention_mask.bool() & wanted.unsqueeze(1)  # [B, L]
+    index = mask.flatten().nonzero().squeeze(-1)  # [S]
+    lengths = mask.sum(1)
+    place = mask.flatten().cumsum(0).view_as(mask) - 1  # [B, L], position of each token in the packed row
+    model_inputs = {
+        "input_ids": input_ids.flatten()[index].unsqueeze(0),
+        # The host's own columns: rotary models see the same distances, models with absolute positions the same positions
+        "position_ids": (index % input_ids.shape[1]).unsqueeze(0),
+        **sequence_borders(lengths[lengths > 0]),
+    }
+    return Layout("packed", model_inputs, place[:, -completion_length:] - 1)
+
+
+def aligned(input_ids: Tensor, attention_mask: Tensor, completion_length: int, needs_mask: bool) -> Layout:
+    """
+    Rows shifted left and cut to the longest. Padding on the right needs no mask under causal attention.
+
+    Args:
+        input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
+        completion_length (`int`): `T`.
+        needs_mask (`bool`): whether the model wants a mask all the same.
+    """
+    width = max(int(attention_mask.sum(1).max()), 1)
+    order = attention_mask.sort(dim=1, descending=True, stable=True)
+    columns = order.indices[:, :width]  # [B, W]
+    model_inputs = {"input_ids": input_ids.gather(1, columns), "position_ids": columns}
+    if needs_mask:
+        model_inputs["attention_mask"] = order.values[:, :width]
+    row = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
+    place = attention_mask.cumsum(1)[:, -completion_length:] - 1  # [B, T]
+    return Layout("aligned", model_inputs, row * width + place - 1)
+
+
+def deal(lengths: list[int], parts: int, size: int) -> list[list[int]]:
+    """
+    Deal sequences into `parts` of at most `size` with about equal numbers of tokens: the longest first, each to the
+    lightest part that has room.
+
+    Returns:
+        `list[list[int]]`: indices of each part, in rising order.
+    """
+    hands: list[list[int]] = [[] for _ in range(parts)]
+    weights = [0] * parts
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        lightest = min((p for p in range(parts) if len(hands[p]) < size), key=lambda p: (weights[p], p))
+        hands[lightest].append(index)
+        weights[lightest] += lengths[index]
+    return [sorted(hand) for hand in hands]
+
+
+def sub_batches(attention_mask: Tensor, batch_size: int, layout: LayoutName) -> list[Tensor]:
+    """
+    Cut a batch into as many sub-batches as the host would, `[rows]` indices each: as they come in the host's layout,
+    neighbours in length together where rows are padded to the longest, equal in tokens where they are packed.
+    """
+    count, device = len(attention_mask), attention_mask.device
+    if layout == "host" or count <= batch_size:
+        return list(torch.arange(count, device=device).split(batch_size))
+    lengths = attention_mask.sum(1)
+    if layout == "aligned":
+        return list(lengths.argsort(descending=True, stable=True).split(batch_size))
+    parts = -(-count // batch_size)
+    # Every sub-batch gets a sequence on every process, whatever the lengths
+    return [torch.tensor(hand, device=device) for hand in deal(lengths.tolist(), parts, batch_size)]

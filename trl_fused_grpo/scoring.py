@@ -1,0 +1,190 @@
+"""From a host's padded batch to its log-probabilities: layout, sub-batches, projection, and back into place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import layout as layouts
+from .forecast import BatchForecast
+from .fused_forward import FusedRequest
+from .fused_linear import FusedStats
+from .layout import Layout, LayoutName
+from .packed_attention import packed_call
+
+
+@dataclass(frozen=True)
+class Question:
+    """
+    Which positions of a batch to score.
+
+    Args:
+        mask (`Tensor`): `[B, T]`: the positions whose log-probability is read.
+        fill (`Tensor`, *optional*): `[B, T]`: stands where nothing is projected; zero without.
+        forecast ([`BatchForecast`], *optional*): the gradients that will come back.
+        entropy_grad (`bool`): whether entropies will receive a gradient.
+        skip_dead (`bool`): whether sequences that can receive no gradient are left out of the model.
+    """
+
+    mask: Tensor
+    fill: Tensor | None = None
+    forecast: BatchForecast | None = None
+    entropy_grad: bool = False
+    skip_dead: bool = False
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """Temperature of the sampler, and how to run the head and lay out the rows."""
+
+    temperature: float
+    fp32: bool
+    way: str
+    logits_mib: float | None
+    layout: LayoutName
+
+
+@dataclass
+class Scores:
+    """Log-probabilities and entropies `[B, T]`, the auxiliary loss (a scalar), and statistics of each sub-batch."""
+
+    logps: Tensor
+    entropies: Tensor | None
+    aux_loss: Tensor | None
+    stats: list[FusedStats] = field(default_factory=list)
+
+
+def score(
+    question: Question,
+    options: ScoringOptions,
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    completion_length: int,
+    batch_size: int | None,
+    compute_entropy: bool,
+    compute_aux_loss: bool,
+    host_inputs: Callable[[], dict[str, Any]] | None,
+) -> Scores:
+    """
+    Score the asked positions of a batch.
+
+    Args:
+        question ([`Question`]): what to score.
+        options ([`ScoringOptions`]): how.
+        model (`nn.Module`): the model in all its wrappers; it takes the keyword `fused`.
+        input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
+        completion_length (`int`): `T`.
+        batch_size (`int`, *optional*): sequences in a sub-batch; all without.
+        compute_entropy, compute_aux_loss (`bool`): what to compute beside log-probabilities.
+        host_inputs (`Callable`, *optional*): gives the keyword arguments of a multimodal model for the whole batch.
+
+    Returns:
+        [`Scores`].
+    """
+    # How images go with rows is the host's business: it is asked for the whole batch at once
+    size = len(input_ids) if batch_size is None or host_inputs is not None else batch_size
+    parts = layouts.sub_batches(attention_mask, size, options.layout)
+    pieces, stats = [], []
+    for rows in parts:
+        sub = _SubBatch(question, rows)
+        if host_inputs is not None:
+            layout = Layout("host", host_inputs())
+        else:
+            args = input_ids[rows], attention_mask[rows], completion_length
+            layout = _lay_out(options.layout, *args, sub.wanted, compute_aux_loss)
+        request = FusedRequest(
+            sub.positions,
+            input_ids[rows, -completion_length:],
+            options.temperature,
+            sub.forecast,
+            predictors=None if layout.predictors is None else layout.predictors.flatten()[sub.positions],
+            fp32=options.fp32,
+            aux_loss=compute_aux_loss,
+            way=options.way,
+            logits_mib=options.logits_mib,
+            entropy=compute_entropy,
+            entropy_grad=question.entropy_grad,
+        )
+        pieces.append(sub.in_place(_run(model, layout, request), compute_entropy))
+        stats.append(request.stats)
+
+    back = torch.cat(parts).argsort()
+    logps, entropies, aux_losses = zip(*pieces, strict=True)
+    return Scores(
+        logps=torch.cat(logps)[back],
+        entropies=torch.cat(entropies)[back] if compute_entropy else None,
+        aux_loss=torch.stack(aux_losses).mean() if compute_aux_loss else None,
+        stats=stats,
+    )
+
+
+def _lay_out(
+    name: LayoutName,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    completion_length: int,
+    wanted: Tensor,
+    compute_aux_loss: bool,
+) -> Layout:
+    if name == "packed":
+        return layouts.packed(input_ids, attention_mask, completion_length, wanted)
+    if name == "aligned":
+        return layouts.aligned(input_ids, attention_mask, completion_length, needs_mask=compute_aux_loss)
+    if input_ids.is_cuda:
+        # cuDNN's attention returns NaN gradients for rows that are masked whole, as left padding is
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return Layout("host", {"input_ids": input_ids, "attention_mask": attention_mask})
+
+
+def _run(model: nn.Module, layout: Layout, request: FusedRequest) -> tuple[Tensor, ...]:
+    if layout.name != "packed":
+        return model(**layout.model_inputs, fused=request)
+    with packed_call() as call:
+        results = model(**layout.model_inputs, fused=request)
+    request.check_attention_layers(call.layers)
+    return results
+
+
+class _SubBatch:
+    """The rows of one sub-batch: which positions they ask for, and where the answers go."""
+
+    def __init__(self, question: Question, rows: Tensor):
+        mask = question.mask[rows].bool()  # [b, T]
+        forecast = question.forecast
+        self.shape = mask.shape
+        self.fill = None if question.fill is None else question.fill[rows]
+        self.forecast, self.dead = None, None
+        if forecast is not None:
+            live = mask & forecast.live[rows]
+            if question.skip_dead:
+                alive = live.any(1, keepdim=True)
+                self.dead, mask = mask & ~alive, mask & alive
+            # Rows without gradient come last: they never enter a backward GEMM
+            live_first = [m.flatten().nonzero().squeeze(-1) for m in (live, mask & ~live)]
+            self.positions = torch.cat(live_first)  # [N], flat in [b, T]
+            width = mask.shape[1]
+            in_batch = rows[self.positions // width] * width + self.positions % width  # flat in [B, T]
+            self.forecast = forecast.at(in_batch, len(live_first[0]))
+        else:
+            self.positions = mask.flatten().nonzero().squeeze(-1)  # [N]
+        self.wanted = mask.any(1)  # [b]
+
+    def in_place(self, results: tuple[Tensor, ...], has_entropies: bool) -> tuple[Tensor | None, ...]:
+        """Log-probabilities and entropies at their places `[b, T]`, and the auxiliary loss."""
+        values = iter(results)
+        logps = self._scatter(next(values), self.fill)
+        entropies = None
+        if has_entropies:
+            rows = next(values)  # [N]
+            entropies = self._scatter(rows, None)
+            if self.dead is not None:
+                # A mean over the mask is then the mean over the sequences that were scored
+                entropies = torch.where(self.dead, rows.detach().mean(), entropies)
+        return logps, entropies, next(values, None)
+
+    def _scatter(self, rows: Tensor, fill: Tensor | None) -> Tensor:
+        base = rows.new_zeros(self.shape) if fill is None else fill.to(rows.dtype)
+        return base.flatten().index_put((self.positions,), rows).view(self.shape)
