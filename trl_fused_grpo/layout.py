@@ -50,11 +50,9 @@ def why_not_aligned(model: PreTrainedModel, is_multimodal: bool, reads_padding: 
     return None
 
 
-def why_not_packed(causal_lm: PreTrainedModel, needs_mask: bool) -> str | None:
+def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     """Why rows that may be aligned may not share one row, or `None`."""
     config = causal_lm.config
-    if needs_mask:
-        return "its auxiliary loss reads the attention mask"
     if not getattr(causal_lm, "_supports_attention_backend", False):
         return "its attention does not go through transformers' attention interface"
     if config._attn_implementation not in ("sdpa", "flash_attention_2", "flash_attention_3"):

@@ -93,8 +93,9 @@ def score(
         if host_inputs is not None:
             layout = Layout("host", host_inputs())
         else:
+            wanted = sub.wanted | compute_aux_loss  # the auxiliary loss counts every sequence
             args = input_ids[rows], attention_mask[rows], completion_length
-            layout = _lay_out(options.layout, *args, sub.wanted, compute_aux_loss)
+            layout = _lay_out(options.layout, *args, wanted, compute_aux_loss)
         request = FusedRequest(
             sub.positions,
             input_ids[rows, -completion_length:],

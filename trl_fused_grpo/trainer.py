@@ -252,7 +252,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             fp32=self.args.cast_lm_head_to_fp32,
             way=self._option("fused_way", "auto"),
             logits_mib=self._option("fused_logits_mib", None),
-            layout=self._layout(model, bool(multimodal), compute_aux_loss),
+            layout=self._layout(model, bool(multimodal)),
         )
         with self.accelerator.autocast():
             scores = score(
@@ -317,10 +317,10 @@ class FusedGRPOTrainer(GRPOTrainer):
         fresh = self.use_liger_loss and self.model.training and self._buffered_inputs is not before
         if not fresh or not self._option("fused_balance", True) or why_not_balanced(self) is not None:
             return inputs
-        self._buffered_inputs = balance(self._buffered_inputs, self._layout(self.model, False, False))
+        self._buffered_inputs = balance(self._buffered_inputs, self._layout(self.model))
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
-    def _layout(self, model: nn.Module, is_multimodal: bool, compute_aux_loss: bool) -> LayoutName:
+    def _layout(self, model: nn.Module, is_multimodal: bool = False) -> LayoutName:
         """
         The layout of this call's rows: the one asked for, or the first that the model allows.
 
@@ -330,8 +330,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         wanted = self._option("fused_layout", "auto")
         unwrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
         reasons = {"aligned": why_not_aligned(unwrapped, is_multimodal, self._padding_counts()), "host": None}
-        needs_mask = compute_aux_loss or getattr(self, "aux_loss_enabled", False)
-        reasons["packed"] = reasons["aligned"] or why_not_packed(self._causal_lm(model), needs_mask)
+        reasons["packed"] = reasons["aligned"] or why_not_packed(self._causal_lm(model))
         if wanted != "auto" and reasons[wanted] is not None:
             raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
         name = wanted if wanted != "auto" else next(n for n in ("packed", "aligned", "host") if reasons[n] is None)
