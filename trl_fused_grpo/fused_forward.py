@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -152,19 +151,3 @@ def attach(causal_lm: PreTrainedModel) -> None:
 
     forward._takes_fused = True
     causal_lm.forward = types.MethodType(forward, causal_lm)
-
-
-def check_token_ids(token_ids: Tensor, mask: Tensor, vocab_size: int) -> None:
-    """
-    Raise when a token that counts lies outside the vocabulary.
-
-    Raises:
-        `ValueError`: naming the first such token.
-    """
-    outside = ((token_ids < 0) | (token_ids >= vocab_size)) & mask.bool()
-    if outside.any():
-        row, column = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"completion_ids[{row}, {column}] is {int(token_ids[row, column])}, outside the model's vocabulary of "
-            f"{vocab_size} tokens: use the tokenizer the model was made for, or resize its embeddings."
-        )

@@ -10,35 +10,18 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from . import _trl_compat as compat
-from .forecast import BatchForecast
-from .fused_forward import attach, check_token_ids
+from .checks import check_shapes, check_token_ids
+from .fused_forward import attach
 from .fused_linear import FusedStats
 from .layout import LayoutName, why_not_aligned, why_not_packed
 from .lm_head import output_projection
-from .loss import FusedLinearGRPOLoss
-from .objective import WINDOW_NORMALIZED_LOSSES, GRPOObjective
-from .sampling import SAMPLING_METRICS, DeferredForecast, SamplingMetrics
+from .question import DEFERRED, ask_for_loss, objective_of, padding_counts
+from .sampling import SAMPLING_METRICS, SamplingMetrics
 from .scoring import Question, Scores, ScoringOptions, score
 from .window import balance, why_not_balanced, why_old_logps_are_needed
 
 
 logger = logging.get_logger(__name__)
-
-
-# Marks micro-batches whose importance ratio generation left to the training pass
-_DEFERRED = "importance_sampling_ratio_from_training"
-
-# Options of the objective that TRL keeps in its arguments; older versions have fewer
-_OPTIONS_IN_ARGS = (
-    "delta",
-    "use_bias_correction_kl",
-    "sapo_temperature_pos",
-    "sapo_temperature_neg",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-)
 
 
 class FusedGRPOTrainer(GRPOTrainer):
@@ -106,7 +89,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         Importance ratios, tool mask, normalizer, delta and bias-corrected KL go to the extended Liger loss, which
         answers with the gradient that each token will receive.
         """
-        _check_shapes(inputs)
+        check_shapes(inputs)
         self._stats = []
         self._loss_inputs = inputs = dict(inputs)
         self._loss_question = self._ask_for_loss(inputs)
@@ -119,83 +102,19 @@ class FusedGRPOTrainer(GRPOTrainer):
         output = super().training_step(model, inputs, num_items_in_batch)
         if self.use_liger_loss:
             counts = [sum(s.recomputed for s in self._stats), sum(s.rows for s in self._stats)]
-            counts = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device)
-            recomputed, rows = self.accelerator.reduce(counts, reduction="sum").tolist()
-            self._metrics["train"]["fused/rows_recomputed"].append(recomputed / max(rows, 1.0))
+            if self.accelerator.num_processes > 1:
+                local = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device)
+                counts = self.accelerator.reduce(local, reduction="sum").tolist()
+            recomputed, rows = counts
+            self._metrics["train"]["fused/rows_recomputed"].append(recomputed / max(rows, 1))
         return output
 
     def _ask_for_loss(self, inputs: dict[str, Any]) -> Question:
-        """Decide which positions to project for the loss, and forecast their gradients."""
-        mask = compat.loss_mask(self, inputs)  # [B, T]
-        old_logps = inputs.get("old_per_token_logps")
-        if type(self)._compute_loss is not GRPOTrainer._compute_loss:
-            # A subclass's own objective may read any completion token, and sends gradients nobody can forecast
-            return Question(inputs["completion_mask"], fill=old_logps)
-        entropy_coef = self._entropy_coef_in_force()
-        if self._padding_counts():
-            return Question(torch.ones_like(mask), entropy_grad=entropy_coef != 0.0)
-        if not torch.is_grad_enabled():
-            return Question(mask, fill=old_logps)
-
-        window = compat.window_normalizer(self, inputs) if self.loss_type in WINDOW_NORMALIZED_LOSSES else 1.0
-        forecast = FusedLinearGRPOLoss(self._objective(entropy_coef)).forecast(
-            mask,
-            inputs["advantages"],
-            old_per_token_logps=old_logps,
-            ref_per_token_logps=inputs.get("ref_per_token_logps"),
-            vllm_is_ratio=inputs["importance_sampling_ratio"] if self._corrects_sampling(inputs) else None,
-            normalizer=window,
-            accumulation=self.current_gradient_accumulation_steps,
-            entropy_normalizer=compat.entropy_normalizer(self, mask, window) if entropy_coef else None,
-        )
-        if self._takes_ratio_from_training(inputs):
-            forecast = self._with_deferred_ratio(forecast, inputs)
         skip_dead = self._option("fused_skip_dead_sequences", False) and not getattr(self, "aux_loss_enabled", False)
-        return Question(mask, old_logps, forecast, entropy_coef != 0.0, skip_dead)
-
-    def _with_deferred_ratio(self, forecast: BatchForecast | None, inputs: dict[str, Any]) -> DeferredForecast | None:
-        correction = compat.sampling_correction(self)
-        coupled = correction.is_per_sequence or self.importance_sampling_level == "sequence" or self.loss_type == "vespo"
-        if forecast is None or coupled:
-            return None
-        return DeferredForecast(forecast, correction, inputs["sampling_per_token_logps"])
-
-    def _corrects_sampling(self, inputs: dict[str, Any]) -> bool:
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        return corrects and not self._takes_ratio_from_training(inputs)
-
-    def _takes_ratio_from_training(self, inputs: dict[str, Any]) -> bool:
-        """Whether generation left the importance ratio to the training pass."""
-        return _DEFERRED in inputs
-
-    def _objective(self, entropy_coef: float = 0.0) -> GRPOObjective:
-        return GRPOObjective(
-            loss_type=self.loss_type,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            beta=self.beta,
-            importance_sampling_level=self.importance_sampling_level,
-            entropy_coef=entropy_coef,
-            max_completion_length=self.max_completion_length,
-            off_policy_mask_threshold=self.off_policy_mask_threshold,
-            top_entropy_quantile=self.top_entropy_quantile,
-            **{name: getattr(self.args, name) for name in _OPTIONS_IN_ARGS if hasattr(self.args, name)},
-        )
-
-    def _entropy_coef_in_force(self) -> float:
-        if not getattr(self, "_entropy_bonus_enabled", False):
-            return 0.0
-        gated = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
-        return 0.0 if gated else self.entropy_coef
-
-    def _padding_counts(self) -> bool:
-        """Whether the host's objective reads padding positions too."""
-        per_sequence = self.importance_sampling_level == "sequence" and self.beta == 0.0
-        per_sequence &= not self.use_vllm and self.top_entropy_quantile == 1.0
-        return self.loss_type == "luspo" and compat.LUSPO_COUNTS_PADDING and not per_sequence
+        return ask_for_loss(self, inputs, skip_dead)
 
     def _check_way(self) -> None:
-        if self._option("fused_way", "auto") == "forecast" and not self._objective().is_tokenwise(False):
+        if self._option("fused_way", "auto") == "forecast" and not objective_of(self).is_tokenwise(False):
             raise ValueError(
                 "fused_way='forecast' needs an objective whose gradient follows from each token alone: set "
                 "fused_way='auto', or off_policy_mask_threshold=None and top_entropy_quantile=1.0."
@@ -238,7 +157,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         is_loss_pass = question is not None and question.mask.shape == completion_ids.shape
         if not is_loss_pass:
             completion_mask = attention_mask[:, -logits_to_keep:]
-            question = Question(torch.ones_like(completion_mask) if self._padding_counts() else completion_mask)
+            question = Question(torch.ones_like(completion_mask) if padding_counts(self) else completion_mask)
         causal_lm = self._causal_lm(model)
         attach(causal_lm)
         weight = output_projection(causal_lm).weight
@@ -277,7 +196,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         if torch.is_grad_enabled():
             self._stats += scores.stats
         inputs = self._loss_inputs
-        if not self._takes_ratio_from_training(inputs):
+        if DEFERRED not in inputs:
             return
         mask = compat.loss_mask(self, inputs)
         values = scores.logps.detach(), inputs["sampling_per_token_logps"], mask
@@ -308,7 +227,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             if not values:
                 del metrics[name]
         del output["old_per_token_logps"], output["importance_sampling_ratio"]
-        output[_DEFERRED] = torch.tensor(True)
+        output[DEFERRED] = torch.tensor(True)
         return output
 
     def _prepare_inputs(self, generation_batch):
@@ -329,7 +248,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         """
         wanted = self._option("fused_layout", "auto")
         unwrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
-        reasons = {"aligned": why_not_aligned(unwrapped, is_multimodal, self._padding_counts()), "host": None}
+        reasons = {"aligned": why_not_aligned(unwrapped, is_multimodal, padding_counts(self)), "host": None}
         reasons["packed"] = reasons["aligned"] or why_not_packed(self._causal_lm(model))
         if wanted != "auto" and reasons[wanted] is not None:
             raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
@@ -337,26 +256,3 @@ class FusedGRPOTrainer(GRPOTrainer):
         if name == "host" and wanted == "auto":
             logger.warning_once(f"Rows keep the padding of the host, because {reasons['aligned']}.")
         return name
-
-
-def _check_shapes(inputs: dict[str, Any]) -> None:
-    """
-    Raise when a tensor does not fit the completions.
-
-    Raises:
-        `ValueError`: naming the tensor, its shape and the shape that was expected.
-    """
-    batch, length = shape = inputs["completion_ids"].shape
-    expected = {
-        "completion_mask": [shape],
-        "tool_mask": [shape],
-        "advantages": [(batch,), (batch, 1), shape],
-        "old_per_token_logps": [shape],
-        "ref_per_token_logps": [shape],
-        "importance_sampling_ratio": [shape, (batch, 1)],
-    }
-    for name, shapes in expected.items():
-        value = inputs.get(name)
-        if value is not None and tuple(value.shape) not in [tuple(s) for s in shapes]:
-            wanted = " or ".join(str(list(s)) for s in shapes)
-            raise ValueError(f"{name} has shape {list(value.shape)}, but completion_ids {list(shape)} ask for {wanted}.")

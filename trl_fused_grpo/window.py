@@ -7,6 +7,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from .layout import LayoutName, deal
+from .question import has_own_objective
 
 
 def why_old_logps_are_needed(trainer: GRPOTrainer) -> str | None:
@@ -17,7 +18,7 @@ def why_old_logps_are_needed(trainer: GRPOTrainer) -> str | None:
     args = trainer.args
     if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
         return "the host decides"
-    if type(trainer)._compute_loss is not GRPOTrainer._compute_loss:
+    if has_own_objective(trainer):
         return "a subclass's objective may read them"
     if args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) != 0:
         return "the weights move while a generation batch is in use"
@@ -27,7 +28,7 @@ def why_old_logps_are_needed(trainer: GRPOTrainer) -> str | None:
 def why_not_balanced(trainer: GRPOTrainer) -> str | None:
     """Why sequences may not be dealt into micro-batches by length, or `None` where the loss does not depend on the cut."""
     args = trainer.args
-    if type(trainer)._compute_loss is not GRPOTrainer._compute_loss:
+    if has_own_objective(trainer):
         return "a subclass's objective may depend on the cut"
     if args.gradient_accumulation_steps % args.steps_per_generation != 0:
         return "an accumulation window covers part of a generation batch"

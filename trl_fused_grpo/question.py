@@ -1,0 +1,112 @@
+"""What the trainer asks of a loss pass: which positions to project, and the gradients to expect."""
+
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from . import _trl_compat as compat
+from .forecast import BatchForecast
+from .loss import FusedLinearGRPOLoss
+from .objective import WINDOW_NORMALIZED_LOSSES, GRPOObjective
+from .sampling import DeferredForecast
+from .scoring import Question
+
+
+# Marks micro-batches whose importance ratio generation left to the training pass
+DEFERRED = "importance_sampling_ratio_from_training"
+
+# Options of the objective that TRL keeps in its arguments; older versions have fewer
+_OPTIONS_IN_ARGS = (
+    "delta",
+    "use_bias_correction_kl",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
+
+
+def has_own_objective(trainer: GRPOTrainer) -> bool:
+    """Whether a subclass replaced the host's objective: then anything may be read, and nothing is known beforehand."""
+    return type(trainer)._compute_loss is not GRPOTrainer._compute_loss
+
+
+def padding_counts(trainer: GRPOTrainer) -> bool:
+    """Whether the host's objective reads padding positions too."""
+    if trainer.loss_type != "luspo" or not compat.LUSPO_COUNTS_PADDING:
+        return False
+    per_sequence = trainer.importance_sampling_level == "sequence" and trainer.beta == 0.0
+    return not (per_sequence and not trainer.use_vllm and trainer.top_entropy_quantile == 1.0)
+
+
+def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0) -> GRPOObjective:
+    """The trainer's objective as plain options."""
+    return GRPOObjective(
+        loss_type=trainer.loss_type,
+        epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        beta=trainer.beta,
+        importance_sampling_level=trainer.importance_sampling_level,
+        entropy_coef=entropy_coef,
+        max_completion_length=trainer.max_completion_length,
+        off_policy_mask_threshold=trainer.off_policy_mask_threshold,
+        top_entropy_quantile=trainer.top_entropy_quantile,
+        **{name: getattr(trainer.args, name) for name in _OPTIONS_IN_ARGS if hasattr(trainer.args, name)},
+    )
+
+
+def ask_for_loss(trainer: GRPOTrainer, inputs: dict[str, Any], skip_dead: bool) -> Question:
+    """
+    Decide which positions of a micro-batch to project for the loss, and forecast their gradients.
+
+    Args:
+        trainer (`GRPOTrainer`): whose objective it is.
+        inputs (`dict`): the micro-batch as the host's `_compute_loss` gets it.
+        skip_dead (`bool`): whether sequences that can receive no gradient may be left out.
+    """
+    mask = compat.loss_mask(trainer, inputs)  # [B, T]
+    old_logps = inputs.get("old_per_token_logps")
+    if has_own_objective(trainer):
+        return Question(inputs["completion_mask"], fill=old_logps)
+    entropy_coef = _entropy_coef_in_force(trainer)
+    if padding_counts(trainer):
+        return Question(torch.ones_like(mask), entropy_grad=entropy_coef != 0.0)
+    if not torch.is_grad_enabled():
+        return Question(mask, fill=old_logps)
+
+    deferred = DEFERRED in inputs
+    corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not deferred
+    window = compat.window_normalizer(trainer, inputs) if trainer.loss_type in WINDOW_NORMALIZED_LOSSES else 1.0
+    forecast = FusedLinearGRPOLoss(objective_of(trainer, entropy_coef)).forecast(
+        mask,
+        inputs["advantages"],
+        old_per_token_logps=old_logps,
+        ref_per_token_logps=inputs.get("ref_per_token_logps"),
+        vllm_is_ratio=inputs["importance_sampling_ratio"] if corrected else None,
+        normalizer=window,
+        accumulation=trainer.current_gradient_accumulation_steps,
+        entropy_normalizer=compat.entropy_normalizer(trainer, mask, window) if entropy_coef else None,
+    )
+    if deferred:
+        forecast = _with_ratio_from_training(trainer, forecast, inputs)
+    return Question(mask, old_logps, forecast, entropy_grad=entropy_coef != 0.0, skip_dead=skip_dead)
+
+
+def _with_ratio_from_training(
+    trainer: GRPOTrainer, forecast: BatchForecast | None, inputs: dict[str, Any]
+) -> DeferredForecast | None:
+    correction = compat.sampling_correction(trainer)
+    is_coupled = trainer.importance_sampling_level == "sequence" or trainer.loss_type == "vespo"
+    if forecast is None or is_coupled or correction.is_per_sequence:
+        return None
+    return DeferredForecast(forecast, correction, inputs["sampling_per_token_logps"])
+
+
+def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:
+    if not getattr(trainer, "_entropy_bonus_enabled", False):
+        return 0.0
+    gated = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
+    return 0.0 if gated else trainer.entropy_coef
