@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from .oracle import dense_logps, relative_error
 
 from trl_fused_grpo import FusedStats, LMHead, fused_linear_logps
 from trl_fused_grpo.fused_linear import choose_way, rows_per_chunk
+
+from .oracle import dense_logps, relative_error
 
 
 N, H, V = 252, 123, 507
@@ -62,7 +63,9 @@ class Problem:
         return (logps, entropies, *grads), stats
 
     def truth(self, factor=1.0):
-        hidden, weight, bias = (None if t is None else t.detach().double() for t in (self.hidden, self.weight, self.bias))
+        hidden, weight, bias = (
+            None if t is None else t.detach().double() for t in (self.hidden, self.weight, self.bias)
+        )
         leaves = []
         for copy, leaf in ((hidden, self.hidden), (weight, self.weight), (bias, self.bias)):
             if leaf is not None and leaf.requires_grad:
@@ -153,9 +156,7 @@ def test_a_gradient_nobody_needs_is_not_computed(leaf, monkeypatch):
     getattr(problem, leaf).requires_grad_(False)
     made = []
     init = projection.Gradients.__init__
-    monkeypatch.setattr(
-        projection.Gradients, "__init__", lambda self, *args: (init(self, *args), made.append(self))[0]
-    )
+    monkeypatch.setattr(projection.Gradients, "__init__", lambda self, *args: (init(self, *args), made.append(self))[0])
     values, _ = problem.ours()
     assert_close(values, problem.truth(), 2e-6)
     assert getattr(made[0], leaf) is None

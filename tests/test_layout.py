@@ -1,4 +1,4 @@
-"""Layouts of the rows: the same loss and gradients as stock, whatever the lengths, and refused where they do not fit."""
+"""Layouts of the rows: stock's loss and gradients whatever the lengths, and refused where they do not fit."""
 
 import pytest
 import torch
@@ -53,7 +53,11 @@ def test_each_layout_under_gradient_checkpointing(tmp_path, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", ["tied", "moe"])
 def test_each_layout_on_other_models(tmp_path, name, kind):
-    assert_same(make_trainer(tmp_path, kind=kind, fused_layout=name), make_trainer(tmp_path, GRPOTrainer, kind=kind), every_length())
+    assert_same(
+        make_trainer(tmp_path, kind=kind, fused_layout=name),
+        make_trainer(tmp_path, GRPOTrainer, kind=kind),
+        every_length(),
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -64,18 +68,26 @@ def test_each_layout_respects_sliding_windows(tmp_path, name):
     for _ in range(2):
         torch.manual_seed(0)
         models.append(AutoModelForCausalLM.from_config(Qwen3Config(**config), attn_implementation="sdpa"))
-    ours, stock = make_trainer(tmp_path, model=models[0], fused_layout=name), make_trainer(tmp_path, GRPOTrainer, model=models[1])
+    ours, stock = (
+        make_trainer(tmp_path, model=models[0], fused_layout=name),
+        make_trainer(tmp_path, GRPOTrainer, model=models[1]),
+    )
     assert_same(ours, stock, every_length())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_absolute_positions_keep_the_host_s_positions(tmp_path, name):
-    config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(AutoModelForCausalLM.from_config(config))
-    ours, stock = make_trainer(tmp_path, model=models[0], fused_layout="aligned"), make_trainer(tmp_path, GRPOTrainer, model=models[1])
+    ours, stock = (
+        make_trainer(tmp_path, model=models[0], fused_layout="aligned"),
+        make_trainer(tmp_path, GRPOTrainer, model=models[1]),
+    )
     assert_same(ours, stock, every_length())
 
 
@@ -116,7 +128,7 @@ def test_a_layout_that_the_model_cannot_take_is_refused_with_the_reason(tmp_path
 def test_a_model_whose_attention_ignores_borders_is_not_trained_on_them(tmp_path):
     trainer = make_trainer(tmp_path, fused_layout="packed")
     trainer.model.config.num_hidden_layers = 3  # one layer more than there is
-    with pytest.raises(RuntimeError, match='only 2 of 3 attention layers .* fused_layout="aligned"'):
+    with pytest.raises(RuntimeError, match=r'only 2 of 3 attention layers .* fused_layout="aligned"'):
         loss_and_gradients(trainer, every_length())
 
 

@@ -29,7 +29,9 @@ def weights(trainer):
 def test_without_the_flag_training_is_stock_bit_for_bit(tmp_path):
     runs = []
     for cls in (GRPOTrainer, FusedGRPOTrainer):
-        trainer = make_trainer(tmp_path, cls, max_steps=2, beta=0.1, **({} if cls is GRPOTrainer else {"use_liger_loss": False}))
+        trainer = make_trainer(
+            tmp_path, cls, max_steps=2, beta=0.1, **({} if cls is GRPOTrainer else {"use_liger_loss": False})
+        )
         trainer.train()
         runs.append((weights(trainer), history(trainer)))
     (stock_weights, stock_log), (our_weights, our_log) = runs

@@ -1,7 +1,5 @@
 """Work left out of an accumulation window: old log-probs, the cut into micro-batches, sequences without gradient."""
 
-from dataclasses import replace
-
 from types import SimpleNamespace
 
 import pytest
@@ -26,9 +24,11 @@ def sampled(prompts, seed):
 
 
 def train(tmp_path, cls, **options):
-    """Train with sampling log-probs as vLLM gives them; final weights, logs, and whether each forward had a gradient."""
+    """Train with sampling log-probs as vLLM gives them; weights, logs, and each forward's gradient mode."""
     trainer = make_trainer(
-        tmp_path, cls, **{"max_steps": 2, "gradient_accumulation_steps": 4, "optim": "sgd", "learning_rate": 0.1, **options}
+        tmp_path,
+        cls,
+        **{"max_steps": 2, "gradient_accumulation_steps": 4, "optim": "sgd", "learning_rate": 0.1, **options},
     )
     trainer.use_vllm = True  # the constructor would start vLLM
     trainer._last_loaded_step = 0

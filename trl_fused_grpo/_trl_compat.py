@@ -46,23 +46,23 @@ def check_host(trainer_class: type = GRPOTrainer, version: Version = TRL) -> Non
 
 
 # TRL >= 1.7: the seam returns the auxiliary loss of Mixture-of-Experts models as a third value
-SEAM_RETURNS_AUX_LOSS = "compute_aux_loss" in inspect.signature(
-    GRPOTrainer._get_per_token_logps_and_entropies
-).parameters
+SEAM_RETURNS_AUX_LOSS = (
+    "compute_aux_loss" in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+)
 
 # TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
-_RESCALES_NUM_ITEMS = TRL >= Version("1.9.0")
+_RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
 # TRL 1.8 and 1.9: the entropy bonus of DAPO, CISPO and VESPO shares the policy term's normalizer
 _ENTROPY_SHARES_NORMALIZER = Version("1.8.0") <= TRL < Version("1.10.0")
 # TRL < 1.10: LUSPO averages over padding too wherever its per-token loss is [B, T]
-LUSPO_COUNTS_PADDING = TRL < Version("1.10.0")
+LUSPO_COUNTS_PADDING = Version("1.10.0") > TRL
 # TRL >= 1.11: a token that the sampler could not score (NaN) gets importance ratio one
-UNSCORED_IS_ONE = TRL >= Version("1.11.0")
+UNSCORED_IS_ONE = Version("1.11.0") <= TRL
 # TRL < 0.29: the tool mask counts only where the trainer has tools
-_TOOL_MASK_NEEDS_TOOLS = TRL < Version("0.29.0")
+_TOOL_MASK_NEEDS_TOOLS = Version("0.29.0") > TRL
 # transformers < 5: vision-language models keep their language backbone in `model`, and Trainer applies Liger's layer
 # kernels in its constructor rather than when training starts
-_TRANSFORMERS_4 = TRANSFORMERS < Version("5.0.0")
+_TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 
 
 def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
@@ -151,7 +151,7 @@ def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:
         _apply_liger_kernel_to_instance(model=model, **config)
 
 
-class _HostCall(Exception):
+class _HostCallError(Exception):
     def __init__(self, model_inputs: dict[str, Any]):
         self.model_inputs = model_inputs
 
@@ -165,11 +165,11 @@ def host_model_inputs(
     """
 
     def model(**model_inputs):
-        raise _HostCall(model_inputs)
+        raise _HostCallError(model_inputs)
 
     try:
         host_seam(model, input_ids, attention_mask, logits_to_keep, **multimodal)
-    except _HostCall as call:
+    except _HostCallError as call:
         not_the_backbones = ("labels", "logits_to_keep", "fused_lm_head", "use_cache")
         return {name: value for name, value in call.model_inputs.items() if name not in not_the_backbones}
     raise RuntimeError("the host computed log-probabilities without calling the model")

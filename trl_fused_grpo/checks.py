@@ -12,7 +12,7 @@ def check_shapes(inputs: dict[str, Any]) -> None:
     Raises:
         `ValueError`: naming the tensor, its shape and the shape that was expected.
     """
-    batch, length = shape = inputs["completion_ids"].shape
+    batch, _ = shape = inputs["completion_ids"].shape
     expected = {
         "completion_mask": [shape],
         "tool_mask": [shape],
@@ -25,7 +25,9 @@ def check_shapes(inputs: dict[str, Any]) -> None:
         value = inputs.get(name)
         if value is not None and tuple(value.shape) not in [tuple(s) for s in shapes]:
             wanted = " or ".join(str(list(s)) for s in shapes)
-            raise ValueError(f"{name} has shape {list(value.shape)}, but completion_ids {list(shape)} ask for {wanted}.")
+            raise ValueError(
+                f"{name} has shape {list(value.shape)}, but completion_ids {list(shape)} ask for {wanted}."
+            )
 
 
 def check_token_ids(token_ids: Tensor, mask: Tensor, vocab_size: int) -> None:

@@ -14,7 +14,7 @@ _HELP = "Whether FusedGRPOTrainer computes the loss through the fused linear fun
 def _regenerate(cls: type) -> None:
     """Run `dataclass` over a class once more, in place, from the fields that it has now."""
     for f in cls.__dict__.get("__dataclass_fields__", {}).values():
-        if f.name in cls.__dict__.get("__annotations__", {}) and f.name != _FIELD:
+        if f.name in inspect.get_annotations(cls) and f.name != _FIELD:
             setattr(cls, f.name, f)
     for name in ("__init__", "__repr__", "__eq__"):
         method = cls.__dict__.get(name)
@@ -29,7 +29,7 @@ def _spare_the_alias(cls: type) -> None:
     original = cls.__post_init__
 
     @functools.wraps(original)
-    def __post_init__(self):
+    def post_init(self):
         # TRL 0.27 warns about the field, turns `use_liger_kernel` on for it and then refuses `delta`
         fused, kernel = self.use_liger_loss, self.use_liger_kernel
         self.use_liger_loss = None
@@ -38,7 +38,7 @@ def _spare_the_alias(cls: type) -> None:
         original(self)
         self.use_liger_loss, self.use_liger_kernel = fused, kernel
 
-    cls.__post_init__ = __post_init__
+    cls.__post_init__ = post_init
 
 
 def install_use_liger_loss(cls: type = GRPOConfig) -> None:

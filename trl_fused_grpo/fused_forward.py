@@ -58,7 +58,7 @@ class FusedRequest:
         self.attention_layers: int | None = None
 
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
-        """Run the backbone and the head; return log-probabilities `[N]`, entropies `[N]` and, if asked, the aux loss."""
+        """Run backbone and head; return log-probabilities `[N]`, entropies `[N]` and, if asked, the aux loss."""
         config = causal_lm.config.get_text_config()
         if config._attn_implementation == "sdpa":
             self.attention_layers = config.num_hidden_layers
@@ -133,13 +133,15 @@ def _load_balancing_loss(causal_lm: PreTrainedModel, outputs: Any, attention_mas
     """The auxiliary loss of the model's own family: the function that its forward would have called."""
     modeling = sys.modules[next(c for c in type(causal_lm).__mro__ if "modeling_" in c.__module__).__module__]
     config = causal_lm.config.get_text_config()
-    experts = getattr(causal_lm, "num_experts", None) or getattr(config, "num_experts", None) or config.num_local_experts
+    experts = (
+        getattr(causal_lm, "num_experts", None) or getattr(config, "num_experts", None) or config.num_local_experts
+    )
     per_token = getattr(causal_lm, "num_experts_per_tok", None) or config.num_experts_per_tok
     return modeling.load_balancing_loss_func(outputs.router_logits, experts, per_token, attention_mask)
 
 
 def attach(causal_lm: PreTrainedModel) -> None:
-    """Teach a causal language model's forward the keyword `fused`. Without it the forward is what it was. Idempotent."""
+    """Teach a causal model's forward the keyword `fused`; without it the forward is what it was. Idempotent."""
     original = causal_lm.forward
     if getattr(original, "_takes_fused", False):
         return

@@ -254,7 +254,7 @@ def _prepay(prepaid: _Prepaid, call: _Call, rows: slice, logps: Tensor, entropie
 
 
 def _settle_frozen(prepaid: _Prepaid, grad_logps: Tensor, grad_entropies: Tensor | None) -> _Unpaid:
-    """Multiply each row's unit gradient by its true one. Rows that were thought dead and any entropy gradient remain."""
+    """Multiply each row's unit gradient by its true one. Rows thought dead and any entropy gradient remain."""
     prepaid.gradients.scale_rows(grad_logps)
     return _Unpaid(torch.where(prepaid.logps == 0, grad_logps, 0.0), grad_entropies)
 

@@ -57,7 +57,10 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
         return "its attention does not go through transformers' attention interface"
     if config._attn_implementation not in ("sdpa", "flash_attention_2", "flash_attention_3"):
         return f"attn_implementation={config._attn_implementation!r} knows no sequence borders"
-    if getattr(causal_lm, "_is_stateful", False) or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS:
+    if (
+        getattr(causal_lm, "_is_stateful", False)
+        or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
+    ):
         return "it has layers that carry a state from token to token"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "its attention scores are soft-capped"
@@ -84,7 +87,7 @@ def packed(input_ids: Tensor, attention_mask: Tensor, completion_length: int, wa
     place = mask.flatten().cumsum(0).view_as(mask) - 1  # [B, L], position of each token in the packed row
     model_inputs = {
         "input_ids": input_ids.flatten()[index].unsqueeze(0),
-        # The host's own columns: rotary models see the same distances, models with absolute positions the same positions
+        # The host's own columns: the same distances for rotary models, the same positions for absolute ones
         "position_ids": (index % input_ids.shape[1]).unsqueeze(0),
         **sequence_borders(lengths[lengths > 0]),
     }

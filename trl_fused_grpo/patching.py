@@ -4,6 +4,7 @@ import sys
 from types import ModuleType
 
 import trl
+from typing_extensions import Self
 
 from .trainer import FusedGRPOTrainer
 
@@ -27,7 +28,7 @@ class Patch:
             home, stock = self._replaced.pop()
             home.GRPOTrainer = stock
 
-    def __enter__(self) -> "Patch":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

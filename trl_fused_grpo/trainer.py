@@ -1,7 +1,7 @@
 """`FusedGRPOTrainer`: TRL's `GRPOTrainer` with its log-probabilities taken from the fused linear function."""
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,10 @@ class FusedGRPOTrainer(GRPOTrainer):
     Beside TRL's metrics it logs `fused/rows_recomputed`, the fraction of rows whose gradient was not as forecast.
 
     Raises:
-        `ValueError`: in the constructor, when the model or the options cannot be fused; the message says what to change.
+        `ValueError`: in the constructor, when model or options cannot be fused; the message says what to change.
     """
 
-    _tag_names = [*getattr(GRPOTrainer, "_tag_names", []), "fused-grpo"]
+    _tag_names: ClassVar[list[str]] = [*getattr(GRPOTrainer, "_tag_names", []), "fused-grpo"]
 
     def __init__(self, *args: Any, **kwargs: Any):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments

@@ -26,7 +26,7 @@ def why_old_logps_are_needed(trainer: GRPOTrainer) -> str | None:
 
 
 def why_not_balanced(trainer: GRPOTrainer) -> str | None:
-    """Why sequences may not be dealt into micro-batches by length, or `None` where the loss does not depend on the cut."""
+    """Why sequences may not be dealt into micro-batches by length; `None` where the cut does not matter."""
     args = trainer.args
     if has_own_objective(trainer):
         return "a subclass's objective may depend on the cut"
