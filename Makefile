@@ -4,13 +4,16 @@ TRL := 1.16.0
 BIN := .venv/bin
 INSTALLED := .venv/installed-trl-$(TRL)
 CONSTRAINTS := constraints/trl-$(TRL).txt
+# torch by itself and first, so that nothing else decides its version; bytecode is compiled at the first import instead
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
 .PHONY: demo test test-vllm matrix parity lint format clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("The pinned set needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev]"
+	$(PIP_INSTALL) torch
+	DS_BUILD_OPS=0 $(PIP_INSTALL) --editable ".[dev]"
 	touch $@
 
 demo: $(INSTALLED)  ## Train a small model with FusedGRPOTrainer and show its reward rise

@@ -118,6 +118,21 @@ def test_packed_rows_hold_no_padding_and_no_sequence_that_is_not_scored(tmp_path
     assert seen[0].model_inputs["input_ids"].shape == (1, tokens)
 
 
+@pytest.mark.parametrize("name", ["packed", "aligned"])
+def test_attention_gets_no_mask_and_takes_its_causal_path(tmp_path, name, monkeypatch):
+    trainer = make_trainer(tmp_path, fused_layout=name)
+    calls = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        calls.append((kwargs.get("attn_mask"), kwargs["is_causal"]))
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    loss_and_gradients(trainer, every_length())
+    assert set(calls) == {(None, True)}
+
+
 def test_a_layout_that_the_model_cannot_take_is_refused_with_the_reason(tmp_path):
     model = AutoModelForCausalLM.from_config(model_config("llama"), attn_implementation="eager")
     trainer = make_trainer(tmp_path, model=model, fused_layout="packed")

@@ -1,18 +1,13 @@
 """From a GRPO objective and a micro-batch to the gradient each projected row is expected to receive."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .objective import (
-    GRPOBatch,
-    GRPOObjective,
-    aggregation_weights,
-    kl_derivative,
-    policy_derivative,
-    vespo_phi,
-)
+from .batch import GRPOBatch
+from .objective import GRPOObjective, kl_loss, policy_loss, token_terms
+from .reduction import entropy_weights, token_weights
 
 
 @dataclass(frozen=True)
@@ -20,9 +15,9 @@ class BatchForecast:
     """
     The forecast before rows are chosen: one entry per completion position, `[B, T]` each.
 
-    `on_policy` is the gradient at ratio one, where the policy is the old one; else `advantages` and `old_logps` give it
-    from the log-probability. `scale` multiplies both. `kl_weights` and `entropy_grads` are `None` where there is no such
-    term. `live` marks the positions that can receive a gradient.
+    `on_policy` is the policy term's gradient where the policy is the old one; else `advantages`, `old_logps` and
+    `scale` give it from the log-probability. `kl_weights` and `entropy_grads` are `None` where there is no such term.
+    `live` marks the positions that can receive a gradient.
     """
 
     objective: GRPOObjective
@@ -64,17 +59,24 @@ class RowForecast:
     entropy_grads: Tensor | None
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
-        log_ratio = None
-        if self.on_policy is not None:
-            grad = self.on_policy[rows]
-        else:
-            log_ratio = logps - self.old_logps[rows]
-            grad = policy_derivative(self.objective, self.advantages[rows], log_ratio, None) * self.scale[rows]
-        if self.kl_weights is not None:
-            log_ratio = torch.zeros_like(logps) if log_ratio is None else log_ratio
-            slope = kl_derivative(self.objective, self.ref_logps[rows] - logps, log_ratio)
-            grad = grad + self.kl_weights[rows] * slope
+        grad = torch.zeros_like(logps) if self.on_policy is None else self.on_policy[rows]
+        if self.on_policy is None or self.kl_weights is not None:
+            with torch.enable_grad():
+                leaf = logps.detach().requires_grad_()
+                grad = grad + torch.autograd.grad(self._loss(rows, leaf), leaf)[0]
         return grad, None if self.entropy_grads is None else self.entropy_grads[rows]
+
+    def _loss(self, rows: slice, logps: Tensor) -> Tensor:
+        """The terms whose gradient depends on the log-probability, a scalar."""
+        log_ratio = logps - (logps.detach() if self.old_logps is None else self.old_logps[rows])
+        total = logps.new_zeros(())
+        if self.on_policy is None:
+            loss = policy_loss(self.objective, self.advantages[rows], logps, log_ratio)
+            total = total + (loss * self.scale[rows]).sum()
+        if self.kl_weights is not None:
+            kl = kl_loss(self.objective, self.ref_logps[rows], logps, log_ratio)
+            total = total + (kl * self.kl_weights[rows]).sum()
+        return total
 
 
 def forecast(objective: GRPOObjective, batch: GRPOBatch) -> BatchForecast | None:
@@ -83,42 +85,59 @@ def forecast(objective: GRPOObjective, batch: GRPOBatch) -> BatchForecast | None
 
     Returns `None` where no forecast exists ([`GRPOObjective.is_tokenwise`]).
     """
-    on_policy = batch.old_per_token_logps is None
-    if not objective.is_tokenwise(has_old_logps=not on_policy):
+    is_on_policy = batch.old_per_token_logps is None
+    if not objective.is_tokenwise(has_old_logps=not is_on_policy):
         return None
-    weights = aggregation_weights(objective, batch)  # [B, T]
-    advantages = batch.advantages.float().expand_as(weights)  # [B, T]
-    scale = weights
-    if batch.importance_sampling_ratio is not None and objective.loss_type != "vespo":
-        scale = weights * batch.importance_sampling_ratio
-    if objective.importance_sampling_level == "sequence":
-        # One ratio per sequence: its derivative spreads evenly over the sequence's tokens
-        mask = batch.mask.float()
-        scale = scale.sum(-1, keepdim=True) * mask / mask.sum(-1, keepdim=True).clamp(min=1.0)
+    weights = token_weights(objective, batch)  # [B, T]
+    # Only proportions matter: put the largest weight near one, so that float16 gradients do not underflow. Scaled by a
+    # power of two the forecast rounds as the loss does: terms that nearly cancel leave the very same difference
+    largest = weights.max().clamp(min=torch.finfo(torch.float32).tiny)
+    unit = largest.frexp().mantissa / largest
+    scale = weights * unit
+    kl_weights = scale * objective.beta if objective.beta != 0.0 and batch.ref_per_token_logps is not None else None
+    entropy_grads = entropy_weights(objective, batch) * unit if objective.entropy_coef != 0.0 else None
 
-    kl_weights = weights * objective.beta if objective.beta != 0.0 else None
-    entropy_grads = None
-    if objective.entropy_coef != 0.0:
-        entropy_grads = batch.mask.float() * (-objective.entropy_coef / batch.entropy_normalizer)
-    live = (scale != 0) & (advantages != 0)
-    if kl_weights is not None or entropy_grads is not None:
-        live = batch.mask.bool()
-
-    # Only proportions matter: put the largest weight near one, so that float16 gradients do not underflow
-    unit = 1 / weights.max().clamp(min=torch.finfo(torch.float32).tiny)
-    scale = scale * unit
-    on_policy_grads = None
-    if on_policy:
-        phi = vespo_phi(objective, batch).expand_as(weights) if objective.loss_type == "vespo" else None
-        on_policy_grads = policy_derivative(objective, advantages, torch.zeros_like(weights), phi) * scale
+    on_policy = None
+    if is_on_policy:
+        on_policy = _on_policy_gradient(objective, batch, scale)
+        live = on_policy != 0
+    else:
+        if batch.importance_sampling_ratio is not None:
+            scale = scale * batch.importance_sampling_ratio
+        live = (scale != 0) & (batch.advantages != 0)
+    for term in (kl_weights, entropy_grads):
+        live = live if term is None else live | (term != 0)
     return BatchForecast(
         objective=objective,
         live=live,
         scale=scale,
-        on_policy=on_policy_grads,
-        advantages=advantages,
+        on_policy=on_policy,
+        advantages=batch.advantages.float().expand_as(weights),
         old_logps=batch.old_per_token_logps,
-        ref_logps=batch.ref_per_token_logps if kl_weights is not None else None,
-        kl_weights=None if kl_weights is None else kl_weights * unit,
-        entropy_grads=None if entropy_grads is None else entropy_grads * unit,
+        ref_logps=None if kl_weights is None else batch.ref_per_token_logps,
+        kl_weights=kl_weights,
+        entropy_grads=entropy_grads,
     )
+
+
+def _on_policy_gradient(objective: GRPOObjective, batch: GRPOBatch, weights: Tensor) -> Tensor:
+    """Gradient of the policy term `[B, T]` at ratio one, where it does not depend on the log-probabilities."""
+    with torch.enable_grad():
+        logps = torch.zeros_like(weights).requires_grad_()
+        terms = token_terms(replace(objective, beta=0.0), batch, logps)
+        return torch.autograd.grad((terms.loss * weights).sum(), logps)[0]
+
+
+def live_first(counted: Tensor, live: Tensor | None) -> tuple[Tensor, int]:
+    """
+    Flat positions `[N]` of the rows that count, those that can receive a gradient first, and how many these are.
+
+    Args:
+        counted (`Tensor`): `[B, T]`, bool.
+        live (`Tensor`, *optional*): `[B, T]`, bool; everything that counts without it.
+    """
+    if live is None:
+        positions = counted.flatten().nonzero().squeeze(-1)
+        return positions, len(positions)
+    groups = [rows.flatten().nonzero().squeeze(-1) for rows in (counted & live, counted & ~live)]
+    return torch.cat(groups), len(groups[0])

@@ -1,8 +1,10 @@
 """How the rows of a micro-batch are laid out for the model: packed, aligned, or as the host hands them over."""
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from .packed_attention import sequence_borders
 
 LayoutName = Literal["packed", "aligned", "host"]
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_SINKS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def why_not_aligned(model: PreTrainedModel, is_multimodal: bool, reads_padding: 
         return "a prompt-learning adapter puts virtual tokens before the row"
     if causal_lm.config.get_text_config() is not causal_lm.config:
         return "it is a composite model"
-    if "position_ids" not in inspect.signature(compat.backbone(causal_lm).forward).parameters:
+    if not _takes_position_ids(type(compat.backbone(causal_lm))):
         return "it takes no position_ids"
     return None
 
@@ -64,11 +67,22 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
         return "it has layers that carry a state from token to token"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "its attention scores are soft-capped"
-    if any(hasattr(module, "sinks") for module in causal_lm.modules()):
+    if _has_sinks(causal_lm):
         return "its attention has sinks"
     if getattr(config, "attention_dropout", 0.0) and causal_lm.training:
         return "it drops out attention"
     return None
+
+
+@functools.cache
+def _takes_position_ids(backbone: type) -> bool:
+    return "position_ids" in inspect.signature(backbone.forward).parameters
+
+
+def _has_sinks(causal_lm: PreTrainedModel) -> bool:
+    if causal_lm not in _SINKS:  # a walk over all modules takes as long as a layer
+        _SINKS[causal_lm] = any(hasattr(module, "sinks") for module in causal_lm.modules())
+    return _SINKS[causal_lm]
 
 
 def packed(input_ids: Tensor, attention_mask: Tensor, completion_length: int, wanted: Tensor) -> Layout:
@@ -106,7 +120,10 @@ def aligned(input_ids: Tensor, attention_mask: Tensor, completion_length: int, n
     width = max(int(attention_mask.sum(1).max()), 1)
     order = attention_mask.sort(dim=1, descending=True, stable=True)
     columns = order.indices[:, :width]  # [B, W]
-    model_inputs = {"input_ids": input_ids.gather(1, columns), "position_ids": columns}
+    # Positions run on over the padding: where they jump, transformers sees another sequence and builds a mask
+    onward = columns[:, :1] + torch.arange(width, device=columns.device)
+    position_ids = torch.where(order.values[:, :width].bool(), columns, onward)
+    model_inputs = {"input_ids": input_ids.gather(1, columns), "position_ids": position_ids}
     if needs_mask:
         model_inputs["attention_mask"] = order.values[:, :width]
     row = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)

@@ -16,8 +16,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 try:
     from torch.nn.attention.varlen import varlen_attn
+
+    _KNOWN = inspect.signature(varlen_attn).parameters
 except ImportError:  # torch < 2.10
-    varlen_attn = None
+    _KNOWN = {}
+_HAS_VARLEN = {"scale", "window_size"} <= set(_KNOWN)
+# Said by an argument of its own or by the window, and grouped heads on demand or always: it changed up to torch 2.13
+_OPTIONS = {name: True for name in ("is_causal", "enable_gqa") if name in _KNOWN}
 
 
 @dataclass
@@ -103,14 +108,16 @@ def _packed_attention(
     **_,
 ) -> Tensor:
     """Causal attention within each sequence; returns `[1, S, heads, D]`."""
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        # As autocast does for SDPA: under float32 weights, norms and rotations leave float32 queries and keys
+        query, key, value = (t.to(torch.get_autocast_dtype(device_type)) for t in (query, key, value))
     if _varlen_takes(query, value):
         # FlashAttention counts the tokens left of the query, transformers the query too
         left = -1 if sliding_window is None else sliding_window - 1
         rows = [t.squeeze(0).transpose(0, 1) for t in (query, key, value)]  # [S, heads, D]
         borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        options = {"scale": scaling, "window_size": (left, 0), "is_causal": True, "enable_gqa": True}
-        known = inspect.signature(varlen_attn).parameters  # they changed from torch 2.10 to 2.13
-        return varlen_attn(*rows, *borders, **{k: v for k, v in options.items() if k in known}).unsqueeze(0)
+        return varlen_attn(*rows, *borders, scale=scaling, window_size=(left, 0), **_OPTIONS).unsqueeze(0)
 
     pieces = []
     lengths = cu_seq_lens_q.diff().tolist()
@@ -127,7 +134,7 @@ def _packed_attention(
 def _varlen_takes(query: Tensor, value: Tensor) -> bool:
     head_dim = query.shape[-1]
     fits = head_dim == value.shape[-1] and head_dim <= 256 and head_dim % 8 == 0
-    return varlen_attn is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits
+    return _HAS_VARLEN and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits
 
 
 def _causal_window(length: int, window: int, device: torch.device) -> Tensor:

@@ -124,9 +124,14 @@ class FusedGRPOTrainer(GRPOTrainer):
         """An option of [`FusedGRPOConfig`], which the arguments need not be."""
         return getattr(self.args, name, default)
 
+    def _unwrapped(self, model: nn.Module) -> nn.Module:
+        # `unwrap_model` looks for DeepSpeed on the disk each time, where it is not installed
+        bare = isinstance(model, PreTrainedModel) or compat.is_peft_model(model)
+        return model if bare else self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+
     def _causal_lm(self, model: nn.Module) -> PreTrainedModel:
         """The causal language model inside its wrappers, looked up at every call: FSDP and PEFT replace it."""
-        model = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+        model = self._unwrapped(model)
         model = getattr(model, "_orig_mod", model)  # torch.compile
         return model.get_base_model() if compat.is_peft_model(model) else model
 
@@ -247,7 +252,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             `ValueError`: when the one asked for is not allowed, with the reason.
         """
         wanted = self._option("fused_layout", "auto")
-        unwrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+        unwrapped = self._unwrapped(model)
         reasons = {"aligned": why_not_aligned(unwrapped, is_multimodal, padding_counts(self)), "host": None}
         reasons["packed"] = reasons["aligned"] or why_not_packed(self._causal_lm(model))
         if wanted != "auto" and reasons[wanted] is not None:

@@ -1,0 +1,182 @@
+"""Windows that trainers run over one model and the same completions: time, memory and gradients."""
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from _host import SHAPES, Host, distance, make_model, norm, not_finite
+from _measure import GIB
+from _rollout import Lengths, Rollout
+
+
+ROWS, MICRO_BATCH, GROUP = 32, 4, 8
+LENGTHS = {"tiny": Lengths(prompts=(4, 10), median=20, longest=64)}
+# The ratios of the token modes hardly feel rounding; those of the sequence modes, exp of a sum over hundreds of tokens,
+# would make gradients incomparable in bfloat16
+MODE = "token_truncate"
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Something that differs within every group, so that all sequences get a gradient."""
+    return [sum(ids[:8]) % 97 / 97 for ids in completion_ids]
+
+
+@dataclass
+class Contender:
+    """
+    One trainer and what its windows took.
+
+    Args:
+        name (`str`): as it stands in the table.
+        fused (`bool`): ours or stock's.
+        micro_batch (`int`): sequences in a micro-batch; their number follows.
+        options (`dict`): further options of its configuration.
+        comparable (`bool`): whether the objective is stock's.
+        backend (`str`, *optional*): `"no-cudnn"` keeps SDPA from taking cuDNN.
+    """
+
+    name: str
+    fused: bool = True
+    micro_batch: int = MICRO_BATCH
+    options: dict[str, Any] = field(default_factory=dict)
+    comparable: bool = True
+    backend: str | None = None
+
+
+class Stopwatch:
+    """
+    Stands still while the host makes tensors of what was generated, decodes and rewards it: work that no trainer
+    changes, and that belongs to generation. The log-prob passes in between count.
+    """
+
+    def __init__(self, trainer: Any, device: str):
+        self.device, self.seconds, self.since = device, 0.0, None
+        scoring, seam = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
+
+        def score_completions(*args: Any) -> Any:
+            self.stop()
+            output = scoring(*args)
+            self._go()
+            return output
+
+        def log_probs(*args: Any, **kwargs: Any) -> Any:
+            if self.since is not None:  # the loss
+                return seam(*args, **kwargs)
+            self._go()
+            output = seam(*args, **kwargs)
+            self.stop()
+            return output
+
+        trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies = (
+            score_completions,
+            log_probs,
+        )
+
+    def start(self) -> None:
+        """Start from zero."""
+        self.seconds = 0.0
+        self._go()
+
+    def stop(self) -> float:
+        """Wait for the device, stand still, and return the seconds since the start."""
+        self._wait()
+        if self.since is not None:
+            self.seconds += time.perf_counter() - self.since
+        self.since = None
+        return self.seconds
+
+    def _go(self) -> None:
+        self._wait()
+        self.since = time.perf_counter()
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+class Course:
+    """A model, a rollout, and the windows that trainers run over them."""
+
+    def __init__(self, size: str, lora: bool, device: str, seed: int):
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        allocated = torch.cuda.memory_allocated if device == "cuda" else int
+        before = allocated()
+        self.size, self.device, self.seed = size, device, seed
+        self.host = Host(make_model(size, device, dtype, lora), ROWS, reward, GROUP)
+        self.rollout = Rollout.make(LENGTHS.get(size, Lengths()), ROWS // GROUP, GROUP, SHAPES[size][-1], seed)
+        self.reference: list[torch.Tensor] | None = None
+        scorer = self.build(Contender("scorer"))
+        with self.host.running(scorer):
+            self.rollout.score(scorer, seed)
+        self.model_bytes = allocated() - before  # with the work space of libraries
+
+    def build(self, contender: Contender) -> Any:
+        """Its trainer."""
+        options = {
+            "vllm_importance_sampling_mode": MODE,
+            "max_completion_length": LENGTHS.get(self.size, Lengths()).longest,
+            "loss_type": "dapo",
+            **contender.options,
+        }
+        return self.host.build(contender.fused, contender.micro_batch, **options)
+
+    def run(self, contender: Contender, repeats: int) -> dict[str, Any]:
+        """One window that does not count, then `repeats` that do; what they took, and the gradients of the last."""
+        trainer = self.build(contender)
+        self.rollout.serve(trainer)
+        clock = Stopwatch(trainer, self.device)
+        seconds, peaks = [], []
+        with self.host.running(trainer):
+            if contender.backend == "no-cudnn":
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            for _ in range(repeats + 1):
+                elapsed, peak, loss = self._window(trainer, clock)
+                seconds.append(elapsed)
+                peaks.append(peak)
+        recomputed = trainer._metrics["train"].get("fused/rows_recomputed")
+        return {
+            "name": contender.name,
+            "micro_batch": contender.micro_batch,
+            "options": contender.options,
+            "ms": statistics.median(seconds[1:] or seconds) * 1e3,
+            "all_ms": [round(s * 1e3, 2) for s in seconds[1:]],
+            "peak_gib": max(peaks[1:] or peaks) / GIB if self.device == "cuda" else None,
+            "loss": loss,
+            "recomputed": statistics.mean(recomputed) if recomputed else None,
+            **self._gradients(contender),
+        }
+
+    def _window(self, trainer: Any, clock: Stopwatch) -> tuple[float, int, float]:
+        """Seconds, peak memory in bytes (weights included) and loss of one accumulation window."""
+        self.host.drop_gradients()
+        torch.manual_seed(self.seed)  # the host shuffles completions before it cuts them into micro-batches
+        steps = trainer.args.gradient_accumulation_steps
+        examples = [trainer.train_dataset[0]] * ROWS
+        resting = 0
+        if self.device == "cuda":
+            resting = torch.cuda.memory_allocated()  # the model, and gradients that others are compared with
+            torch.cuda.reset_peak_memory_stats()
+        clock.start()
+        losses = []
+        for step in range(steps):
+            trainer.accelerator.gradient_state._set_sync_gradients(step == steps - 1)
+            losses.append(trainer.training_step(trainer.model_wrapped, examples, None))
+        elapsed = clock.stop()
+        peak = torch.cuda.max_memory_allocated() - resting + self.model_bytes if self.device == "cuda" else 0
+        return elapsed, peak, torch.stack(losses).sum().item()
+
+    def _gradients(self, contender: Contender) -> dict[str, Any]:
+        gradients = self.host.gradients()
+        bad = not_finite(gradients)
+        grad_norm = norm(gradients)
+        record: dict[str, Any] = {"not_finite": bad, "tensors": len(gradients), "grad_norm": None if bad else grad_norm}
+        if not contender.fused and not bad:
+            self.reference = [gradient.clone() for gradient in gradients]
+        elif contender.comparable and self.reference is not None and not bad:
+            expected = norm(self.reference)
+            record["norm_difference"] = abs(grad_norm - expected) / expected
+            record["distance"] = distance(gradients, self.reference)
+        self.host.drop_gradients()
+        return record

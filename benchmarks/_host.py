@@ -1,0 +1,180 @@
+"""Stock and fused trainers that take turns on one model, built from a configuration on the spot."""
+
+import gc
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo.parity.tiny import EOS_ID, PAD_ID, tokenizer
+
+
+# What a model of a size is made of: width, layers, heads, key heads, width of a head, width of the MLP, vocabulary
+SHAPES = {
+    "tiny": (64, 2, 4, 2, 16, 128, 1027),
+    "thin": (1024, 2, 16, 8, 128, 3072, 1027),
+    "0.6b": (1024, 28, 16, 8, 128, 3072, 151_936),
+    "4b": (2560, 36, 32, 8, 128, 9728, 151_936),
+}
+
+
+def make_model(shape: str, device: str, dtype: torch.dtype, lora: bool = False) -> Any:
+    """
+    A Qwen3 model with seeded random weights and tied embeddings.
+
+    Args:
+        shape (`str`): a key of `SHAPES`.
+        device (`str`): `"cuda"` or `"cpu"`.
+        dtype (`torch.dtype`): of the weights.
+        lora (`bool`): train adapters of rank 16 on the attention projections instead of the weights.
+    """
+    width, layers, heads, key_heads, head_dim, mlp, vocab = SHAPES[shape]
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return _with_adapters(model) if lora else model
+
+
+def _with_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    # Adapters as they come leave the model as it is, and half of themselves without a gradient
+    config = LoraConfig(r=16, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=1e-3)
+    return model
+
+
+class Host:
+    """
+    One model and the trainers built on it. Each trainer wraps the model's `forward` in its own way: only the wrappers
+    of the one that is running are in place.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): from [`make_model`].
+        rows (`int`): completions in a generation batch.
+        reward (`Callable`): reward function.
+        group (`int`): completions to a prompt.
+    """
+
+    def __init__(self, model: Any, rows: int, reward: Callable, group: int):
+        self.model, self.rows, self.reward, self.group = model, rows, reward, group
+        self.modules = [model, *([model.get_base_model()] if hasattr(model, "get_base_model") else [])]
+        self.folder = tempfile.TemporaryDirectory()
+        self._forwards: dict[int, list[Callable | None]] = {}
+
+    def build(self, fused: bool, micro_batch: int, **options: Any) -> Any:
+        """A trainer, stock or fused, whose accumulation window is the generation batch; ready to train."""
+        device = next(self.model.parameters()).device.type
+        args = (FusedGRPOConfig if fused else GRPOConfig)(
+            output_dir=self.folder.name,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=self.rows // micro_batch,
+            num_generations=self.group,
+            bf16=device == "cuda",
+            use_cpu=device == "cpu",
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        )
+        self._put([None] * len(self.modules))
+        trainer_class: Any = FusedGRPOTrainer if fused else GRPOTrainer
+        trainer = trainer_class(
+            model=self.model,
+            reward_funcs=self.reward,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * self.rows}),
+            processing_class=tokenizer(),
+        )
+        # What `Trainer.train` does before its first step
+        trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+        if args.gradient_checkpointing and not self.model.is_gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
+        trainer.model_wrapped.train()
+        self._forwards[id(trainer)] = [vars(module).get("forward") for module in self.modules]
+        return trainer
+
+    @contextmanager
+    def running(self, trainer: Any) -> Generator[None, None, None]:
+        """While it lasts, the model is wrapped as `trainer` wrapped it, and SDPA may take every backend."""
+        self._put(self._forwards[id(trainer)])
+        if torch.cuda.is_available():
+            torch.backends.cuda.enable_cudnn_sdp(True)  # fused trainers in the host's layout switch it off for good
+        yield
+        self._forwards[id(trainer)] = [vars(module).get("forward") for module in self.modules]
+
+    def _put(self, forwards: list[Callable | None]) -> None:
+        for module, forward in zip(self.modules, forwards, strict=True):
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that train."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def gradients(self) -> list[Tensor]:
+        """
+        Their gradients.
+
+        Raises:
+            `RuntimeError`: when one has none.
+        """
+        gradients = [parameter.grad for parameter in self.trained() if parameter.grad is not None]
+        if len(gradients) != len(self.trained()):
+            raise RuntimeError(f"only {len(gradients)} of {len(self.trained())} parameters have a gradient")
+        return gradients
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients and the memory that they took."""
+        for parameter in self.trained():
+            parameter.grad = None
+
+
+def norm(tensors: list[Tensor]) -> float:
+    """Euclidean norm of all tensors together."""
+    norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors])
+    return torch.linalg.vector_norm(norms.double()).item()
+
+
+def not_finite(tensors: list[Tensor]) -> int:
+    """How many tensors hold a NaN or an infinity."""
+    return int(torch.stack([~t.isfinite().all() for t in tensors]).sum())
+
+
+def distance(tensors: list[Tensor], reference: list[Tensor]) -> float:
+    """Euclidean distance of all tensors together, relative to the norm of the reference."""
+    norms = [torch.linalg.vector_norm(t - r, dtype=torch.float32) for t, r in zip(tensors, reference, strict=True)]
+    return torch.linalg.vector_norm(torch.stack(norms).double()).item() / norm(reference)
+
+
+def clear_memory() -> None:
+    """Let go of what nobody refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,218 @@
+"""
+Time and memory of one accumulation window without generation: stock GRPOTrainer and FusedGRPOTrainer in one process on
+one model and the same 32 completions. Each trainer's own `training_step` runs, so a window is the old log-prob pass (of
+the trainers that need one) and the forward and backward of every micro-batch. The sampler's log-probs are made up, and
+served to both as vLLM's. Every lever is switched off alone.
+
+    python benchmarks/window.py --size 0.6b --size 4b --json benchmarks/results/window-h200.json
+    python benchmarks/window.py --size 4b --lora --no-levers --json benchmarks/results/window-lora-h200.json
+    python benchmarks/window.py --size tiny --device cpu
+"""
+
+import json
+import os
+import warnings
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from _course import LENGTHS, MODE, ROWS, Contender, Course, Stopwatch
+from _host import SHAPES, clear_memory
+from _measure import surroundings
+from _rollout import Lengths
+from rich.console import Console
+from rich.table import Table
+
+
+# Most time, relative to stock's, that a window is meant to take: as it comes, and in the largest micro-batches that fit
+# into stock's memory
+TARGETS = {"0.6b": (0.28, 0.20), "4b": (0.23, 0.20), "4b-lora": (0.24, None)}
+SMALL_LOGITS_MIB = 128
+NORM_RTOL = {"cuda": 1e-3, "cpu": 1e-5}
+
+app = typer.Typer(add_completion=False)
+console = Console(width=150)
+
+
+LEVERS = (
+    Contender("aligned rows instead of packed", options={"fused_layout": "aligned"}),
+    Contender("host's rows instead of packed", options={"fused_layout": "host"}),
+    Contender("with an old log-prob pass", options={"fused_skip_old_logps": False}),
+    Contender("not balanced", options={"fused_balance": False}),
+    Contender(
+        "ratio per sequence, TRL's default",
+        options={"vllm_importance_sampling_mode": "sequence_mask"},
+        comparable=False,
+    ),
+)
+
+
+def enlarged(course: Course, limit: float | None) -> Contender:
+    """The largest micro-batch, and chunk of logits with it, whose window needs no more than `limit` GiB."""
+    small = {"fused_logits_mib": SMALL_LOGITS_MIB}
+    candidates = [
+        Contender("micro-batches of 16", micro_batch=16),
+        Contender("micro-batches of 16, small chunks of logits", micro_batch=16, options=small),
+        Contender("micro-batches of 8", micro_batch=8),
+        Contender("micro-batches of 8, small chunks of logits", micro_batch=8, options=small),
+    ]
+    if limit is None:
+        return candidates[2]
+    for contender in candidates[:-1]:
+        peak = course.run(contender, 0)["peak_gib"]
+        console.print(f"{contender.name}: {peak:.2f} GiB, stock's peak is {limit:.2f}")
+        if peak <= limit:
+            return contender
+    return candidates[-1]
+
+
+def profile(course: Course, contender: Contender, path: Path) -> None:
+    """Write where two micro-batches in the middle of a window spend their time, and how much of it the GPU works."""
+    trainer = course.build(contender)
+    course.rollout.serve(trainer)
+    examples = [trainer.train_dataset[0]] * ROWS
+
+    def step() -> None:
+        trainer.training_step(trainer.model_wrapped, examples, None)
+
+    with course.host.running(trainer):
+        for _ in range(4):
+            step()
+        clock = Stopwatch(trainer, course.device)
+        clock.start()
+        step()
+        plain = clock.stop()
+        with torch.profiler.profile() as profiler:
+            step()
+            step()
+            clock.stop()
+    course.host.drop_gradients()
+    averages = profiler.key_averages()
+    kernels = sum(e.self_device_time_total for e in averages if e.device_type != torch.autograd.DeviceType.CPU)
+    tables = [averages.table(sort_by=key, row_limit=40) for key in ("self_cpu_time_total", "self_device_time_total")]
+    lines = [f"one micro-batch: {plain * 1e3:.1f} ms; kernels of the next two: {kernels / 1e3:.1f} ms", *tables]
+    path.write_text("\n".join(lines))
+
+
+def compare(
+    size: str, lora: bool, device: str, repeats: int, stock_repeats: int, levers: bool, seed: int
+) -> list[dict]:
+    """Everything at one size; one record per contender."""
+    course = Course(size, lora, device, seed)
+    rollout = course.rollout
+    console.print(
+        f"[bold]{size}{' LoRA' if lora else ''}[/]: {ROWS} completions, {rollout.tokens} tokens in {rollout.width} "
+        f"columns, {rollout.padding:.1%} padding"
+    )
+    records = [course.run(Contender("stock", fused=False), stock_repeats)]
+    if records[0]["not_finite"]:
+        records.append(course.run(Contender("stock without cuDNN's attention", fused=False, backend="no-cudnn"), 1))
+    records.append(course.run(Contender("ours"), repeats))
+    target, enlarged_target = TARGETS.get(size + "-lora" * lora, (None, None))
+    targets = {"ours": target}
+    if levers:
+        contender = enlarged(course, records[0]["peak_gib"])
+        targets[contender.name] = enlarged_target
+        records.append(course.run(contender, repeats))
+        records += [course.run(lever, min(repeats, 2)) for lever in LEVERS]
+    for record in records:
+        record |= {"size": size, "lora": lora, "tokens": rollout.tokens, "width": rollout.width}
+        judge(record, records[0], targets.get(record["name"]), device)
+    return records
+
+
+def judge(record: dict, stock: dict, target: float | None, device: str) -> None:
+    """Add what a record takes relative to stock, and whether that is what was meant."""
+    record["time_ratio"] = record["ms"] / stock["ms"]
+    record["memory_ratio"] = memory = record["peak_gib"] / stock["peak_gib"] if device == "cuda" else None
+    record["right"] = record["not_finite"] == 0 and record.get("norm_difference", 0.0) <= NORM_RTOL[device]
+    if target is not None:
+        record["target"] = target
+        fits = memory is None or round(memory, 3) <= 1.0
+        record["met"] = record["right"] and fits and round(record["time_ratio"], 3) <= target
+
+
+def print_records(records: list[dict], title: str) -> None:
+    """One row per contender."""
+    table = Table(title=title)
+    for column in (
+        "trainer",
+        "ms",
+        "all",
+        "time",
+        "peak GiB",
+        "memory",
+        "target",
+        "norm",
+        "distance",
+        "NaN",
+        "recomputed",
+    ):
+        table.add_column(column, justify="left" if column == "trainer" else "right", no_wrap=True)
+
+    def number(record: dict, key: str, spec: str) -> str:
+        return format(record[key], spec) if record.get(key) is not None else ""
+
+    for record in records:
+        color = "" if "met" not in record else "[green]" if record["met"] else "[red]"
+        times = record["all_ms"]
+        table.add_row(
+            record["name"],
+            number(record, "ms", ".0f"),
+            f"{min(times):.0f} to {max(times):.0f}",
+            color + number(record, "time_ratio", ".3f"),
+            number(record, "peak_gib", ".2f"),
+            number(record, "memory_ratio", ".3f"),
+            number(record, "target", ".2f"),
+            ("" if record["right"] else "[red]") + number(record, "norm_difference", ".1e"),
+            number(record, "distance", ".1e"),
+            f"{record['not_finite']} of {record['tensors']}",
+            number(record, "recomputed", ".3f"),
+        )
+    console.print(table)
+
+
+@app.command()
+def main(
+    size: Annotated[list[str], typer.Option(help=f"{', '.join(SHAPES)}; repeatable")],
+    lora: Annotated[
+        bool, typer.Option("--lora", help="train adapters of rank 16 on the attention projections")
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="windows that count", min=1)] = 5,
+    stock_repeats: Annotated[int, typer.Option(help="the same for stock", min=1)] = 2,
+    levers: Annotated[bool, typer.Option(help="also in larger micro-batches, and with every lever off alone")] = True,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda" if torch.cuda.is_available() else "cpu",
+    seed: Annotated[int, typer.Option(help="of lengths, tokens and noise; 6 pads as most seeds do: 67%")] = 6,
+    json_path: Annotated[Path | None, typer.Option("--json", help="where the record goes, else the last line")] = None,
+    profile_path: Annotated[
+        Path | None, typer.Option("--profile", help="only profile two micro-batches of ours")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="commit to record where git cannot be asked")] = None,
+) -> None:
+    """Compare windows; exits 1 when a gradient of ours is wrong."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    warnings.simplefilter("ignore", FutureWarning)
+    record: dict[str, Any] = {**surroundings(device, commit), "seed": seed, "sampling_mode": MODE, "results": []}
+    record["versions"] |= {"accelerate": metadata.version("accelerate")}
+    record["lengths"] = {name: asdict(LENGTHS.get(name, Lengths())) for name in size}
+    for name in size:
+        if profile_path is not None:
+            profile(Course(name, lora, device, seed), Contender("ours"), profile_path)
+            continue
+        records = compare(name, lora, device, repeats, stock_repeats, levers, seed)
+        print_records(records, f"{name}{' LoRA' if lora else ''}, one window of {ROWS} completions")
+        record["results"] += records
+        clear_memory()
+        if json_path is not None:
+            json_path.write_text(json.dumps(record, indent=1) + "\n")
+    if json_path is None and profile_path is None:
+        print(json.dumps(record))
+    if not all(entry["right"] for entry in record["results"] if entry["name"] != "stock"):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,186 @@
+"""`trl-fused-grpo parity`: verdicts, exit codes, files. The cases themselves are run by the command."""
+
+import json
+import math
+
+import pytest
+import torch
+import trl
+from packaging.version import Version
+from typer.testing import CliRunner
+
+from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo.cli import app
+from trl_fused_grpo.parity import CASES
+from trl_fused_grpo.parity.errors import differing_metrics, measure
+from trl_fused_grpo.parity.play import Outcome
+
+
+@pytest.fixture
+def parity(monkeypatch):
+    """Run the command on the CPU and return its result."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+
+    def run(*arguments: str):
+        result = CliRunner().invoke(app, ["parity", "--device", "cpu", *arguments])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
+@pytest.fixture
+def replace_trainer(monkeypatch):
+    """Put another class in place of the fused trainer."""
+    return lambda cls: monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", cls)
+
+
+def test_equal_cases_exit_0(parity):
+    result = parity("--case", "issue-1082", "--case", "tool-mask", "--case", "log-probs")
+    assert result.exit_code == 0, result.output
+    assert "3 equal" in result.output
+
+
+def test_json_carries_versions_and_figures(parity, tmp_path):
+    file = tmp_path / "parity.json"
+    assert parity("--case", "issue-1082", "--json", str(file)).exit_code == 0
+    content = json.loads(file.read_text())
+    assert content["environment"]["trl"] == trl.__version__
+    assert content["environment"]["device"] == "cpu"
+    assert content["passed"] is True
+    [case] = content["cases"]
+    assert case["name"] == "issue-1082"
+    assert case["loss_error"] <= 1e-5
+    assert case["gradient_error"] <= 1e-5
+    assert case["ours_ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert case["metrics_differ"] == []
+
+
+@pytest.mark.skipif(Version(trl.__version__) >= Version("0.28"), reason="TRL 0.27's Liger path drops the ratios")
+def test_the_bug_report_shows_on_its_version(parity, tmp_path):
+    file = tmp_path / "parity.json"
+    parity("--case", "issue-1082", "--json", str(file))
+    [case] = json.loads(file.read_text())["cases"]
+    assert case["liger_ratio"] > 30
+
+
+def test_bfloat16_is_compared_with_float64(parity, tmp_path):
+    file = tmp_path / "parity.json"
+    result = parity("--dtype", "bfloat16", "--case", "dapo-off-policy", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    [case] = json.loads(file.read_text())["cases"]
+    assert 1e-4 < case["stock_gradient_error"] < 0.5  # as far from float64 as bfloat16 is, and no further
+
+
+def test_unknown_case_names_the_known_ones(parity):
+    result = parity("--case", "nonesuch")
+    assert result.exit_code == 2
+    assert "nonesuch" in result.output
+    assert "issue-1082" in result.output
+
+
+def test_missing_folder_is_a_bad_argument(parity, tmp_path):
+    result = parity("--case", "dapo", "--json", str(tmp_path / "nowhere" / "parity.json"))
+    assert result.exit_code == 2
+    assert "does not exist" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_a_bad_argument(parity):
+    result = parity("--device", "cuda")
+    assert result.exit_code == 2
+    assert "CUDA" in result.output
+
+
+def test_list_names_every_case(parity):
+    result = parity("--list")
+    assert result.exit_code == 0
+    assert all(case.name in result.output for case in CASES)
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_wrong_gradient_exits_1(parity, replace_trainer):
+    class Scaled(FusedGRPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * 1.0001
+
+    replace_trainer(Scaled)
+    result = parity("--case", "dapo")
+    assert result.exit_code == 1
+    assert "loss off by 1.0e-04" in result.output
+    assert "gradient of" in result.output
+
+
+def test_metric_of_another_name_exits_1(parity, replace_trainer):
+    class Renaming(FusedGRPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            self._metrics["train"]["entropies"] = self._metrics["train"].pop("entropy")
+            return loss
+
+    replace_trainer(Renaming)
+    result = parity("--case", "dapo")
+    assert result.exit_code == 1
+    assert "entropies (extra), entropy (missing)" in result.output
+
+
+def test_path_without_fused_rows_exits_1(parity, replace_trainer):
+    class Unfused(FusedGRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.use_liger_loss = False
+
+    replace_trainer(Unfused)
+    result = parity("--case", "dapo")
+    assert result.exit_code == 1
+    assert "no row went through the fused function" in result.output
+
+
+def test_a_case_that_raises_does_not_hide_the_others(parity, replace_trainer):
+    class Picky(FusedGRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            if self.temperature != 1.0:
+                raise RuntimeError("no such temperature")
+
+    replace_trainer(Picky)
+    result = parity("--case", "temperature", "--case", "dapo")
+    assert result.exit_code == 1
+    assert "RuntimeError: no such temperature" in result.output
+    assert "1 equal" in result.output
+    assert "1 failed" in result.output
+
+
+@pytest.mark.skipif(Version(trl.__version__) >= Version("1.8"), reason="this TRL has the entropy bonus")
+def test_what_the_host_lacks_is_skipped(parity):
+    result = parity("--case", "entropy-bonus")
+    assert result.exit_code == 0
+    assert "1 skipped (this TRL has no `entropy_coef`)" in result.output
+
+
+def test_plot_is_drawn(parity, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "parity.png"
+    assert parity("--case", "issue-1082", "--case", "log-probs", "--plot", str(file)).exit_code == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_equal_to_an_exact_zero_but_zero():
+    zero, noise = Outcome(tensors={"w": torch.zeros(3)}), Outcome(tensors={"w": torch.full((3,), 1e-30)})
+    assert measure([zero], [zero]).parameters["w"] == 0.0
+    assert math.isinf(measure([zero], [noise]).parameters["w"])
+
+
+def test_a_nan_gradient_is_the_worst():
+    right = Outcome(loss=1.0, tensors={"a": torch.ones(2), "b": torch.ones(2)})
+    wrong = Outcome(loss=1.0, tensors={"a": torch.full((2,), math.nan), "b": torch.zeros(2)})
+    assert measure([right], [wrong]).worst_parameter == "a"
+
+
+def test_metrics_differ_by_name_count_and_value():
+    theirs = {"same": [1.0, math.nan], "value": [1.0], "count": [1.0], "theirs": [0.0]}
+    ours = {"same": [1.00001, math.nan], "value": [1.01], "count": [1.0, 1.0], "ours": [0.0]}
+    assert differing_metrics(theirs, ours) == ["count", "ours (extra)", "theirs (missing)", "value"]
+    assert differing_metrics(theirs, ours, values=False) == ["count", "ours (extra)", "theirs (missing)"]

@@ -1,0 +1,131 @@
+"""The `trl-fused-grpo` command."""
+
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers.utils import logging as transformers_logging
+
+from .parity import CASES, Settings, compare, report
+
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(str, Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@app.callback()
+def main() -> None:
+    """A faster GRPOTrainer for TRL that trains exactly what TRL trains."""
+
+
+@app.command()
+def parity(
+    case: Annotated[
+        list[str] | None, typer.Option("--case", metavar="NAME", help="Run this case only; may be repeated.")
+    ] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.auto,
+    dtype: Annotated[
+        Dtype, typer.Option(help="float32 compares with stock; bfloat16 compares both with float64.")
+    ] = Dtype.float32,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the errors.")] = None,
+) -> None:
+    """
+    Compare FusedGRPOTrainer with stock TRL: loss, every parameter's gradient, every metric.
+
+    Both run in this process on the same batches, as does stock TRL's Liger loss where the installed TRL has one. Exits
+    with 1 when anything is out of tolerance.
+    """
+    for path in filter(None, (json_file, plot_file)):
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"the folder of {path} does not exist.")
+    if plot_file and not find_spec("matplotlib"):
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'trl-fused-grpo[plot]'.")
+    with _quiet():
+        code = _run_parity(case or [], list_cases, device, dtype, json_file, plot_file)
+    raise typer.Exit(code)
+
+
+def _run_parity(
+    names: list[str], list_cases: bool, device: Device, dtype: Dtype, json_file: Path | None, plot_file: Path | None
+) -> int:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 130  # a log has no width of its own, and the table does not fit into 80 columns
+    known = {case.name: case for case in CASES}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"unknown case {', '.join(unknown)}. Known cases: {', '.join(known)}.")
+    if list_cases:
+        for case in CASES:
+            console.print(f"[bold]{case.name:27}[/]", case.covers, markup=True, highlight=False)
+        return 0
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda, but torch sees no CUDA device.")
+    chosen = "cuda" if device is not Device.cpu and torch.cuda.is_available() else "cpu"
+
+    selected = [known[name] for name in dict.fromkeys(names)] or list(CASES)
+    with tempfile.TemporaryDirectory(prefix="trl-fused-grpo-") as folder:
+        settings = Settings(Path(folder), chosen, getattr(torch, dtype.value))
+        with _progress(console) as progress:
+            task = progress.add_task("", total=len(selected))
+            results = []
+            for case in selected:
+                progress.update(task, description=case.name)
+                results.append(compare(case, settings))
+                progress.advance(task)
+    report.print_report(results, settings, console)
+    if json_file:
+        report.write_json(results, settings, json_file)
+    if plot_file:
+        report.write_plot(results, settings, plot_file)
+    return 0 if report.passed(results) else 1
+
+
+def _progress(console: Console) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def _quiet() -> Generator[None, None, None]:
+    """Dozens of trainers are built: their warnings and progress bars would bury the table."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    trl_logger = logging.getLogger("trl")
+    level = trl_logger.level
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    trl_logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        trl_logger.setLevel(level)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,232 @@
+"""Micro-batches and rollouts with known properties: padding on both sides, clipped ratios, masks."""
+
+from typing import Any
+
+import torch
+
+from .case import Batch, Case, Rollout, Trainer
+from .tiny import EOS_ID, FIRST_WORD_ID, PAD_ID, VOCAB_SIZE
+from .trainers import GROUP, ROWS
+
+
+PROMPT_LENGTHS = (7, 4, 5, 7, 3, 6)
+COMPLETION_LENGTHS = (13, 9, 4, 1, 11, 7)
+ADVANTAGES = (1.1, -0.7, 0.0, 0.6, -0.4, 0.9)  # one row without a gradient, and a loss that does not cancel
+
+# Old minus current log-probs. Ratios land well inside or beyond 0.8 and 1.2 (clipping) and 2 (delta, cispo): bfloat16
+# moves a log-prob by 0.04, which must not carry a token over a bound, where the objective is not smooth.
+_OLD_LEVELS = (-0.95, -0.42, -0.02, 0.0, 0.02, 0.45, 0.8)
+_DRIFTS = (-0.42, 0.5, -0.42, 0.5, -0.42, 0.5)  # whole rows
+# Training minus sampling log-probs, for clip bounds of 0.5 and 2.
+_TOKEN_LEVELS = (-1.0, -0.3, 0.1, 0.2, 0.4, 1.0)
+_SEQUENCE_LEVELS = (-1.2, 0.4, -0.3, 1.1, 0.2, -0.1)
+
+
+def _spread(levels: tuple[float, ...], shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Levels in turn from a random start, so that every longer row meets all of them."""
+    start = int(torch.randint(len(levels), (), generator=generator))
+    return torch.tensor(levels)[(torch.arange(shape.numel()) + start) % len(levels)].view(shape)
+
+
+def _words(length: int, generator: torch.Generator) -> list[int]:
+    return torch.randint(FIRST_WORD_ID, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def _padded(rows: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), PAD_ID)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, place] = torch.tensor(row, dtype=torch.long)
+        mask[i, place] = 1
+    return ids, mask
+
+
+@torch.no_grad()
+def log_probs(trainer: Trainer, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Current log-probs and entropies `[B, T]` of a micro-batch's completion tokens, float32, on the CPU."""
+    input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    device = trainer.accelerator.device
+    logps, entropies, *_ = trainer._get_per_token_logps_and_entropies(
+        trainer.model,
+        input_ids.to(device),
+        attention_mask.to(device),
+        inputs["completion_ids"].size(1),
+        compute_entropy=True,
+    )
+    return logps.float().cpu() * inputs["completion_mask"], entropies.float().cpu()
+
+
+def given(case: Case, trainer: Trainer, seed: int) -> list[dict[str, torch.Tensor]]:
+    """
+    Micro-batches as `_prepare_inputs` would hand them over.
+
+    Args:
+        case ([`Case`]):
+            With a [`Batch`] as its data.
+        trainer ([`GRPOTrainer`]):
+            Computes the log-probs that old, reference and sampling ones are made from.
+        seed (`int`):
+            Of tokens and offsets.
+
+    Returns:
+        `list[dict[str, torch.Tensor]]`:
+            One accumulation window after the other, on the CPU. `num_items_in_batch` counts the tokens of the
+            generation batch that a micro-batch belongs to.
+    """
+    spec = case.data
+    assert isinstance(spec, Batch)
+    args = trainer.args
+    generator = torch.Generator().manual_seed(seed)
+    count = args.gradient_accumulation_steps * case.windows
+    batches = [_micro_batch(spec, i, trainer, generator) for i in range(count)]
+    for start in range(0, count, args.steps_per_generation):
+        members = batches[start : start + args.steps_per_generation]
+        tokens = torch.stack([(b["completion_mask"] * b.get("tool_mask", 1)).sum() for b in members]).sum()
+        for batch in members:
+            batch["num_items_in_batch"] = tokens
+    return batches
+
+
+def _micro_batch(spec: Batch, index: int, trainer: Trainer, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    inputs = _tokens(spec, index, generator)
+    if trainer.args.top_entropy_quantile < 1.0:
+        # Of several draws the one whose entropies lie furthest from the quantile: rounding must not carry a token over
+        others = [_tokens(spec, index, generator) for _ in range(15)]
+        inputs = max(inputs, *others, key=lambda drawn: _entropy_gap(drawn, trainer))
+    shape = inputs["completion_ids"].shape
+
+    advantages = torch.tensor(ADVANTAGES)
+    if spec.token_advantages:
+        advantages = advantages.unsqueeze(1) * (1 + 0.5 * torch.rand(shape, generator=generator))
+    inputs["advantages"] = advantages
+
+    current, _ = log_probs(trainer, inputs)
+    far = _spread(_OLD_LEVELS, shape, generator)
+    drifted = torch.tensor(_DRIFTS).unsqueeze(1) + _spread((-0.03, 0.03), shape, generator)
+    if spec.old:
+        moved = {"policy": torch.zeros(1), "far": far, "drifted": drifted}[spec.old]
+        inputs["old_per_token_logps"] = current + moved
+    if spec.reference:
+        inputs["ref_per_token_logps"] = current + 0.3 * torch.randn(shape, generator=generator)
+    if spec.sampling:
+        inputs["sampling_per_token_logps"] = current + drifted
+    if spec.ratio == "report":
+        inputs["importance_sampling_ratio"] = torch.linspace(-6.9, -4.2, ROWS).exp().unsqueeze(1)
+    return inputs
+
+
+def _tokens(spec: Batch, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    inputs: dict[str, torch.Tensor] = {}
+    inputs["prompt_ids"], inputs["prompt_mask"] = _padded([_words(n, generator) for n in PROMPT_LENGTHS], left=True)
+    completions = [_words(n, generator) for n in COMPLETION_LENGTHS]
+    inputs["completion_ids"], inputs["completion_mask"] = _padded(completions, left=False)
+    for row in spec.empty_rows:
+        inputs["completion_ids"][row] = PAD_ID
+        inputs["completion_mask"][row] = 0
+    if index in spec.empty_micro_batches:
+        inputs["completion_mask"].zero_()
+    if spec.tool_mask:
+        inputs["tool_mask"] = (torch.rand(inputs["completion_ids"].shape, generator=generator) > 0.4).long()
+        inputs["tool_mask"][:, 0] = 1  # every row keeps a token: an emptied one has a case of its own
+    return inputs
+
+
+def _entropy_gap(inputs: dict[str, torch.Tensor], trainer: Trainer) -> float:
+    """Distance between the entropies on both sides of the top-entropy threshold, in nats."""
+    mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    entropies = log_probs(trainer, inputs)[1][mask.bool()].sort().values
+    below = int((1 - trainer.args.top_entropy_quantile) * (len(entropies) - 1))
+    return float(entropies[below + 1] - entropies[below])
+
+
+def rollout(case: Case, trainer: Trainer, seed: int) -> list[dict[str, Any]]:
+    """
+    Completions for the host to score, one entry a generation.
+
+    Args:
+        case ([`Case`]):
+            With a [`Rollout`] as its data.
+        trainer ([`GRPOTrainer`]):
+            Computes the log-probs that the sampler's are made from.
+        seed (`int`):
+            Of tokens and offsets.
+
+    Returns:
+        `list[dict[str, Any]]`:
+            What a `rollout_func` returns. Prompts repeat within a group.
+    """
+    spec = case.data
+    assert isinstance(spec, Rollout)
+    generator = torch.Generator().manual_seed(seed)
+    steps = trainer.args.steps_per_generation if case.mode == "train" else 1
+    needed = trainer.args.gradient_accumulation_steps * case.windows
+    generations = -(-needed // steps)
+    return [_generation(spec, trainer, steps, generator) for _ in range(generations)]
+
+
+def _generation(spec: Rollout, trainer: Trainer, steps: int, generator: torch.Generator) -> dict[str, Any]:
+    rows = ROWS * steps
+    prompts, completions = [], []
+    for i in range(rows):
+        prompts.append(prompts[-1] if i % GROUP else _words(PROMPT_LENGTHS[i % ROWS], generator))
+        completion = _words(COMPLETION_LENGTHS[i % ROWS], generator)
+        completions.append(completion if i in spec.truncated_rows else [*completion, EOS_ID])
+    answer: dict[str, Any] = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
+    if spec.sampling:
+        answer["logprobs"] = _sampler_log_probs(spec, trainer, prompts, completions, generator)
+    if spec.env_mask:
+        answer["env_mask"] = [[int(j % 3 != 1) for j in range(len(ids))] for ids in completions]
+    return answer
+
+
+def _sampler_log_probs(
+    spec: Rollout,
+    trainer: Trainer,
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    generator: torch.Generator,
+) -> list[list[float | None]]:
+    inputs: dict[str, torch.Tensor] = {}
+    inputs["prompt_ids"], inputs["prompt_mask"] = _padded(prompts, left=True)
+    inputs["completion_ids"], inputs["completion_mask"] = _padded(completions, left=False)
+    current, _ = log_probs(trainer, inputs)
+    if spec.sampling == "token":
+        ahead = _spread(_TOKEN_LEVELS, current.shape, generator)
+    else:
+        levels = torch.tensor(_SEQUENCE_LEVELS).repeat(len(prompts) // len(_SEQUENCE_LEVELS))
+        ahead = (levels / inputs["completion_mask"].sum(1)).unsqueeze(1).expand_as(current)
+    rows: list[list[float | None]] = [
+        row[: len(ids)].tolist() for row, ids in zip(current - ahead, completions, strict=True)
+    ]
+    if spec.nan:
+        for row in rows:
+            row[0] = None  # as TRL's own extraction writes a log-prob that vLLM could not give
+    return rows
+
+
+def serve_rollouts(trainer: Trainer, generations: list[dict[str, Any]]) -> None:
+    """Have a trainer's generation step answer with `generations`, one a call."""
+    remaining = iter(generations)
+
+    def roll_out(prompts: list[Any], trainer: Trainer) -> dict[str, Any]:
+        return dict(next(remaining))
+
+    def single_turn(prompts: list[Any]) -> tuple[list, list, list | None, dict]:
+        answer = next(remaining)
+        return answer["prompt_ids"], answer["completion_ids"], answer["logprobs"], {}
+
+    trainer.rollout_func = roll_out
+    trainer._generate_single_turn = single_turn  # TRL 0.27 consults rollout_func only when vLLM runs
+
+
+def serve_batches(trainer: Trainer, batches: list[dict[str, torch.Tensor]]) -> None:
+    """Have a trainer's `_prepare_inputs` answer with copies of `batches`, one a call."""
+    remaining = iter(batches)
+
+    def prepare(_: Any) -> dict[str, torch.Tensor]:
+        return {name: value.clone().to(trainer.accelerator.device) for name, value in next(remaining).items()}
+
+    trainer._prepare_inputs = prepare

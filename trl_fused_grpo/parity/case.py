@@ -1,0 +1,123 @@
+"""What a comparison is made of: a configuration and the data that goes in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+
+Trainer: TypeAlias = Any  # a GRPOTrainer; its attributes depend on the host's version
+
+
+@dataclass(frozen=True)
+class Batch:
+    """
+    What goes into micro-batches that are handed to the trainer as they are.
+
+    Attributes:
+        old (`str`, *optional*):
+            Old log-probs: `None` leaves them out, `"policy"` gives the current ones, `"far"` moves them so that part of
+            the ratios lies beyond each clip bound, `"drifted"` moves whole rows beyond one bound or the other.
+        ratio (`str`, *optional*):
+            vLLM importance ratios: `"report"` as in the bug report, one value of mean 0.005 a sequence.
+        reference (`bool`):
+            Whether reference log-probs are given.
+        sampling (`bool`):
+            Whether the sampler's log-probs are given.
+        tool_mask (`bool`):
+            Whether some completion tokens were written by a tool.
+        token_advantages (`bool`):
+            Whether advantages have shape `[B, T]` instead of `[B]`.
+        empty_rows (`tuple[int, ...]`):
+            Rows without a single completion token.
+        empty_micro_batches (`tuple[int, ...]`):
+            Micro-batches whose every completion token is masked.
+    """
+
+    old: Literal["policy", "far", "drifted"] | None = None
+    ratio: Literal["report"] | None = None
+    reference: bool = False
+    sampling: bool = False
+    tool_mask: bool = False
+    token_advantages: bool = False
+    empty_rows: tuple[int, ...] = ()
+    empty_micro_batches: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """
+    Completions that the host scores itself: rewards, advantages, masks, old and reference log-probs, vLLM ratios.
+
+    Attributes:
+        sampling (`str`, *optional*):
+            Sampler's log-probs: `"token"` spreads the per-token ratios over both clip bounds, `"sequence"` the
+            per-sequence ones. `None`: the sampler gives none, as when transformers generates.
+        nan (`bool`):
+            Whether some tokens could not be scored by the sampler.
+        env_mask (`bool`):
+            Whether some completion tokens were written by an environment.
+        truncated_rows (`tuple[int, ...]`):
+            Rows that stop without an end-of-sequence token.
+    """
+
+    sampling: Literal["token", "sequence"] | None = None
+    nan: bool = False
+    env_mask: bool = False
+    truncated_rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    One comparison.
+
+    Attributes:
+        name (`str`):
+            As given to `--case`.
+        covers (`str`):
+            What it covers, for the reader of the table.
+        config (`Mapping[str, Any]`):
+            `GRPOConfig` options. A host that lacks one of them skips the case.
+        data (`Batch` or `Rollout`):
+            Batches made here, or completions that the host scores.
+        model (`str`):
+            Tiny model, see [`tiny.model_config`].
+        adapter (`bool`):
+            LoRA on the attention projections.
+        frozen_head (`bool`):
+            The output projection needs no gradient.
+        noise (`float`):
+            Standard deviation of what is added to the trained weights, so that policy and reference differ.
+        mode (`str`):
+            `"train"`, `"eval"`, or `"log-probs"` for the pass without gradient alone.
+        windows (`int`):
+            Gradient accumulation windows played.
+        update (`bool`):
+            Whether weights move between windows.
+        since (`str`):
+            First TRL version that supports the case.
+        recomputed (`str`):
+            Rows recomputed in backward: `"none"` where the forecast must be right, `"some"` where it is wrong on
+            purpose, `"any"` where the objective has no forecast.
+        wrong_forecast (`bool`):
+            Whether the fused trainer gets a wrong forecast.
+    """
+
+    name: str
+    covers: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    data: Batch | Rollout = Batch()
+    model: Literal["llama", "tied", "moe"] = "llama"
+    adapter: bool = False
+    frozen_head: bool = False
+    noise: float = 0.0
+    mode: Literal["train", "eval", "log-probs"] = "train"
+    windows: int = 1
+    update: bool = False
+    since: str = "0.27.2"
+    recomputed: Literal["none", "some", "any"] = "none"
+    wrong_forecast: bool = False
+
+
+FAR = Batch(old="far")
+DRIFTED = Batch(old="drifted")

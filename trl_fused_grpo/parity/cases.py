@@ -1,0 +1,22 @@
+"""The named cases: everything TRL's own GRPO path supports."""
+
+from . import cases_objective as objective
+from . import cases_setting as setting
+from .case import Batch, Case
+
+
+CASES: tuple[Case, ...] = (
+    Case(
+        "issue-1082",
+        "the bug report: dapo, vLLM importance ratios of mean 0.003 to 0.01",
+        {"loss_type": "dapo"},
+        Batch(old="policy", ratio="report"),
+    ),
+    *objective.loss_types(),
+    *objective.objective(),
+    *objective.sampling_modes(),
+    *objective.masks(),
+    *objective.entropy(),
+    *setting.models(),
+    *setting.schedule(),
+)

@@ -1,0 +1,245 @@
+"""Cases of the objective: losses, ratios, masks, KL, entropy."""
+
+from typing import Any
+
+from .case import DRIFTED, FAR, Batch, Case, Rollout
+
+
+# (loss type, options it needs, first version); sequence-level objectives have no forecast against real old log-probs
+LOSS_TYPES: tuple[tuple[str, dict[str, Any], str, bool], ...] = (
+    ("grpo", {}, "0.27.2", True),
+    ("bnpo", {}, "0.27.2", True),
+    ("dr_grpo", {}, "0.27.2", True),
+    ("dapo", {}, "0.27.2", True),
+    ("cispo", {"epsilon_high": 2.0}, "0.27.2", True),
+    ("sapo", {}, "0.27.2", True),
+    ("luspo", {"importance_sampling_level": "sequence"}, "0.28.0", False),
+    ("vespo", {"vespo_k_pos": 2.0}, "1.0.0", False),
+)
+
+
+def loss_types() -> list[Case]:
+    cases = []
+    for name, options, since, token_level in LOSS_TYPES:
+        config = {"loss_type": name, **options}
+        label = name.replace("_", "-")
+        cases.append(Case(label, f"{name}, on-policy", config, since=since))
+        cases.append(
+            Case(
+                f"{label}-off-policy",
+                f"{name}, old log-probs given, part of the ratios clipped",
+                config,
+                FAR if token_level else DRIFTED,
+                since=since,
+                recomputed="none" if token_level else "any",
+            )
+        )
+    return cases
+
+
+def objective() -> list[Case]:
+    return [
+        Case(
+            "sequence-level",
+            "sequence-level ratios, on-policy",
+            {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        ),
+        Case(
+            "sequence-level-off-policy",
+            "sequence-level ratios, old log-probs given",
+            {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+            DRIFTED,
+            recomputed="any",
+        ),
+        Case(
+            "sequence-level-dapo",
+            "sequence-level ratios under dapo, old log-probs given",
+            {"importance_sampling_level": "sequence"},
+            DRIFTED,
+            recomputed="any",
+        ),
+        Case(
+            "luspo-token",
+            "luspo with token-level ratios",
+            {"loss_type": "luspo"},
+            FAR,
+            since="0.28.0",
+            recomputed="any",  # before TRL 1.10 padding counts, too
+        ),
+        Case("delta", "two-sided clipping", {"delta": 2.0}, FAR),
+        Case("delta-grpo", "two-sided clipping under grpo", {"delta": 2.0, "loss_type": "grpo"}, FAR),
+        Case("token-advantages", "advantages of shape [B, T]", {}, Batch(old="far", token_advantages=True)),
+        Case("temperature", "temperature 0.7, on-policy", {"temperature": 0.7}),
+        Case("temperature-off-policy", "temperature 1.3, old log-probs given", {"temperature": 1.3}, FAR),
+        Case("kl", "beta with reference log-probs given", {"beta": 0.1}, Batch(reference=True)),
+        Case(
+            "kl-grpo",
+            "beta under grpo, old log-probs given",
+            {"beta": 0.1, "loss_type": "grpo"},
+            Batch(old="far", reference=True),
+        ),
+        Case(
+            "kl-bias-corrected",
+            "bias-corrected KL",
+            {"beta": 0.1, "use_bias_correction_kl": True},
+            Batch(old="far", reference=True),
+        ),
+        Case("kl-reference-model", "beta with the host's own reference pass", {"beta": 0.1}, Rollout(), noise=0.02),
+        Case(
+            "kl-adapters-disabled",
+            "beta with PEFT adapters disabled for the reference pass",
+            {"beta": 0.1},
+            Rollout(),
+            adapter=True,
+            noise=0.02,
+        ),
+        Case(
+            "everything",
+            "vLLM ratios, tool mask, delta and bias-corrected KL together",
+            {"beta": 0.1, "use_bias_correction_kl": True, "delta": 2.0},
+            Batch(old="far", ratio="report", reference=True, tool_mask=True),
+        ),
+    ]
+
+
+def sampling_modes() -> list[Case]:
+    bounds = {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 2.0}
+    cases = [
+        Case(
+            f"is-{level}-{action}",
+            f"vLLM importance ratios, {level}_{action}, both clip bounds where the host has both",
+            {"vllm_importance_sampling_mode": f"{level}_{action}", **bounds},
+            Rollout(sampling=level),
+            # A ratio taken from the training pass couples a sequence's tokens, which no forecast foresees.
+            recomputed="none" if level == "token" else "any",
+        )
+        for level in ("token", "sequence")
+        for action in ("truncate", "mask")
+    ]
+    token = {"vllm_importance_sampling_mode": "token_truncate", **bounds}
+    return [
+        *cases,
+        Case(
+            "is-token-grpo",
+            "vLLM importance ratios under grpo, truncated completions masked",
+            {"loss_type": "grpo", "mask_truncated_completions": True, **token},
+            Rollout(sampling="token", truncated_rows=(1, 4)),
+        ),
+        Case(
+            "is-token-cispo",
+            "vLLM importance ratios under cispo",
+            {"loss_type": "cispo", "epsilon_high": 2.0, **token},
+            Rollout(sampling="token"),
+        ),
+        Case(
+            "is-token-vespo",
+            "vLLM importance ratios inside vespo's weights",
+            {"loss_type": "vespo", "vespo_k_pos": 2.0, "mask_truncated_completions": True, **token},
+            Rollout(sampling="token", truncated_rows=(1, 4)),
+            recomputed="any",
+        ),
+        Case(
+            "is-everything",
+            "vLLM ratios, environment mask, delta and bias-corrected KL, all from the host",
+            {"beta": 0.1, "use_bias_correction_kl": True, "delta": 2.0, **token},
+            Rollout(sampling="token", env_mask=True),
+            noise=0.02,
+            since="0.28.0",
+        ),
+        Case(
+            "is-generation-above",
+            "vLLM ratios, one generation batch over two optimizer steps",
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 4, **token},
+            Rollout(sampling="token"),
+            windows=2,
+            update=True,
+        ),
+        Case(
+            "is-off",
+            "vLLM without the importance correction",
+            {"vllm_importance_sampling_correction": False},
+            Rollout(sampling="token"),
+        ),
+        Case(
+            "is-nan",
+            "sampler log-probs that are NaN count as ratio 1",
+            token,
+            Rollout("token", nan=True),
+            since="1.11.0",
+        ),
+    ]
+
+
+def masks() -> list[Case]:
+    return [
+        Case("tool-mask", "tokens written by a tool carry no loss", {}, Batch(old="far", tool_mask=True)),
+        Case("env-mask", "tokens written by an environment carry no loss", {}, Rollout(env_mask=True), since="0.28.0"),
+        Case(
+            "truncated",
+            "mask_truncated_completions: rows without a completion token",
+            {"mask_truncated_completions": True},
+            Rollout(truncated_rows=(1, 4)),
+        ),
+        Case("zero-length", "a completion of length zero", {}, Batch(old="far", empty_rows=(2,))),
+        *(
+            Case(
+                f"all-masked-{loss_type}",
+                f"a micro-batch without a token, {loss_type}",
+                {"loss_type": loss_type, "gradient_accumulation_steps": 2},
+                Batch(empty_micro_batches=(1,)),
+            )
+            for loss_type in ("dapo", "grpo")
+        ),
+        Case(
+            "off-policy-mask",
+            "off-policy sequence mask from old log-probs",
+            {"off_policy_mask_threshold": 0.1},
+            DRIFTED,
+            recomputed="any",
+        ),
+        Case(
+            "off-policy-mask-sampling",
+            "off-policy sequence mask from the sampler's log-probs",
+            {"off_policy_mask_threshold": 0.1, "loss_type": "grpo"},
+            Batch(old="far", sampling=True),
+            recomputed="any",
+        ),
+        Case(
+            "top-entropy",
+            "top-entropy quantile, on-policy",
+            {"top_entropy_quantile": 0.37},
+            Batch(),
+            recomputed="any",
+        ),
+        Case(
+            "top-entropy-off-policy",
+            "top-entropy quantile under bnpo, old log-probs and tool mask given",
+            {"top_entropy_quantile": 0.37, "loss_type": "bnpo"},
+            Batch(old="far", tool_mask=True),
+            recomputed="any",
+        ),
+    ]
+
+
+def entropy() -> list[Case]:
+    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 100.0}
+    return [
+        Case("entropy-bonus", "entropy bonus under dapo", {"entropy_coef": 0.1}, FAR),
+        Case(
+            "entropy-bonus-grpo",
+            "entropy bonus under grpo, on-policy, with accumulation",
+            {"entropy_coef": 0.1, "loss_type": "grpo", "gradient_accumulation_steps": 2},
+        ),
+        Case(
+            "entropy-bonus-quantile",
+            "entropy bonus on the top-entropy quantile",
+            {"entropy_coef": 0.1, "top_entropy_quantile": 0.37},
+            recomputed="any",
+        ),
+        Case(
+            "entropy-adaptive",
+            "adaptive entropy controller over two windows of two micro-batches",
+            {**adaptive, "gradient_accumulation_steps": 2},
+            windows=2,
+        ),
+    ]

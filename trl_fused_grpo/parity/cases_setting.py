@@ -1,0 +1,60 @@
+"""Cases of the setting: models, adapters, accumulation, generation schedule, evaluation."""
+
+from typing import Any
+
+from .case import FAR, Batch, Case, Rollout
+
+
+def models() -> list[Case]:
+    return [
+        Case("frozen-head", "output projection frozen, on-policy", frozen_head=True),
+        Case("frozen-head-off-policy", "output projection frozen, old log-probs given", {}, FAR, frozen_head=True),
+        Case("lora", "LoRA on the attention projections", {}, FAR, adapter=True, noise=0.02),
+        Case("tied", "tied embeddings, on-policy", model="tied"),
+        Case("tied-off-policy", "tied embeddings, old log-probs given", {}, FAR, model="tied"),
+        Case("cast-head", "cast_lm_head_to_fp32", {"cast_lm_head_to_fp32": True}, FAR),
+        Case("cast-head-tied", "cast_lm_head_to_fp32, tied", {"cast_lm_head_to_fp32": True}, FAR, model="tied"),
+        Case("moe", "Mixture-of-Experts, no auxiliary loss", {"router_aux_loss_coef": 0.0}, FAR, model="moe"),
+        Case("moe-aux-loss", "MoE auxiliary loss", {"router_aux_loss_coef": 0.5}, FAR, model="moe"),
+        Case("checkpointing", "gradient checkpointing", {"gradient_checkpointing": True}, FAR),
+    ]
+
+
+def schedule() -> list[Case]:
+    def steps(accumulation: int, generation: int, **options: Any) -> dict[str, Any]:
+        return {"gradient_accumulation_steps": accumulation, "steps_per_generation": generation, **options}
+
+    return [
+        Case("accumulation", "four micro-batches of one generation batch", steps(4, 4), Rollout()),
+        Case("generation-below", "two generation batches in one accumulation window", steps(4, 2), Rollout()),
+        Case(
+            "generation-above",
+            "one generation batch over two optimizer steps",
+            steps(2, 4),
+            Rollout(),
+            windows=2,
+            update=True,
+        ),
+        Case(
+            "generation-above-grpo",
+            "the same under grpo, with truncated completions masked",
+            steps(2, 4, loss_type="grpo", mask_truncated_completions=True),
+            Rollout(truncated_rows=(1, 4)),
+            windows=2,
+            update=True,
+        ),
+        Case(
+            "num-iterations",
+            "num_iterations 2: the second pass is off-policy",
+            steps(2, 2, num_iterations=2),
+            Rollout(),
+            windows=2,
+            update=True,
+        ),
+        Case("scale-rewards-batch", "rewards scaled over the batch", {"scale_rewards": "batch"}, Rollout()),
+        Case("scale-rewards-none", "rewards not scaled", {"scale_rewards": "none"}, Rollout()),
+        Case("evaluation", "evaluation under dapo", {}, Batch(old="far", tool_mask=True), mode="eval"),
+        Case("evaluation-scored", "evaluation, completions scored by the host", {}, Rollout(), mode="eval"),
+        Case("log-probs", "the pass without gradient, two rows at a time", {"temperature": 0.7}, mode="log-probs"),
+        Case("wrong-forecast", "a wrong forecast costs time only", {}, FAR, recomputed="some", wrong_forecast=True),
+    ]

@@ -1,0 +1,116 @@
+"""Distances between outcomes: loss, gradients, metrics."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .play import Outcome
+
+
+METRIC_TOLERANCE, METRIC_FLOOR = 1e-4, 1e-6  # relative, absolute
+
+
+@dataclass(frozen=True)
+class Errors:
+    """
+    Relative errors of one trainer against a reference, root mean square over the batches compared.
+
+    Attributes:
+        loss (`float`):
+            Of the loss.
+        gradient (`float`):
+            Of all gradients together.
+        parameters (`dict[str, float]`):
+            Of every parameter's gradient.
+    """
+
+    loss: float
+    gradient: float
+    parameters: dict[str, float]
+
+    @property
+    def worst_parameter(self) -> str | None:
+        """Name of the parameter with the largest error; NaN counts as the largest."""
+        return max(self.parameters, key=lambda name: _nan_as_inf(self.parameters[name]), default=None)
+
+
+def _nan_as_inf(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Errors:
+    """
+    Compare outcomes with their references, batch by batch.
+
+    Args:
+        references (`Sequence[Outcome]`):
+            What counts as right.
+        outcomes (`Sequence[Outcome]`):
+            As many, in the same order.
+
+    Returns:
+        [`Errors`]:
+            A parameter whose reference gradient is below float32's resolution of the whole is measured against that
+            resolution; against an exact zero only an exact zero is no error.
+    """
+    pairs = list(zip(references, outcomes, strict=True))
+    whole = _root(_square(r.tensors[name]) for r in references for name in r.tensors)
+    floor = torch.finfo(torch.float32).eps * whole
+    parameters, distances = {}, []
+    for name in references[0].tensors:
+        distance = _root(_square(o.tensors[name].double() - r.tensors[name].double()) for r, o in pairs)
+        size = _root(_square(r.tensors[name]) for r in references)
+        parameters[name] = _relative(distance, max(size, floor))
+        distances.append(distance**2)
+    return Errors(
+        loss=_relative(_root((o.loss - r.loss) ** 2 for r, o in pairs), _root(r.loss**2 for r in references)),
+        gradient=_relative(_root(distances), whole),
+        parameters=parameters,
+    )
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().sum())
+
+
+def _root(squares: Iterable[float]) -> float:
+    return math.fsum(squares) ** 0.5
+
+
+def _relative(distance: float, size: float) -> float:
+    if distance == 0.0:
+        return 0.0
+    return distance / size if size else math.inf
+
+
+def differing_metrics(theirs: dict[str, list[float]], ours: dict[str, list[float]], values: bool = True) -> list[str]:
+    """
+    Names of metrics that one side lacks or that differ in value.
+
+    Args:
+        theirs (`dict[str, list[float]]`):
+            Stock's, by name.
+        ours (`dict[str, list[float]]`):
+            The fused trainer's.
+        values (`bool`):
+            Whether to compare values too: 1e-4 relative, 1e-6 absolute, NaN equal to NaN.
+
+    Returns:
+        `list[str]`:
+            Sorted; `"name (missing)"` and `"name (extra)"` where only one side logs it.
+    """
+    found = [f"{name} (missing)" for name in theirs.keys() - ours.keys()]
+    found += [f"{name} (extra)" for name in ours.keys() - theirs.keys()]
+    for name in theirs.keys() & ours.keys():
+        same_count = len(theirs[name]) == len(ours[name])
+        if not same_count or (values and not all(map(_close, theirs[name], ours[name]))):
+            found.append(name)
+    return sorted(found)
+
+
+def _close(a: float, b: float) -> bool:
+    if math.isnan(a) or math.isnan(b):
+        return math.isnan(a) and math.isnan(b)
+    return math.isclose(a, b, rel_tol=METRIC_TOLERANCE, abs_tol=METRIC_FLOOR)

@@ -1,0 +1,163 @@
+"""One trainer through a case: its own training, evaluation or log-prob step, and what came out."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import set_seed
+
+from . import batches
+from .case import Case, Rollout, Trainer
+
+
+STEP = 0.0005  # standard deviation of the weights' step between windows: ratios leave 1 but not the clip bounds
+
+# Timings, and what only the fused trainer logs.
+_NOT_COMPARED = ("step_time", "fused/")
+
+Data = list[dict[str, Any]]
+
+
+@dataclass
+class Outcome:
+    """
+    What a trainer made of a case.
+
+    Attributes:
+        loss (`float`):
+            Sum of the micro-batches' losses.
+        tensors (`dict[str, torch.Tensor]`):
+            Gradient of every parameter after each window, or log-probs and entropies. On the CPU.
+        metrics (`dict[str, list[float]]`):
+            By name, what the host would log after each window: the average over its micro-batches.
+        rows (`int`, *optional*):
+            Rows whose gradient was needed, over all micro-batches; `None` where the trainer does not count them.
+        recomputed (`int`, *optional*):
+            Rows of these that backward computed a second time.
+    """
+
+    loss: float = 0.0
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    rows: int | None = None
+    recomputed: int | None = None
+
+    @property
+    def norm(self) -> float:
+        """Euclidean norm of all tensors together."""
+        return float(sum(t.double().square().sum() for t in self.tensors.values()) ** 0.5)
+
+
+def make_data(case: Case, trainer: Trainer, seed: int) -> Data:
+    """Rollouts or micro-batches of a case, see [`batches`]."""
+    make = batches.rollout if isinstance(case.data, Rollout) else batches.given
+    return make(case, trainer, seed)
+
+
+def play(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Outcome:
+    """
+    Run a case through a trainer's own step.
+
+    Args:
+        trainer ([`GRPOTrainer`]):
+            Freshly built.
+        case ([`Case`]):
+            What to run.
+        data (`list[dict]`):
+            From [`make_data`].
+        dtype (`torch.dtype`):
+            What weights are rounded to when they move, also where the trainer computes in a higher precision.
+
+    Returns:
+        [`Outcome`]:
+            Loss, gradients, metrics, rows recomputed.
+    """
+    set_seed(0)
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    if isinstance(case.data, Rollout):
+        batches.serve_rollouts(trainer, data)
+    elif case.mode != "log-probs":
+        batches.serve_batches(trainer, data)
+    if case.mode == "train":
+        outcome = _train(trainer, case, dtype)
+    elif case.mode == "eval":
+        outcome = _evaluate(trainer)
+    else:
+        outcome = _log_probs(trainer, data)
+    return outcome
+
+
+def _collect_metrics(trainer: Trainer, mode: str, outcome: Outcome) -> None:
+    for name, values in trainer._metrics[mode].items():
+        if values and not name.startswith(_NOT_COMPARED):
+            outcome.metrics.setdefault(name, []).append(math.fsum(values) / len(values))
+    trainer._metrics[mode].clear()
+
+
+def _examples(trainer: Trainer, count: int) -> list[dict[str, str]]:
+    return [trainer.train_dataset[0]] * count
+
+
+def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
+    args = trainer.args
+    outcome = Outcome()
+    model = trainer.model_wrapped
+    generation = _examples(trainer, args.per_device_train_batch_size * args.steps_per_generation)
+    for window in range(case.windows):
+        model.zero_grad()
+        for i in range(args.gradient_accumulation_steps):
+            last = i == args.gradient_accumulation_steps - 1
+            trainer.accelerator.gradient_state._set_sync_gradients(last)
+            outcome.loss += float(trainer.training_step(model, generation, None))
+            _count_rows(trainer, outcome)
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                outcome.tensors[f"{name} (window {window})" if window else name] = gradient.detach().cpu().clone()
+        _collect_metrics(trainer, "train", outcome)
+        if case.update:
+            _move(trainer, window, dtype)
+    return outcome
+
+
+@torch.no_grad()
+def _move(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
+    """Move the weights as an optimizer would, but by the same step for every trainer, whatever its gradients were."""
+    generator = torch.Generator().manual_seed(window)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            step = STEP * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter.to(dtype) + step.to(parameter.device, dtype))
+
+
+def _count_rows(trainer: Trainer, outcome: Outcome) -> None:
+    stats = getattr(trainer, "fused_stats", None)
+    if stats is not None:
+        outcome.rows = (outcome.rows or 0) + stats.rows
+        outcome.recomputed = (outcome.recomputed or 0) + stats.recomputed
+
+
+def _evaluate(trainer: Trainer) -> Outcome:
+    trainer.model.eval()
+    examples = _examples(trainer, trainer.args.per_device_train_batch_size)
+    loss, *_ = trainer.prediction_step(trainer.model_wrapped, examples, prediction_loss_only=True)
+    outcome = Outcome(loss=float(loss))
+    _collect_metrics(trainer, "eval", outcome)
+    return outcome
+
+
+@torch.no_grad()
+def _log_probs(trainer: Trainer, data: Data) -> Outcome:
+    inputs = {name: value.to(trainer.accelerator.device) for name, value in data[0].items()}
+    mask = inputs["completion_mask"].bool()
+    logps, entropies, *_ = trainer._get_per_token_logps_and_entropies(
+        trainer.model,
+        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        inputs["completion_ids"].size(1),
+        batch_size=2,
+        compute_entropy=True,
+    )
+    tensors = {"log-probs": logps[mask].cpu(), "entropies": entropies[mask].cpu()}
+    return Outcome(loss=float(logps[mask].mean()), tensors=tensors)

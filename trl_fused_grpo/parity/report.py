@@ -1,0 +1,233 @@
+"""What a reader gets: a table, a JSON file, a plot."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .comparison import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE, Result
+from .trainers import Settings, has_liger_loss
+
+
+_STYLES = {"equal": "green", "different": "bold red", "failed": "bold red", "skipped": "dim"}
+_SMALLEST = 1e-9  # where the plot puts an error of zero
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """
+    What the figures were measured with.
+
+    Returns:
+        `dict[str, str]`:
+            Versions by distribution name, `"device"` and `"dtype"`.
+    """
+    names = ("trl-fused-grpo", "trl", "transformers", "liger-kernel", "torch", "peft")
+    device = settings.device
+    if device == "cuda":
+        device = f"cuda ({torch.cuda.get_device_name()})"
+    dtype = str(settings.dtype).removeprefix("torch.")
+    return {name: _version(name) for name in names} | {"device": device, "dtype": dtype}
+
+
+def _version(distribution: str) -> str:
+    if distribution == "trl-fused-grpo":
+        from trl_fused_grpo import __version__
+
+        return __version__
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def passed(results: Sequence[Result]) -> bool:
+    """Whether nothing is out of tolerance and nothing failed."""
+    return all(result.verdict in ("equal", "skipped") for result in results)
+
+
+def print_report(results: Sequence[Result], settings: Settings, console: Console) -> None:
+    """
+    Print the table, what went wrong, and a summary line.
+
+    Args:
+        results (`Sequence[Result]`):
+            In the order in which to show them.
+        settings ([`Settings`]):
+            Decides which errors are shown.
+        console (`rich.console.Console`):
+            Where to print.
+    """
+    console.print(_table(results, settings))
+    for result in results:
+        if result.verdict in ("different", "failed"):
+            console.print(f"[bold red]{result.name}[/]: {escape(result.reason)}")
+    console.print(_summary(results))
+
+
+def _table(results: Sequence[Result], settings: Settings) -> Table:
+    about = environment(settings)
+    title = " · ".join(f"{name} {value}" for name, value in about.items() if name not in ("device", "dtype"))
+    table = Table(
+        title=f"{title}\n{about['device']} · {about['dtype']} · {_explanation(settings)}",
+        title_style="",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("case", no_wrap=True)
+    headings = ["loss", "loss\nerror", "worst gradient\nerror", "metrics\ndiffer"]
+    if has_liger_loss():
+        headings.append("gradient norm\nstock Liger")
+    for heading in [*headings, "gradient norm\nours", "rows\nrecomputed"]:
+        table.add_column(heading, justify="right")
+    table.add_column("verdict")
+    for result in results:
+        table.add_row(*_row(result), style="dim" if result.verdict == "skipped" else None)
+    return table
+
+
+def _explanation(settings: Settings) -> str:
+    norms = "gradient norms relative to stock's"
+    if settings.dtype == torch.bfloat16:
+        return (
+            f"errors against float64: ours / stock's · {norms}\n"
+            f"tolerance: {SLACK} times stock's error over all gradients, {PARAMETER_SLACK} times for one, "
+            f"{LOSS_SLACK} times + {LOSS_FLOOR:.1e} for the loss"
+        )
+    return f"errors relative to stock, tolerance {TOLERANCE:.0e} · {norms}"
+
+
+def _row(result: Result) -> list[str]:
+    cells = [
+        result.name,
+        _number(result.loss, ".4g"),
+        _pair(result.loss_error, result.stock_loss_error),
+        _pair(result.gradient_error, result.stock_gradient_error),
+        "" if result.verdict == "skipped" else str(len(result.metrics_differ)),
+    ]
+    if has_liger_loss():
+        cells.append(result.liger or _number(result.liger_ratio, ".3f" if (result.liger_ratio or 0) < 10 else ".1f"))
+    cells += [_number(result.ours_ratio, ".3f"), _number(result.recomputed, ".0%")]
+    return [*cells, f"[{_STYLES[result.verdict]}]{result.verdict}[/]"]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _pair(ours: float | None, stocks: float | None) -> str:
+    if ours is None or stocks is None:
+        return _number(ours, ".1e")
+    return f"{ours:.1e} / {stocks:.1e}"
+
+
+def _summary(results: Sequence[Result]) -> str:
+    counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in _STYLES}
+    parts = [f"[{_STYLES[v]}]{n} {v}[/]" for v, n in counts.items() if n]
+    reasons = sorted({r.reason for r in results if r.verdict == "skipped"})
+    skipped = f" ({escape('; '.join(reasons))})" if reasons else ""
+    return f"{', '.join(parts)}{skipped} in {sum(r.seconds for r in results):.0f} s"
+
+
+def write_json(results: Sequence[Result], settings: Settings, path: Path) -> None:
+    """
+    Write versions, settings and every figure.
+
+    Args:
+        results (`Sequence[Result]`):
+            As measured.
+        settings ([`Settings`]):
+            Device and dtype.
+        path (`Path`):
+            Overwritten. Numbers that are not finite become the strings `"inf"` and `"nan"`.
+    """
+    content = {
+        "environment": environment(settings),
+        "tolerance": {
+            "float32": TOLERANCE,
+            "bfloat16": {
+                "gradients": SLACK,
+                "parameter": PARAMETER_SLACK,
+                "loss": LOSS_SLACK,
+                "loss_floor": LOSS_FLOOR,
+            },
+        },
+        "passed": passed(results),
+        "cases": [{k: _finite(v) for k, v in asdict(result).items()} for result in results],
+    }
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_plot(results: Sequence[Result], settings: Settings, path: Path) -> None:
+    """
+    Draw the worst gradient error of every case and, where the host has one, stock Liger's gradient norm over stock's.
+
+    Args:
+        results (`Sequence[Result]`):
+            As measured; skipped cases are left out.
+        settings ([`Settings`]):
+            Device and dtype.
+        path (`Path`):
+            Overwritten; the suffix chooses the format.
+
+    Raises:
+        `ImportError`:
+            Without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    shown = [result for result in results if result.verdict != "skipped"]
+    places = range(len(shown))
+    liger = has_liger_loss()
+    figure = Figure(figsize=(14 if liger else 9, 2 + 0.2 * len(shown)), layout="constrained")
+    panels = figure.subplots(1, 2 if liger else 1, sharey=True, squeeze=False)[0]
+    _plot_errors(panels[0], shown, settings)
+    if liger:
+        _plot_ratios(panels[1], shown)
+    panels[0].set_yticks(places, [result.name for result in shown], fontsize=8)
+    panels[0].set_ylim(len(shown) - 0.5, -0.5)
+    about = environment(settings)
+    figure.suptitle(f"TRL {about['trl']}, {about['device']}, {about['dtype']}", fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def _plot_errors(axes: Any, shown: Sequence[Result], settings: Settings) -> None:
+    def draw(values: list[float | None], color: str, label: str, marker: str) -> None:
+        points = [(max(v, _SMALLEST), i) for i, v in enumerate(values) if v is not None and math.isfinite(v)]
+        if points:
+            axes.scatter(*zip(*points, strict=True), s=18, color=color, label=label, marker=marker)
+
+    if settings.dtype == torch.bfloat16:
+        draw([r.stock_gradient_error for r in shown], "#999999", "stock", "D")
+        axes.set_xlabel("worst gradient error, relative to float64")
+    else:
+        axes.axvline(TOLERANCE, color="#d55e00", linestyle="--", label=f"tolerance {TOLERANCE:.0e}")
+        axes.set_xlabel("worst gradient error, relative to stock TRL")
+    draw([r.gradient_error for r in shown], "#0072b2", "ours", "o")
+    axes.set_xscale("log")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def _plot_ratios(axes: Any, shown: Sequence[Result]) -> None:
+    axes.axvline(1.0, color="#999999", linewidth=1)
+    for attribute, color, label in (("liger_ratio", "#d55e00", "stock Liger"), ("ours_ratio", "#0072b2", "ours")):
+        points = [(getattr(r, attribute), i) for i, r in enumerate(shown) if getattr(r, attribute)]
+        if points:
+            axes.scatter(*zip(*points, strict=True), s=18, color=color, label=label)
+    axes.set_xscale("log")
+    axes.set_xlabel("gradient norm over stock TRL's")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="lower right", fontsize=8)

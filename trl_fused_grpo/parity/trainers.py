@@ -1,0 +1,271 @@
+"""The trainers of one comparison, built from one checkpoint and given the same weights."""
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from inspect import signature
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import is_peft_available
+from trl import GRPOConfig, GRPOTrainer
+
+from .case import Batch, Case, Rollout, Trainer
+from .tiny import save_checkpoint, tokenizer
+
+
+ROWS = 6  # completions in a micro-batch
+GROUP = 3  # completions to a prompt
+MAX_COMPLETION_LENGTH = 16
+
+# The chunked loss runs without its layer kernels and uncompiled, so that a machine without a GPU can show it.
+_NO_LAYER_KERNELS = dict.fromkeys(
+    ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy"), False
+)
+
+# `trl.GRPOTrainer` itself may have been replaced by `patch()`.
+StockGRPOTrainer: Any = next(cls for cls in GRPOTrainer.__mro__ if cls.__module__.startswith("trl."))
+
+
+class NotOnThisHostError(Exception):
+    """The installed TRL has no such option or path."""
+
+
+class RefusedError(Exception):
+    """TRL's own guard refuses the case."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """
+    Where and in what precision comparisons run.
+
+    Attributes:
+        folder (`Path`):
+            Where checkpoints are kept while comparisons run.
+        device (`str`):
+            `"cpu"` or `"cuda"`.
+        dtype (`torch.dtype`):
+            `torch.float32`, or `torch.bfloat16` for weights and autocast in bfloat16.
+        ours (`Callable`, *optional*):
+            Trainer class under test, [`FusedGRPOTrainer`] when left out.
+    """
+
+    folder: Path
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    ours: Callable[..., Trainer] | None = None
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return tokenizer()
+
+
+def has_liger_loss() -> bool:
+    """Whether the installed TRL computes the loss with Liger's chunked loss (TRL <= 1.13)."""
+    return hasattr(StockGRPOTrainer, "compute_liger_loss")
+
+
+def host_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    A case's options as the installed `GRPOConfig` names them.
+
+    Raises:
+        [`NotOnThisHostError`]:
+            When the host lacks an option that the case needs.
+    """
+    known = {option.name for option in fields(GRPOConfig)}
+    options = {}
+    for name, value in config.items():
+        if name == "vllm_importance_sampling_clip_max" and name not in known:
+            options["vllm_importance_sampling_cap"] = value
+        elif name in known:
+            options[name] = value
+        elif name != "vllm_importance_sampling_clip_min" and value:  # a falsy option is off where it does not exist
+            raise NotOnThisHostError(f"this TRL has no `{name}`")
+    return options
+
+
+@contextmanager
+def _own_mixed_precision() -> Generator[None, None, None]:
+    # TrainingArguments leaves the precision of one trainer in the environment, where the next would pick it up.
+    before = os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    try:
+        yield
+    finally:
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+        if before is not None:
+            os.environ["ACCELERATE_MIXED_PRECISION"] = before
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Longer completions earn more, so that advantages normalised within a group do not cancel in the loss."""
+    return [len(ids) / 10 + sum(ids) % 97 / 970 for ids in completion_ids]
+
+
+def _construct(
+    cls: Callable[..., Trainer], case: Case, settings: Settings, dtype: torch.dtype, **extra: Any
+) -> Trainer:
+    options: dict[str, Any] = {
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "gradient_checkpointing": False,
+        "bf16": dtype == torch.bfloat16,
+        **host_options(case.config),
+        **extra,
+    }
+    args = GRPOConfig(
+        output_dir=str(settings.folder / "output"),
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=settings.device == "cpu",
+        per_device_train_batch_size=ROWS,
+        num_generations=GROUP,
+        max_completion_length=MAX_COMPLETION_LENGTH,
+        model_init_kwargs={"dtype": str(dtype).removeprefix("torch."), "device_map": None},
+        **options,
+    )
+    args._n_gpu = min(args.n_gpu, 1)  # several visible GPUs would bring in nn.DataParallel
+    adapter = None
+    if case.adapter:
+        if not is_peft_available():
+            raise NotOnThisHostError("peft is not installed")
+        from peft import LoraConfig
+
+        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return cls(
+        model=str(save_checkpoint(case.model, settings.folder, settings.dtype)),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * ROWS}),
+        processing_class=settings.tokenizer,
+        peft_config=adapter,
+    )
+
+
+def _finish(trainer: Trainer, case: Case) -> Trainer:
+    if case.frozen_head:
+        trainer.model.get_output_embeddings().requires_grad_(False)
+    data = case.data
+    if (isinstance(data, Batch) and data.ratio) or (isinstance(data, Rollout) and data.sampling):
+        trainer.use_vllm = True  # the constructor would start vLLM
+        trainer._last_loaded_step = trainer.state.global_step
+    if isinstance(data, Batch) and data.tool_mask:
+        trainer.tools = [reward]  # TRL 0.27 reads the mask only when there are tools
+    # As in `Trainer.train`: under mixed precision this wraps `forward`, outside whatever the trainer wrapped.
+    trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
+    return trainer
+
+
+def stock(case: Case, settings: Settings) -> Trainer:
+    """Stock TRL on its own, non-Liger path."""
+    with _own_mixed_precision():
+        return _finish(_construct(StockGRPOTrainer, case, settings, settings.dtype), case)
+
+
+def fused(case: Case, settings: Settings) -> Trainer:
+    """The trainer under test."""
+    from trl_fused_grpo import FusedGRPOTrainer
+
+    cls = settings.ours or FusedGRPOTrainer
+    with _own_mixed_precision():
+        return _finish(_construct(cls, case, settings, settings.dtype, use_liger_loss=True), case)
+
+
+def stock_liger(case: Case, settings: Settings) -> Trainer:
+    """
+    Stock TRL on its Liger path.
+
+    Raises:
+        [`RefusedError`]:
+            When TRL's guards refuse the case.
+    """
+    liger = {"use_liger_kernel": True, "liger_kernel_config": _NO_LAYER_KERNELS}
+    with _own_mixed_precision():
+        try:
+            trainer = _construct(StockGRPOTrainer, case, settings, settings.dtype, **liger)
+        except (ValueError, NotImplementedError) as error:
+            raise RefusedError(str(error)) from error
+        loss = trainer.liger_loss if hasattr(trainer, "liger_loss") else trainer.liger_grpo_loss
+        loss.compiled = False
+        return _finish(trainer, case)
+
+
+def oracle(case: Case, settings: Settings) -> Trainer:
+    """
+    Stock TRL's objective on dense float64 log-probs and entropies.
+
+    Weights and activations are float64. Transformers writes RMS norms and routers in float32 whatever the model's
+    dtype, which leaves an error of order 1e-7, four orders of magnitude below bfloat16's.
+    """
+    options = {name: value for name, value in case.config.items() if name != "cast_lm_head_to_fp32"}
+    with _own_mixed_precision():
+        trainer = _construct(StockGRPOTrainer, replace(case, config=options), settings, torch.float32)
+        for model in filter(None, (trainer.model, trainer.ref_model)):
+            model.double()
+            if hasattr(model, "set_experts_implementation"):
+                model.set_experts_implementation("eager")  # the grouped GEMM has no float64
+        trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
+        return _finish(trainer, case)
+
+
+def _dense_log_probs(
+    trainer: Trainer,
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,  # [B, P + T]
+    attention_mask: torch.Tensor,  # [B, P + T]
+    logits_to_keep: int,
+    batch_size: int | None = None,
+    compute_entropy: bool = False,
+    compute_aux_loss: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    router = {"output_router_logits": True} if compute_aux_loss else {}
+    outputs = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **router)
+    logits = outputs.logits[:, -logits_to_keep - 1 : -1]  # [B, T, V]
+    if logits.dtype != torch.float64:
+        raise TypeError(f"The oracle's logits are {logits.dtype}, not float64.")
+    log_p = (logits / trainer.temperature).log_softmax(-1)
+    logps = log_p.gather(-1, input_ids[:, -logits_to_keep:].unsqueeze(-1)).squeeze(-1)  # [B, T]
+    entropies = -(log_p.exp() * log_p).sum(-1) if compute_entropy else None
+    if not returns_aux_loss():
+        return logps, entropies
+    return logps, entropies, outputs.aux_loss if compute_aux_loss else None
+
+
+def returns_aux_loss() -> bool:
+    """Whether the host's log-prob seam answers with the MoE auxiliary loss as a third value (TRL >= 1.7)."""
+    return "compute_aux_loss" in signature(StockGRPOTrainer._get_per_token_logps_and_entropies).parameters
+
+
+def weights(case: Case, settings: Settings) -> dict[str, torch.Tensor]:
+    """
+    The weights that every trainer of a case starts from: the checkpoint's, plus the case's noise.
+
+    Returns:
+        `dict[str, torch.Tensor]`:
+            By parameter name, on the CPU.
+    """
+    trainer = stock(case, settings)
+    generator = torch.Generator().manual_seed(1)
+    result = {}
+    for name, parameter in trainer.model.named_parameters():
+        value = parameter.detach().cpu()
+        if case.noise and parameter.requires_grad:
+            value = value + case.noise * torch.randn(value.shape, generator=generator).to(value.dtype)
+        result[name] = value.clone()
+    return result
+
+
+def load(trainer: Trainer, values: Mapping[str, torch.Tensor]) -> Trainer:
+    """Copy `values` into a trainer's model, in the model's own dtype."""
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            parameter.copy_(values[name])
+    return trainer
