@@ -1,5 +1,6 @@
 """The head's GEMMs over chunks of rows: logits out, gradients back."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -51,10 +52,13 @@ class Projection:
         return self.hidden.new_empty(len(self.targets), dtype=torch.promote_types(self.compute_dtype, torch.float32))
 
     def chunks(self, border: int) -> Iterator[slice]:
-        """Slices of at most `chunk_rows` rows that cover all of them; none crosses `border`."""
+        """Slices of at most `chunk_rows` rows that cover all of them, even in size; none crosses `border`."""
         for first, last in ((0, border), (border, len(self.targets))):
-            for start in range(first, last, self.chunk_rows):
-                yield slice(start, min(start + self.chunk_rows, last))
+            pieces = max(1, math.ceil((last - first) / self.chunk_rows))
+            # A short last chunk would leave its GEMMs half empty; 128 rows are one tile of them
+            size = min(self.chunk_rows, math.ceil((last - first) / pieces / 128) * 128)
+            for start in range(first, last, max(size, 1)):
+                yield slice(start, min(start + size, last))
 
     def rows_of_hidden(self, rows: slice | Tensor) -> Tensor:
         """Hidden states of `rows` in the compute dtype `[n, H]`."""
@@ -64,9 +68,9 @@ class Projection:
     def project(self, rows: slice | Tensor) -> Tensor:
         """Raw logits of `rows` `[n, V]`, in the shared buffer: the next call overwrites them."""
         hidden = self.rows_of_hidden(rows)  # [n, H]
-        if self._buffer is None:
-            height = min(self.chunk_rows, len(self.targets))
-            self._buffer = hidden.new_empty(height, self.weight.shape[0])
+        if self._buffer is None or len(self._buffer) < len(hidden):
+            self._buffer = None  # freed before its successor is allocated
+            self._buffer = hidden.new_empty(len(hidden), self.weight.shape[0])
         logits = self._buffer[: len(hidden)]
         torch.mm(hidden, self.cast_weight.t(), out=logits)  # [n, H] @ [H, V]
         if self.bias is not None:
@@ -92,9 +96,12 @@ class Gradients:
         acc_dtype = torch.promote_types(work.compute_dtype, torch.float32)
         # One GEMM makes a row's gradient whole, so nothing adds up in it; float16 alone lacks the range to hold it
         row_dtype = acc_dtype if work.compute_dtype == torch.float16 else work.compute_dtype
+        row_dtype = torch.promote_types(row_dtype, work.hidden.dtype)  # as fine as what is returned
         self.hidden = torch.zeros_like(work.hidden, dtype=row_dtype) if needs[0] else None  # [N, H]
-        self.weight = torch.zeros_like(work.weight, dtype=acc_dtype) if needs[1] else None  # [V, H]
+        self.weight = torch.empty_like(work.weight, dtype=acc_dtype) if needs[1] else None  # [V, H]
         self.bias = torch.zeros_like(work.bias, dtype=acc_dtype) if work.bias is not None and needs[2] else None
+        self._weight_is_empty = True
+        self._pending: float | Tensor | None = None
 
     def add(
         self,
@@ -107,6 +114,7 @@ class Gradients:
     ) -> None:
         """Turn the logits of `rows` `[n, V]` into their gradient, in place, and add what follows from it."""
         work = self.work
+        self._apply_pending()
         work.kernels.logits_grad_(
             logits, work.targets[rows], lse, entropies, grad_logps, grad_entropies, work.transform
         )  # [n, V]
@@ -119,34 +127,48 @@ class Gradients:
                 _mm(logits, work.cast_weight, out=grad)
                 self.hidden.index_add_(0, rows, grad)
         if self.weight is not None:
-            _addmm(self.weight, logits.t(), work.rows_of_hidden(rows))  # [V, n] @ [n, H]
+            # [V, n] @ [n, H]; the first product needs no zeros to add to
+            (_mm if self._weight_is_empty else _addmm)(logits.t(), work.rows_of_hidden(rows), out=self.weight)
+            self._weight_is_empty = False
         if self.bias is not None:
             self.bias += logits.sum(0, dtype=self.bias.dtype)
 
     def scale(self, factor: float) -> None:
-        """Multiply everything by one factor."""
-        if factor != 1.0:
-            for grad in (self.hidden, self.weight, self.bias):
-                if grad is not None:
-                    grad.mul_(factor)
+        """Multiply everything by one factor: together with the cast in `finish` if nothing is added until then."""
+        self._pending = None if factor == 1.0 else factor
 
     def scale_rows(self, factors: Tensor) -> None:
-        """Multiply each row's hidden gradient by its own factor `[N]`."""
-        if self.hidden is not None:
-            self.hidden.mul_(factors.unsqueeze(-1))
+        """Multiply each row's hidden gradient by its own factor `[N]`, where no other gradient is needed."""
+        self._pending = factors.unsqueeze(-1)
+
+    def _apply_pending(self) -> None:
+        if self._pending is not None:
+            for grad in (self.hidden, self.weight, self.bias):
+                if grad is not None:
+                    grad.mul_(self._pending)
+            self._pending = None
 
     def reset(self) -> None:
         """Forget everything that was added."""
-        for grad in (self.hidden, self.weight, self.bias):
+        self._pending, self._weight_is_empty = None, True
+        for grad in (self.hidden, self.bias):
             if grad is not None:
                 grad.zero_()
 
     def finish(self, hidden_dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients in the dtypes of what they belong to; each is cast once, here."""
-        hidden = None if self.hidden is None else self.hidden.to(hidden_dtype)
-        weight = None if self.weight is None else self.weight.to(self.work.weight.dtype)
-        bias = None if self.bias is None else self.bias.to(self.work.bias.dtype)
+        if self.weight is not None and self._weight_is_empty:
+            self.weight.zero_()
+        hidden = None if self.hidden is None else self._finished(self.hidden, hidden_dtype)
+        weight = None if self.weight is None else self._finished(self.weight, self.work.weight.dtype)
+        bias = None if self.bias is None else self._finished(self.bias, self.work.bias.dtype)
         return hidden, weight, bias
+
+    def _finished(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._pending is None:
+            return grad.to(dtype)
+        out = grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
+        return torch.mul(grad, self._pending, out=out)
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -159,7 +181,7 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
-def _addmm(out: Tensor, a: Tensor, b: Tensor) -> None:
+def _addmm(a: Tensor, b: Tensor, out: Tensor) -> None:
     """`out += a @ b` for a float32 `out`: rounding each product to bfloat16 before adding it up biases training."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)

@@ -45,7 +45,7 @@ def fold(
     z = _transform(logits, transform)  # [n, V]
     highest = z.amax(-1, keepdim=True)  # [n, 1]
     u = (z - highest).clamp_(min=_LOG_ZERO)  # [n, V]
-    target = u.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # [n]
+    target = (z.gather(-1, targets.unsqueeze(-1)) - highest).squeeze(-1)  # [n]
     if entropies is None:
         log_sum = u.exp_().sum(-1).log_()  # [n]
     else:
