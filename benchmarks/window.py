@@ -41,7 +41,7 @@ LEVERS = (
     Contender("aligned rows instead of packed", options={"fused_layout": "aligned"}),
     Contender("host's rows instead of packed", options={"fused_layout": "host"}),
     Contender("with an old log-prob pass", options={"fused_skip_old_logps": False}),
-    Contender("not balanced", options={"fused_balance": False}),
+    Contender("balanced by length", options={"fused_balance": True}),
     Contender(
         "ratio per sequence, TRL's default",
         options={"vllm_importance_sampling_mode": "sequence_mask"},

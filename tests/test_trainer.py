@@ -51,8 +51,7 @@ def test_training_with_the_flag_follows_stock_and_logs_every_metric_of_it(tmp_pa
     }
     stock = make_trainer(tmp_path, GRPOTrainer, **options)
     stock.train()
-    # Seeds the sampler anew. Means over micro-batches follow the cut, so it stays as it is here.
-    ours = make_trainer(tmp_path, fused_balance=False, **options)
+    ours = make_trainer(tmp_path, **options)  # seeds the sampler anew
     ours.train()
     after = weights(ours)
     for name, weight in weights(stock).items():

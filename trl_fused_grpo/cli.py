@@ -73,7 +73,7 @@ def _run_parity(
 ) -> int:
     console = Console()
     if not console.is_terminal:
-        console.width = 130  # a log has no width of its own, and the table does not fit into 80 columns
+        console.width = 140  # a log has no width of its own, and the table does not fit into 80 columns
     known = {case.name: case for case in CASES}
     unknown = [name for name in names if name not in known]
     if unknown:

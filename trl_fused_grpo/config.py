@@ -79,8 +79,9 @@ class FusedGRPOConfig(GRPOConfig):
         fused_skip_old_logps (`bool`, *optional*, defaults to `True`):
             With vLLM and on-policy steps, take the importance ratio from the training pass instead of computing old
             log-probs in a forward of their own.
-        fused_balance (`bool`, *optional*, defaults to `True`):
-            Deal sequences into micro-batches by length where the loss does not depend on the cut.
+        fused_balance (`bool`, *optional*, defaults to `False`):
+            Deal sequences into micro-batches by length where the loss does not depend on the cut. Logged means over
+            micro-batches (`entropy`, `kl`, `clip_ratio/*`) follow the cut, so they then differ a little from stock's.
         fused_skip_dead_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
             metric then covers the others only.
@@ -102,7 +103,7 @@ class FusedGRPOConfig(GRPOConfig):
     fused_skip_old_logps: bool = field(
         default=True, metadata={"help": "Take vLLM's importance ratio from the training pass when on-policy."}
     )
-    fused_balance: bool = field(default=True, metadata={"help": "Deal sequences into micro-batches by length."})
+    fused_balance: bool = field(default=False, metadata={"help": "Deal sequences into micro-batches by length."})
     fused_skip_dead_sequences: bool = field(
         default=False, metadata={"help": "Leave sequences without gradient out of the model."}
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -73,7 +74,7 @@ class FusedRequest:
         results = (logps,) if entropies is None else (logps, entropies)
         if self.aux_loss:
             results += (_load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
-        return results
+        return tuple(sheltered(result) for result in results)
 
     def check_attention_layers(self, packed_layers: int) -> None:
         """
@@ -101,7 +102,7 @@ class FusedRequest:
         def project(hidden_rows: Tensor) -> tuple[Tensor, Tensor | None]:
             head = LMHead.of(causal_lm, fp32=self.fp32)
             device = head.weight.device  # with `device_map` the head can live elsewhere
-            return fused_linear_logps(
+            logps, entropies = fused_linear_logps(
                 hidden_rows.to(device),
                 head,
                 targets.to(device),
@@ -110,10 +111,21 @@ class FusedRequest:
                 stats=self.stats,
                 **self.options,
             )
+            return sheltered(logps), None if entropies is None else sheltered(entropies)
 
         # Through the module's own call, so that ZeRO-3 and FSDP gather its weight, in backward too
         with _forward_replaced(module, project):
-            return module(hidden_rows)
+            logps, entropies = module(hidden_rows)
+        return logps.real, None if entropies is None else entropies.real
+
+
+def sheltered(result: Tensor) -> Tensor:
+    """
+    A result as the real part of a complex tensor. Mixed-precision wrappers round the floating-point outputs of a module
+    (Accelerate has FSDP2 round them to bfloat16, which leaves a log-probability two decimals) and let others pass.
+    """
+    result = result.to(torch.promote_types(result.dtype, torch.float32))  # there are no complex bfloat16 tensors
+    return torch.complex(result, torch.zeros_like(result))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -61,18 +62,27 @@ def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
     name = type(causal_lm).__name__
     advice = "train with use_liger_loss=False"
     if module is None:
-        raise ValueError(f"{name} has no output projection (get_output_embeddings() is None), so there is nothing to "
-                         f"fuse: pass a model with a language-modeling head, or {advice}.")
+        raise ValueError(
+            f"{name} has no output projection (get_output_embeddings() is None), so there is nothing to "
+            f"fuse: pass a model with a language-modeling head, or {advice}."
+        )
     if hasattr(module, "lora_A"):
-        raise ValueError(f"the output projection of {name} carries a PEFT adapter, which is not supported: remove "
-                         f"'lm_head' from target_modules, or {advice}.")
+        raise ValueError(
+            f"the output projection of {name} carries a PEFT adapter, which is not supported: remove "
+            f"'lm_head' from target_modules, or {advice}."
+        )
     weight = getattr(module, "weight", None)
     if weight is None or weight.is_meta or not weight.is_floating_point():
-        raise ValueError(f"the output projection of {name} ({type(module).__name__}) has no floating-point weight in "
-                         f"memory: leave it out of quantization and offloading, or {advice}.")
-    if isinstance(weight, DTensor):
-        raise ValueError(f"the output projection of {name} is sharded by tensor parallelism, which is not supported: "
-                         f"leave it out of the plan, or {advice}.")
+        raise ValueError(
+            f"the output projection of {name} ({type(module).__name__}) has no floating-point weight in "
+            f"memory: leave it out of quantization and offloading, or {advice}."
+        )
+    # Between forwards FSDP2 keeps its shards in DTensors too
+    if isinstance(weight, DTensor) and not any(isinstance(m, FSDPModule) for m in causal_lm.modules()):
+        raise ValueError(
+            f"the output projection of {name} is sharded by tensor parallelism, which is not supported: "
+            f"leave it out of the plan, or {advice}."
+        )
     return module
 
 

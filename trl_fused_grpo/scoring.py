@@ -141,12 +141,13 @@ def _lay_out(
 
 
 def _run(model: nn.Module, layout: Layout, request: FusedRequest) -> tuple[Tensor, ...]:
-    if layout.name != "packed":
-        return model(**layout.model_inputs, fused=request)
-    with packed_call() as call:
+    if layout.name == "packed":
+        with packed_call() as call:
+            results = model(**layout.model_inputs, fused=request)
+        request.check_attention_layers(call.layers)
+    else:
         results = model(**layout.model_inputs, fused=request)
-    request.check_attention_layers(call.layers)
-    return results
+    return tuple(result.real for result in results)
 
 
 class _SubBatch:

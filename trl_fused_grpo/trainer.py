@@ -165,8 +165,10 @@ class FusedGRPOTrainer(GRPOTrainer):
             question = Question(torch.ones_like(completion_mask) if padding_counts(self) else completion_mask)
         causal_lm = self._causal_lm(model)
         attach(causal_lm)
-        weight = output_projection(causal_lm).weight
-        check_token_ids(completion_ids, question.mask, getattr(weight, "ds_shape", weight.shape)[0])
+        head = output_projection(causal_lm)
+        # Between forwards the weight may be a shard
+        vocab_size = getattr(head, "out_features", head.weight.shape[0])
+        check_token_ids(completion_ids, question.mask, vocab_size)
 
         multimodal = {name: value for name, value in multimodal.items() if value is not None}
         host_seam = super()._get_per_token_logps_and_entropies
@@ -239,7 +241,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         fresh = self.use_liger_loss and self.model.training and self._buffered_inputs is not before
-        if not fresh or not self._option("fused_balance", True) or why_not_balanced(self) is not None:
+        if not fresh or not self._option("fused_balance", False) or why_not_balanced(self) is not None:
             return inputs
         self._buffered_inputs = balance(self._buffered_inputs, self._layout(self.model))
         return self._buffered_inputs[self._step % self.args.steps_per_generation]

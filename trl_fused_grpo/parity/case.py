@@ -101,6 +101,8 @@ class Case:
             purpose, `"any"` where the objective has no forecast.
         wrong_forecast (`bool`):
             Whether the fused trainer gets a wrong forecast.
+        smooth (`bool`):
+            `False` where rounding takes decisions, as in the routing of experts: bfloat16 then says nothing, and skips.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Case:
     since: str = "0.27.2"
     recomputed: Literal["none", "some", "any"] = "none"
     wrong_forecast: bool = False
+    smooth: bool = True
 
 
 FAR = Batch(old="far")

@@ -14,8 +14,15 @@ def models() -> list[Case]:
         Case("tied-off-policy", "tied embeddings, old log-probs given", {}, FAR, model="tied"),
         Case("cast-head", "cast_lm_head_to_fp32", {"cast_lm_head_to_fp32": True}, FAR),
         Case("cast-head-tied", "cast_lm_head_to_fp32, tied", {"cast_lm_head_to_fp32": True}, FAR, model="tied"),
-        Case("moe", "Mixture-of-Experts, no auxiliary loss", {"router_aux_loss_coef": 0.0}, FAR, model="moe"),
-        Case("moe-aux-loss", "MoE auxiliary loss", {"router_aux_loss_coef": 0.5}, FAR, model="moe"),
+        Case(
+            "moe",
+            "Mixture-of-Experts, no auxiliary loss",
+            {"router_aux_loss_coef": 0.0},
+            FAR,
+            model="moe",
+            smooth=False,
+        ),
+        Case("moe-aux-loss", "MoE auxiliary loss", {"router_aux_loss_coef": 0.5}, FAR, model="moe", smooth=False),
         Case("checkpointing", "gradient checkpointing", {"gradient_checkpointing": True}, FAR),
     ]
 

@@ -16,9 +16,9 @@ from .case import Case
 from .errors import Errors, differing_metrics, measure
 from .play import Data, Outcome, make_data, play
 from .trainers import (
-    NotOnThisHostError,
     RefusedError,
     Settings,
+    SkippedError,
     fused,
     has_liger_loss,
     load,
@@ -51,7 +51,7 @@ class Result:
         covers (`str`):
             What the case covers.
         verdict (`str`):
-            `"equal"`, `"different"`, `"failed"` (an exception) or `"skipped"` (the host lacks it).
+            `"equal"`, `"different"`, `"failed"` (an exception) or `"skipped"` (does not apply here).
         reason (`str`):
             Why it is not equal.
         loss (`float`, *optional*):
@@ -114,11 +114,13 @@ def compare(case: Case, settings: Settings) -> Result:
     start = time.perf_counter()
     try:
         if Version(trl.__version__) < Version(case.since):
-            raise NotOnThisHostError(f"needs TRL {case.since}")
+            raise SkippedError(f"needs TRL {case.since}")
+        if settings.dtype == torch.bfloat16 and not case.smooth:
+            raise SkippedError("bfloat16 decides the routing of experts by rounding")
         runner = _compare_bfloat16 if settings.dtype == torch.bfloat16 else _compare_float32
         problems = runner(case, settings, result)
         result.verdict, result.reason = "different" if problems else "equal", "; ".join(problems)
-    except NotOnThisHostError as missing:
+    except SkippedError as missing:
         result.verdict, result.reason = "skipped", str(missing)
     except Exception as error:  # one broken case must not hide the others
         result.reason = _describe(error)

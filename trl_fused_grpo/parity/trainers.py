@@ -33,8 +33,8 @@ _NO_LAYER_KERNELS = dict.fromkeys(
 StockGRPOTrainer: Any = next(cls for cls in GRPOTrainer.__mro__ if cls.__module__.startswith("trl."))
 
 
-class NotOnThisHostError(Exception):
-    """The installed TRL has no such option or path."""
+class SkippedError(Exception):
+    """The case does not apply here: the message says why."""
 
 
 class RefusedError(Exception):
@@ -77,7 +77,7 @@ def host_options(config: Mapping[str, Any]) -> dict[str, Any]:
     A case's options as the installed `GRPOConfig` names them.
 
     Raises:
-        [`NotOnThisHostError`]:
+        [`SkippedError`]:
             When the host lacks an option that the case needs.
     """
     known = {option.name for option in fields(GRPOConfig)}
@@ -88,7 +88,7 @@ def host_options(config: Mapping[str, Any]) -> dict[str, Any]:
         elif name in known:
             options[name] = value
         elif name != "vllm_importance_sampling_clip_min" and value:  # a falsy option is off where it does not exist
-            raise NotOnThisHostError(f"this TRL has no `{name}`")
+            raise SkippedError(f"this TRL has no `{name}`")
     return options
 
 
@@ -135,7 +135,7 @@ def _construct(
     adapter = None
     if case.adapter:
         if not is_peft_available():
-            raise NotOnThisHostError("peft is not installed")
+            raise SkippedError("peft is not installed")
         from peft import LoraConfig
 
         adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

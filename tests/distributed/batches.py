@@ -1,0 +1,88 @@
+"""Micro-batches for two ranks, and the same rows as one process would get them."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from trl_fused_grpo.parity.tiny import EOS_ID, FIRST_WORD_ID, PAD_ID, VOCAB_SIZE
+
+from .worker import ACCUMULATION, RANKS, ROWS, STEPS, Batch
+
+
+# (rank, micro-batch) whose every completion token is masked: one that accumulates, and one that ends a step
+MASKED = {(1, 2), (0, 5)}
+
+# Old minus current log-probs: well inside 0.8 and 1.2, or beyond, so that rounding carries no token over a clip bound
+_DRIFT = (-0.6, -0.3, -0.1, -0.03, 0.05, 0.1, 0.5)
+_RATIOS = (0.4, 0.9, 1.0, 1.3, 2.0)
+
+
+def make(checkpoint: Path) -> list[list[Batch]]:
+    """Micro-batches `[rank][index]` with log-probs near those of the checkpoint's model."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    indices = range(STEPS * ACCUMULATION)
+    given = [[_micro_batch(model, generator, (rank, i) in MASKED) for i in indices] for rank in range(RANKS)]
+    for start in indices[::ACCUMULATION]:
+        window = [batch for batches in given for batch in batches[start : start + ACCUMULATION]]
+        tokens = sum(batch["completion_mask"].sum() for batch in window)
+        for batch in window:
+            batch["num_items_in_batch"] = tokens.clone()
+    return given
+
+
+def union(given: list[list[Batch]]) -> list[Batch]:
+    """The rows of all ranks in one micro-batch, padded to one width."""
+    return [_join(batches) for batches in zip(*given, strict=True)]
+
+
+def _join(batches: tuple[Batch, ...]) -> Batch:
+    joined = {"num_items_in_batch": batches[0]["num_items_in_batch"]}
+    for name in batches[0].keys() - joined.keys():
+        values = [batch[name] for batch in batches]
+        if name.startswith(("prompt", "completion", "old")):
+            width = max(value.shape[1] for value in values)
+            left = name.startswith("prompt")
+            values = [_pad(value, width - value.shape[1], left) for value in values]
+        joined[name] = torch.cat(values)
+    return joined
+
+
+def _pad(values: torch.Tensor, by: int, left: bool) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (by, 0) if left else (0, by), value=PAD_ID)
+
+
+def _micro_batch(model: torch.nn.Module, generator: torch.Generator, masked: bool) -> Batch:
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    def pick(levels: tuple[float, ...], *shape: int) -> torch.Tensor:
+        return torch.tensor(levels)[integers(0, len(levels), *shape)]
+
+    prompt_lengths, lengths = integers(2, 7, ROWS), integers(3, 13, ROWS)
+    P, T = int(prompt_lengths.max()), int(lengths.max())
+    prompt_mask = (torch.arange(P) >= P - prompt_lengths.unsqueeze(1)).long()  # [B, P]
+    completion_mask = (torch.arange(T) < lengths.unsqueeze(1)).long()  # [B, T]
+    prompt_ids = integers(FIRST_WORD_ID, VOCAB_SIZE, ROWS, P).masked_fill(prompt_mask == 0, PAD_ID)
+    completion_ids = integers(FIRST_WORD_ID, VOCAB_SIZE, ROWS, T).masked_fill(completion_mask == 0, PAD_ID)
+    completion_ids[:, 0] = EOS_ID  # one token that several rows share
+    current = _log_probs(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask * (0 if masked else 1),
+        "advantages": 0.2 + torch.randn(ROWS, generator=generator),
+        "old_per_token_logps": current + pick(_DRIFT, ROWS, T),
+        "importance_sampling_ratio": pick(_RATIOS, ROWS, 1),
+    }
+
+
+@torch.no_grad()
+def _log_probs(model: torch.nn.Module, prompt_ids, prompt_mask, completion_ids, completion_mask) -> torch.Tensor:
+    """Log-probs `[B, T]` of the completions, dense."""
+    ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
+    T = completion_ids.shape[1]
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -T - 1 : -1]  # [B, T, V]
+    return logits.log_softmax(-1).gather(-1, completion_ids.unsqueeze(-1)).squeeze(-1)

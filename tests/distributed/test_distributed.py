@@ -1,0 +1,231 @@
+"""FusedGRPOTrainer under DDP, FSDP and ZeRO: two processes train what stock trains, and what one process trains."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trl_fused_grpo.parity.tiny import save_checkpoint
+
+from . import batches
+from .worker import ACCUMULATION, LAUNCHES, RANKS, STEPS, Batch, Run, build, train
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+TOLERANCE = 1e-5  # relative, float32
+LAUNCH_SECONDS = 240
+
+_FLOAT32_CASES = ("untied", "tied", "reference", "lora")
+
+_HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+_NEEDS_DEEPSPEED = pytest.mark.skipif(not _HAS_DEEPSPEED, reason="DeepSpeed is not installed")
+
+
+def _each(trainers: tuple[str, ...], *cases: str) -> pytest.MarkDecorator:
+    """Once for every run of these trainers and cases, or of any case."""
+    return pytest.mark.parametrize(
+        "run",
+        [
+            pytest.param(run, id=run.name, marks=_NEEDS_DEEPSPEED if launch == "deepspeed" else ())
+            for launch, runs in LAUNCHES.items()
+            for run in runs
+            if run.trainer in trainers and run.case in (cases or (run.case,))
+        ],
+    )
+
+
+class Outcome:
+    """What a run left behind."""
+
+    def __init__(self, folder: Path, run: Run):
+        self.ranks: list[dict[str, Any]] = json.loads((folder / f"{run.name}.json").read_text())
+        self.moved: Batch = load_file(folder / f"{run.name}.safetensors")
+
+    def each_rank(self, key: str) -> list[Any]:
+        return [rank[key] for rank in self.ranks]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints and micro-batches."""
+    folder = tmp_path_factory.mktemp("distributed")
+    for model in ("llama", "tied"):
+        save_checkpoint(model, folder, torch.float32).rename(folder / model)
+        torch.save(batches.make(folder / model), folder / f"{model}.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcome(folder: Path) -> Callable[..., Outcome]:
+    """Outcome of one run; the first question about a launch starts it, with all of its runs."""
+    start = cache(lambda launch: _launch(launch, folder))
+
+    def of(run: Run, trainer: str | None = None) -> Outcome:
+        run = Run(run.backend, run.case, trainer or run.trainer)
+        printed = start(next(launch for launch, runs in LAUNCHES.items() if run in runs))
+        if not (folder / f"{run.name}.json").exists():
+            pytest.fail(f"{run.name} did not finish:\n{printed[-6000:]}")
+        return Outcome(folder, run)
+
+    return of
+
+
+def _launch(launch: str, folder: Path) -> str:
+    """Start the worker on two processes and return what they printed. Nothing outlives the call."""
+    root = str(Path(__file__).parents[2])
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    process = subprocess.Popen(
+        [*torchrun, "-m", "tests.distributed.worker", launch, str(folder)],
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        return process.communicate(timeout=LAUNCH_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # torchrun ends its workers
+        return process.communicate()[0] + f"\nstopped after {LAUNCH_SECONDS} s"
+
+
+@pytest.fixture(scope="module")
+def one_process(folder: Path) -> Callable[[str], tuple[dict[str, Any], Batch]]:
+    """What stock trains in this process on the rows of both ranks."""
+
+    @cache
+    def of(case: str) -> tuple[dict[str, Any], Batch]:
+        run = Run("none", case, "stock")
+        union = batches.union(torch.load(folder / f"{run.model}.pt"))
+        with mock.patch.dict(os.environ):  # the trainer leaves settings there
+            return train(build(run, folder, union, use_cpu=True))
+
+    return of
+
+
+def _distances(ours: Batch, theirs: Batch) -> dict[str, float]:
+    """Distance between each parameter's two movements, relative to the movement."""
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
+    moved = {name for name, value in theirs.items() if value.any()}
+    assert moved
+    assert not any(ours[name].any() for name in ours.keys() - moved)
+    return {name: ((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in moved}
+
+
+def _error(moved: Batch, truth: Batch) -> float:
+    return sum((moved[name] - value).square().sum().item() for name, value in truth.items()) ** 0.5
+
+
+def _close(losses: list[float]) -> Any:
+    """Positive and negative terms cancel in a loss, so the largest of them says what size rounding has."""
+    return pytest.approx(losses, abs=TOLERANCE * max(map(abs, losses)))
+
+
+@_each(("stock", "fused"))
+def test_two_processes_train_under_the_wrapper_that_was_asked_for(run: Run, outcome):
+    result = outcome(run)
+    model = {"tied": "Qwen3ForCausalLM", "lora": "PeftModelForCausalLM"}.get(run.case, "LlamaForCausalLM")
+    wrapper, parameters = {
+        "ddp": ("DistributedDataParallel", ["Parameter"]),
+        "fsdp1": ("FullyShardedDataParallel", ["Parameter"]),
+        "fsdp2": (f"FSDP{model}", ["DTensor"]),
+        "zero2": ("DeepSpeedEngine", ["Parameter"]),
+        "zero3": ("DeepSpeedEngine", ["zero3"]),
+    }[run.backend]
+    assert result.each_rank("world") == [RANKS] * RANKS
+    assert result.each_rank("wrapper") == [wrapper] * RANKS
+    assert result.each_rank("parameters") == [parameters] * RANKS
+
+
+@_each(("fused", "misled"), *_FLOAT32_CASES)
+def test_trains_what_stock_trains(run: Run, outcome):
+    ours, theirs = outcome(run), outcome(run, "stock")
+    distances = _distances(ours.moved, theirs.moved)
+    assert max(distances.values()) <= TOLERANCE, distances
+    for mine, stocks in zip(ours.ranks, theirs.ranks, strict=True):
+        assert mine["losses"] == _close(stocks["losses"])
+        assert len(mine["logs"]) == len(stocks["logs"]) == STEPS
+        for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
+            assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
+            assert my_log.keys() - stock_log.keys() == {"fused/rows_recomputed"}
+            expected = {name: value for name, value in stock_log.items() if name != "step_time"}
+            assert {name: my_log[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@_each(("fused",), "untied", "tied")
+def test_gradients_are_those_of_all_rows(run: Run, outcome, one_process):
+    """The rows of both ranks move every parameter, the head or the embedding tied to it among them."""
+    seen, moved = one_process(run.case)
+    ours = outcome(run)
+    distances = _distances(ours.moved, moved)
+    assert ("model.embed_tokens.weight" if run.case == "tied" else "lm_head.weight") in distances
+    assert max(distances.values()) <= TOLERANCE, distances
+    assert torch.tensor(ours.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
+
+
+@_each(("fused",), "reference")
+def test_old_and_reference_passes_agree_with_stock(run: Run, outcome):
+    """Passes without gradient, through the policy and through a reference model that is wrapped on its own."""
+    for mine, stocks in zip(*(outcome(run, t).each_rank("passes") for t in ("fused", "stock")), strict=True):
+        assert len(mine) == STEPS * ACCUMULATION
+        for my_pass, stock_pass in zip(mine, stocks, strict=True):
+            torch.testing.assert_close(torch.tensor(my_pass), torch.tensor(stock_pass), rtol=TOLERANCE, atol=TOLERANCE)
+        first_old, first_reference = torch.tensor(mine[0])
+        assert torch.equal(first_old, first_reference)
+        # The policy has moved since, the reference has not
+        old, reference = torch.tensor(mine[ACCUMULATION + 1])
+        assert not torch.equal(old, reference)
+
+
+@_each(("fused",), "bf16")
+def test_mixed_precision_leaves_log_probs_in_float32(run: Run, outcome, one_process):
+    """Accelerate has FSDP2 round what a forward returns; rounded gradients would also be none that was forecast."""
+    _, truth = one_process(run.case)
+    ours, theirs = outcome(run), outcome(run, "stock")
+    policy_and_reference = torch.tensor(ours.ranks[0]["passes"][0])
+    assert not torch.equal(policy_and_reference, policy_and_reference.bfloat16().float())
+    recomputed, rows = torch.tensor(ours.each_rank("recomputed")).sum((0, 1)).tolist()
+    assert recomputed / rows < 0.05
+    assert _error(ours.moved, truth) < 1.1 * _error(theirs.moved, truth)
+
+
+@_each(("fused",), "untied", "tied", "lora")
+def test_a_right_forecast_recomputes_nothing(run: Run, outcome):
+    for rank, counts in enumerate(outcome(run).each_rank("recomputed")):
+        assert all(recomputed == 0 for recomputed, _ in counts)
+        assert all((rows == 0) == ((rank, i) in batches.MASKED) for i, (_, rows) in enumerate(counts))
+
+
+@_each(("misled",))
+def test_a_wrong_forecast_costs_the_rank_that_has_it(run: Run, outcome):
+    right, wrong = outcome(run).each_rank("recomputed")
+    assert all(recomputed == 0 for recomputed, _ in right)
+    assert all(0 < recomputed < rows for recomputed, rows in wrong if rows)
+
+
+@_each(("fused", "misled"))
+def test_the_fraction_of_recomputed_rows_is_the_same_on_every_rank(run: Run, outcome):
+    result = outcome(run)
+    recomputed, rows = torch.tensor(result.each_rank("recomputed"), dtype=torch.float64).sum(0).unbind(-1)
+    expected = (recomputed / rows).view(STEPS, ACCUMULATION).mean(1).tolist()
+    for logs in result.each_rank("logs"):
+        assert [entry["fused/rows_recomputed"] for entry in logs] == pytest.approx(expected)

@@ -1,0 +1,282 @@
+"""
+Trains the runs of one launch, and writes down what came out.
+
+    torchrun --nproc-per-node 2 -m tests.distributed.worker LAUNCH FOLDER
+
+`FOLDER` holds a checkpoint `<model>/` and micro-batches `<model>.pt` for each model. Each run leaves there what each
+rank saw, `<run>.json`, and how far each parameter moved, `<run>.safetensors`.
+"""
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from safetensors.torch import save_file
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo.parity.tiny import tokenizer
+
+from .wrong_forecast import misled
+
+
+RANKS = 2
+STEPS = 3
+ACCUMULATION = 2
+LAST_LEARNING_RATE = 1e3
+ROWS = 3  # completions to a micro-batch of one rank
+HANG = timedelta(seconds=60)  # a collective that waits longer raises
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    One training run.
+
+    Attributes:
+        backend (`str`):
+            `"ddp"`, `"fsdp1"`, `"fsdp2"`, `"zero2"` or `"zero3"`.
+        case (`str`):
+            `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer's own passes
+            give old and reference log-probs; `"bf16"`: the same under mixed precision.
+        trainer (`str`):
+            `"stock"`, `"fused"`, or `"misled"`: fused, and rank 1 alone is given a wrong forecast.
+    """
+
+    backend: str
+    case: str
+    trainer: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}-{self.case}-{self.trainer}"
+
+    @property
+    def model(self) -> str:
+        return "tied" if self.case == "tied" else "llama"
+
+    @property
+    def refers(self) -> bool:
+        return self.case in ("reference", "bf16")
+
+
+def _runs(backend: str, *cases: str, misled: tuple[str, ...] = ()) -> list[Run]:
+    runs = [Run(backend, case, trainer) for case in cases for trainer in ("stock", "fused")]
+    return runs + [Run(backend, case, "misled") for case in misled]
+
+
+# DDP first: Accelerate leaves in the environment that FSDP was used
+LAUNCHES = {
+    "torch": [
+        *_runs("ddp", "untied", "tied", "lora", misled=("untied",)),
+        *_runs("fsdp2", "untied", "tied", "reference", "lora", misled=("untied", "tied")),
+        *_runs("fsdp1", "untied", "reference", misled=("untied",)),
+        *_runs("fsdp2", "bf16"),
+    ],
+    "deepspeed": [
+        *_runs("zero3", "untied", "tied", "reference", "lora", misled=("untied", "tied")),
+        *_runs("zero2", "untied"),
+    ],
+}
+
+
+class Fed(GRPOTrainer):
+    """Trains on given micro-batches instead of generating some, and remembers what it saw."""
+
+    def feed(self, batches: list[Batch], own_passes: bool) -> None:
+        self.batches, self.own_passes = batches, own_passes
+        self.losses: list[float] = []
+        self.passes: list[list] = []
+        self.recomputed: list[tuple[int, int]] = []
+
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        batch = dict(self.batches[self._step])
+        if self.own_passes:
+            batch["old_per_token_logps"] = self._score(self.model, batch)
+            batch["ref_per_token_logps"] = self._score(self.ref_model, batch)
+            self.passes.append([batch[f"{policy}_per_token_logps"].tolist() for policy in ("old", "ref")])
+        return batch
+
+    @torch.no_grad()
+    def _score(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Log-probs `[B, T]` as the host asks for them after generation, two rows at a time."""
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        logps = self._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].size(1), 2)[0]
+        return logps * batch["completion_mask"]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.state.global_step == STEPS - 1:
+            for group in self.optimizer.param_groups:
+                group["lr"] = LAST_LEARNING_RATE
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(loss.item())
+        if isinstance(self, FusedGRPOTrainer):
+            self.recomputed.append((self.fused_stats.recomputed, self.fused_stats.rows))
+        return loss
+
+
+class FedFused(Fed, FusedGRPOTrainer):
+    pass
+
+
+def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
+    """
+    A trainer that takes one optimizer step for every two of `batches`.
+
+    Plain SGD without clipping; the last step is so long that how far the parameters moved is its gradient, next to
+    which their rounding is nothing.
+    """
+    args = GRPOConfig(
+        output_dir=str(folder / "output"),
+        per_device_train_batch_size=len(batches[0]["completion_ids"]),
+        gradient_accumulation_steps=ACCUMULATION,
+        num_generations=ROWS,
+        max_steps=STEPS,
+        max_completion_length=16,
+        loss_type="dapo",
+        beta=0.5 if run.refers else 0.0,
+        bf16=False,
+        optim="sgd",
+        learning_rate=0.01,
+        lr_scheduler_type="constant",
+        max_grad_norm=1e6,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_liger_loss=run.trainer != "stock",
+        model_init_kwargs={"dtype": "float32", "device_map": None},
+        **options,
+    )
+    adapter = None
+    if run.case == "lora":
+        from peft import LoraConfig
+
+        # Neither factor starts at zero, so both get a gradient
+        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    trainer = (Fed if run.trainer == "stock" else FedFused)(
+        model=str(folder / run.model),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * 24}),
+        processing_class=tokenizer(),
+        peft_config=adapter,
+    )
+    trainer.use_vllm = True  # so that importance ratios count; the constructor would start vLLM
+    trainer.feed(batches, own_passes=run.refers)
+    return trainer
+
+
+def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
+    """Train, and return what this rank saw and how far each parameter moved."""
+    start = _whole_parameters(trainer)
+    trainer.train()
+    moved = {name: value - start[name] for name, value in _whole_parameters(trainer).items()}
+    seen = {
+        "world": trainer.accelerator.num_processes,
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "parameters": sorted({_kind(parameter) for parameter in trainer.model_wrapped.parameters()}),
+        "losses": trainer.losses,
+        "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "passes": trainer.passes,
+        "recomputed": trainer.recomputed,
+    }
+    return seen, moved
+
+
+def _kind(parameter: torch.nn.Parameter) -> str:
+    return "zero3" if hasattr(parameter, "ds_id") else type(parameter).__name__
+
+
+def _whole_parameters(trainer: Fed) -> Batch:
+    """The parameters by name, put together from all ranks."""
+    if isinstance(trainer.model_wrapped, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(trainer.model_wrapped, writeback=False):
+            return {name: p.detach().clone() for name, p in trainer.model_wrapped.named_parameters()}
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    return {name: _whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def _whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if hasattr(parameter, "ds_id"):
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter]):
+            return parameter.detach().clone()
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor().detach()
+    return parameter.detach().clone()
+
+
+def _launcher_options(run: Run) -> dict[str, Any]:
+    """
+    What a launcher's configuration would say.
+
+    Accelerate gives DDP to every process that it knows to be on the CPU, whatever else was asked for. Its state is made
+    here instead, with the kind of device left open.
+    """
+    backend = run.backend
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if run.case == "bf16" else "no"
+    if backend == "ddp":
+        return {"use_cpu": True}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    options: dict[str, Any] = {"accelerator_config": {"use_configured_state": True}}
+    if backend.startswith("zero"):
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__ = {}  # else it compiles an all-reduce of its own
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+        return {"deepspeed": _deepspeed_config(int(backend[-1])), **options}
+    PartialState(backend="gloo")
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    # FSDP1 synchronises module states on accelerators only
+    fsdp = {"version": 1, "sync_module_states": False} if backend == "fsdp1" else {"version": 2}
+    return {"fsdp": True, "fsdp_config": fsdp, **options}
+
+
+def _deepspeed_config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+
+
+def main(launch: str, folder: Path) -> None:
+    dist.init_process_group("gloo", timeout=HANG)
+    rank = dist.get_rank()
+    for run in LAUNCHES[launch]:
+        batches = torch.load(folder / f"{run.model}.pt")[rank]
+        trainer = build(run, folder, batches, **_launcher_options(run))
+        with misled() if run.trainer == "misled" and rank == 1 else nullcontext():
+            seen, moved = train(trainer)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, seen)
+        if rank == 0:
+            save_file(moved, folder / f"{run.name}.safetensors")
+            (folder / f"{run.name}.json").write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,42 @@
+"""A forecast that gets gradients wrong."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from trl_fused_grpo import FusedLinearGRPOLoss
+
+
+class _Rows:
+    """Wrong for every other row."""
+
+    def __init__(self, right: Any):
+        self.right, self.live_rows = right, right.live_rows
+
+    def __call__(self, rows: slice, logps: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        grad, grad_entropies = self.right(rows, logps, entropies)
+        odd = torch.arange(rows.start, rows.stop) % 2 == 1
+        return torch.where(odd, 0.5 - 3 * grad, grad), grad_entropies
+
+
+class _WrongForecast:
+    def __init__(self, right: Any):
+        self.right, self.live = right, right.live
+
+    def at(self, index: torch.Tensor, live_rows: int) -> _Rows:
+        return _Rows(self.right.at(index, live_rows))
+
+
+@contextmanager
+def misled() -> Iterator[None]:
+    """While it lasts, whoever asks for a forecast in this process gets a wrong one."""
+    right = FusedLinearGRPOLoss.forecast
+
+    def wrong(*args: Any, **kwargs: Any) -> _WrongForecast:
+        return _WrongForecast(right(*args, **kwargs))
+
+    with mock.patch.object(FusedLinearGRPOLoss, "forecast", wrong):
+        yield
