@@ -33,6 +33,7 @@ from counting_task import TINY, Setup, counting_text, make_checkpoint, numbers_r
 from rich.console import Console
 from rich.table import Table
 
+
 KINDS = ("stock", "fused")
 RATIOS = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max"))
 LOGGED = ("loss", "grad_norm", *RATIOS, "sampling/sampling_logp_difference/mean", "reward", "fused/rows_recomputed")

@@ -12,6 +12,7 @@ carry. Accuracy is measured on sums that neither phase has seen.
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import tempfile
 import time
@@ -292,6 +293,7 @@ def main(
 ) -> None:
     """Pre-trains a small transformer on careless sums, then trains it with GRPO until it adds well."""
     warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
     transformers.set_seed(seed)
     tokenizer = make_tokenizer()

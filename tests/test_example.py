@@ -1,6 +1,7 @@
 """The arithmetic example: what its reward says, and that a short run trains, measures and draws."""
 
 import importlib.util
+import logging
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def example():
     verbosity = transformers.logging.get_verbosity()
     yield module
     transformers.logging.set_verbosity(verbosity)
+    logging.disable(logging.NOTSET)
     del sys.modules[spec.name]
 
 

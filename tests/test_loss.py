@@ -12,6 +12,7 @@ from trl_fused_grpo.objective import KL_ESTIMATORS, LOSS_TYPES, GRPOObjective
 from .grpo_oracle import grpo_loss
 from .oracle import dense_logps, relative_error
 
+
 B, T, H, V = 4, 9, 17, 53
 
 

@@ -11,6 +11,7 @@ from trl_fused_grpo.reduction import reduced, token_weights
 from .grpo_oracle import grpo_loss
 from .oracle import relative_error
 
+
 B, T = 5, 7
 
 

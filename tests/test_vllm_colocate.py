@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
