@@ -17,7 +17,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 demo: $(INSTALLED)  ## Train a small model with FusedGRPOTrainer and show its reward rise
-	$(BIN)/python examples/train_arithmetic.py
+	$(BIN)/python examples/train_arithmetic.py $(ARGS)
 
 test: $(INSTALLED)  ## Every test that runs on this machine with the newest TRL
 	$(BIN)/python -m pytest

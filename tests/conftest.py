@@ -13,5 +13,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def fresh_start() -> None:
+    """One seed, and no mixed precision left over: transformers 4 hands it on to later arguments in the environment."""
     torch.manual_seed(0)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
