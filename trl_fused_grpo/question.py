@@ -80,7 +80,7 @@ def ask_for_loss(trainer: GRPOTrainer, inputs: dict[str, Any], skip_dead: bool) 
     deferred = DEFERRED in inputs
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not deferred
     window = compat.window_normalizer(trainer, inputs) if trainer.loss_type in WINDOW_NORMALIZED_LOSSES else 1.0
-    forecast = FusedLinearGRPOLoss(objective_of(trainer, entropy_coef)).forecast(
+    forecast = FusedLinearGRPOLoss.from_objective(objective_of(trainer, entropy_coef)).forecast(
         mask,
         inputs["advantages"],
         old_per_token_logps=old_logps,

@@ -14,7 +14,7 @@ from .checks import check_shapes, check_token_ids
 from .fused_forward import attach
 from .fused_linear import FusedStats
 from .layout import LayoutName, why_not_aligned, why_not_packed
-from .lm_head import output_projection
+from .lm_head import has_adapter, output_projection
 from .question import DEFERRED, ask_for_loss, objective_of, padding_counts
 from .sampling import SAMPLING_METRICS, SamplingMetrics
 from .scoring import Question, Scores, ScoringOptions, score
@@ -61,14 +61,19 @@ class FusedGRPOTrainer(GRPOTrainer):
             )
         if isinstance(model, PreTrainedModel):
             output_projection(model)  # before the host fails on it with less to say
-        with compat.liger_flag_lowered(config):
+        with compat.liger_flag_lowered(config), compat.adapter_on_head_allowed():
             super().__init__(*args, **kwargs)
         self._check_way()
         if layer_kernels:
             compat.apply_liger_layer_kernels(self._causal_lm(self.model), config)
         for model in (self.model, self.ref_model):
             if model is not None:
-                output_projection(self._causal_lm(model))
+                head = output_projection(self._causal_lm(model))
+                if has_adapter(head) and self.args.cast_lm_head_to_fp32:
+                    raise ValueError(
+                        "cast_lm_head_to_fp32=True does not go with a PEFT adapter on lm_head: remove 'lm_head' from "
+                        "target_modules, or set cast_lm_head_to_fp32=False."
+                    )
                 attach(self._causal_lm(model))
 
     @property
