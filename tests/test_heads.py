@@ -35,11 +35,11 @@ class Known:
 class LowRankProblem:
     """Hidden states, a head and two low-rank terms, one of them of another rank."""
 
-    def __init__(self, bias=True, train_weight=False, dtype=torch.float32):
+    def __init__(self, bias=True, train_weight=False, dtype=torch.float32, device="cpu"):
         generator = torch.Generator().manual_seed(0)
 
         def randn(*shape):
-            return torch.randn(*shape, generator=generator)
+            return torch.randn(*shape, generator=generator).to(device)
 
         self.frozen = {"weight": randn(V, H) / H**0.5}
         self.leaves = {
@@ -54,7 +54,8 @@ class LowRankProblem:
         if train_weight:
             self.leaves["weight"] = self.frozen.pop("weight")
         self.leaves = {name: value.to(dtype).requires_grad_() for name, value in self.leaves.items()}
-        self.targets = torch.randint(V, (N,), generator=generator)
+        self.frozen = {name: value.to(dtype) for name, value in self.frozen.items()}
+        self.targets = torch.randint(V, (N,), generator=generator).to(device)
         self.grads = randn(N)
 
     def ours(self, way="auto", forecast=None):
@@ -171,6 +172,8 @@ def test_lora_on_the_head_follows_what_is_active_disabled_and_merged(kind):
     merged = assert_same_as_the_model(wrapped)
     if kind != "tied":  # there merging moves the embeddings too
         assert relative_error(merged, both) < 1e-5
+        with wrapped.disable_adapter():
+            assert relative_error(assert_same_as_the_model(wrapped), neither) < 1e-5
 
 
 def test_bfloat16_logits_with_lora_are_no_further_from_the_truth_than_pefts():
@@ -271,6 +274,16 @@ def test_lora_on_the_head_trains_in_the_trainer(tmp_path, kind, old_logps):
     assert sum("lm_head.lora_" in name for name in gradients) == 2
     for name, gradient in gradients.items():
         assert relative_error(our_gradients[name], gradient) < 1e-5, name
+
+
+def test_every_module_that_holds_weights_of_the_head_is_entered_through_its_own_call(tmp_path):
+    _, trainer = pair(tmp_path, lora("lm_head"))
+    head = trainer.model.get_base_model().lm_head
+    entered = []
+    for name in ("base_layer", "lora_A.default", "lora_B.default"):  # where ZeRO-3 gathers its shards
+        head.get_submodule(name).register_forward_hook(lambda *_, name=name: entered.append(name))
+    loss_and_gradients(trainer, make_inputs())
+    assert sorted(entered) == ["base_layer", "lora_A.default", "lora_B.default"]
 
 
 def test_a_run_with_lora_on_the_head_trains_and_takes_the_base_model_as_reference(tmp_path):
@@ -397,3 +410,38 @@ def test_a_quantized_head_is_refused():
     model.lm_head = QuantizedLinear(model.lm_head)
     with pytest.raises(ValueError, match="no floating-point weight"):
         output_projection(model)
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["forecast", "recompute"])
+def test_low_rank_terms_on_a_gpu(way, dtype):
+    problem = LowRankProblem(dtype=dtype, device="cuda")
+    values, stats = problem.ours(way, Known(problem.grads) if way == "forecast" else None)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    errors = [relative_error(value, truth) for value, truth in zip(values, problem.truth(), strict=True)]
+    assert max(errors) <= tolerance, errors
+    assert stats.recomputed == (0 if way == "forecast" else N)
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("old_logps", [False, True], ids=["on-policy", "off-policy"])
+def test_the_head_may_be_on_another_device(tmp_path, old_logps):
+    results = []
+    for device in ("cuda", "cpu"):
+        trainer = make_trainer(tmp_path, use_cpu=False, beta=0.1)
+        trainer.model.lm_head.to(device)
+        inputs = make_inputs(ref_per_token_logps=-8.0 * torch.ones(4, 8))
+        if old_logps:
+            inputs["old_per_token_logps"] = -9.0 * torch.ones(4, 8)
+        inputs = {name: value.cuda() for name, value in inputs.items()}
+        results.append(loss_and_gradients(trainer, inputs))
+        assert (trainer.fused_stats.way, trainer.fused_stats.recomputed) == ("forecast", 0)
+    (loss, gradients), (other_loss, other_gradients) = results
+    assert relative_error(other_loss, loss) < 1e-5
+    assert all(relative_error(other_gradients[name].cuda(), grad) < 1e-5 for name, grad in gradients.items())

@@ -1,7 +1,7 @@
 """The output projection of a causal language model, as the fused function needs it."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -162,7 +162,7 @@ def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
     return module
 
 
-def _saved_module(module: nn.Module) -> nn.Module:
+def _saved_module(module: Any) -> nn.Module:
     """The module in charge inside PEFT's wrapper for `modules_to_save`: the active adapter's copy, or the original."""
     copies = getattr(module, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
@@ -171,7 +171,7 @@ def _saved_module(module: nn.Module) -> nn.Module:
     return module.original_module if module.disable_adapters or not active else copies[active[0]]
 
 
-def weight_holders(module: nn.Module) -> list[nn.Module]:
+def weight_holders(module: Any) -> list[nn.Module]:
     """The modules inside an [`output_projection`] whose parameters a projection reads."""
     if not hasattr(module, "base_layer"):
         return [module]
@@ -198,10 +198,13 @@ def _why_not_lora(module: nn.Module) -> str | None:
     return None
 
 
-def _lora(module: nn.Module, bias: Tensor | None) -> tuple[tuple[LowRank, ...], Tensor | None]:
+def _lora(module: Any, bias: Tensor | None) -> tuple[tuple[LowRank, ...], Tensor | None]:
     """The low-rank terms of the adapters in force, and the bias with theirs."""
-    # What is merged is in the weight already
-    if not hasattr(module, "lora_A") or module.disable_adapters or module.merged:
+    if not hasattr(module, "lora_A"):
+        return (), bias
+    if module.disable_adapters and module.merged:
+        module.unmerge()  # as its own forward would
+    if module.disable_adapters or module.merged:  # what is merged is in the weight already
         return (), bias
     terms = []
     for name in module.active_adapters:
