@@ -220,6 +220,26 @@ def test_tokens_without_gradient_take_part_in_the_forward_only(monkeypatch):
     assert sum(heights) == MASK[[0, 3]].sum()
 
 
+@pytest.mark.parametrize("shape", ["per-sequence", "one-column", "per-token"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_each_token_may_have_its_own_temperature(shape, bias):
+    temperature = 0.5 + torch.rand(B, T, generator=torch.Generator().manual_seed(12))
+    if shape != "per-token":
+        temperature = temperature[:, :1]
+    leaves = [x.double().requires_grad_() for x in (HIDDEN, WEIGHT, BIAS)][: 3 if bias else 2]
+    logits = leaves[0] @ leaves[1].T + (leaves[2] if bias else 0.0)
+    log_p = (logits / temperature.unsqueeze(-1)).log_softmax(-1)
+    expected, _ = grpo_loss(
+        {"loss_type": "dapo"}, log_p.gather(-1, IDS[..., None]).squeeze(-1), MASK, ADVANTAGES, old=OLD
+    )
+    truths = torch.autograd.grad(4 * expected, leaves)
+    temperature = temperature[:, 0] if shape == "per-sequence" else temperature
+    inputs = {"old_per_token_logps": OLD, "temperature": temperature}
+    loss_fn, loss, _, grads = run(FusedLinearGRPOLoss, {"beta": 0.0}, bias, **inputs)
+    assert_close([loss, *grads], [expected.detach(), *truths], 3e-6)
+    assert loss_fn.stats.recomputed == 0
+
+
 def test_a_frozen_head_takes_the_way_of_two_gemms_and_gets_no_gradient():
     loss_fn = FusedLinearGRPOLoss(beta=0.0, temperature=TEMPERATURE, importance_sampling_level="sequence")
     hidden = HIDDEN.clone().requires_grad_()

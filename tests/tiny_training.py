@@ -12,7 +12,7 @@ def reward_length(completion_ids, **kwargs):
     return [float(len(ids)) + ids[0] % 7 for ids in completion_ids]
 
 
-def make_trainer(folder, cls=FusedGRPOTrainer, kind="llama", model=None, config=None, **options):
+def make_trainer(folder, cls=FusedGRPOTrainer, kind="llama", model=None, config=None, peft_config=None, **options):
     """A trainer of class `cls` on a tiny model; `options` go to its arguments."""
     if config is None:
         config = FusedGRPOConfig if cls is not GRPOTrainer else GRPOConfig
@@ -41,6 +41,7 @@ def make_trainer(folder, cls=FusedGRPOTrainer, kind="llama", model=None, config=
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6 w7", "w8 w9"] * 4}),
         eval_dataset=Dataset.from_dict({"prompt": ["w9 w8 w5", "w7"] * 2}),
         processing_class=tokenizer(),
+        peft_config=peft_config,
     )
 
 
@@ -67,7 +68,8 @@ def loss_and_gradients(trainer, inputs):
     trainer.model.train()
     trainer.model.zero_grad()
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    loss = trainer.compute_loss(trainer.model, {name: value.clone() for name, value in inputs.items()})
+    copies = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    loss = trainer.compute_loss(trainer.model, copies)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
     return loss.detach(), gradients

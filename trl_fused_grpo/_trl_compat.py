@@ -1,6 +1,7 @@
 """Everything that depends on the version of TRL or transformers. Each entry says what, since when and until when."""
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,6 +65,10 @@ _TOOL_MASK_NEEDS_TOOLS = Version("0.29.0") > TRL
 # kernels in its constructor rather than when training starts
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 
+# Families whose own forward depends on where the padding is: OPT counts positions from the mask, RecurrentGemma lets
+# padding into its state; so do LFM2 and Zamba2 before transformers 5
+PADDING_MATTERS = {"opt", "recurrent_gemma", *(("lfm2", "zamba2") if _TRANSFORMERS_4 else ())}
+
 
 def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     """The positions that count in the loss `[B, T]`."""
@@ -96,6 +101,8 @@ def backbone(causal_lm: PreTrainedModel) -> nn.Module:
     """
     is_composite = causal_lm.config.get_text_config() is not causal_lm.config
     module = causal_lm.model if _TRANSFORMERS_4 and is_composite else causal_lm.base_model
+    if module is causal_lm:  # Llama 4, and Gemma 3 before transformers 5, name a prefix that they do not have
+        module = getattr(causal_lm, "model", causal_lm)
     if module is causal_lm:
         raise ValueError(
             f"{type(causal_lm).__name__} does not name its backbone (base_model_prefix), so its head cannot be run "
@@ -139,6 +146,24 @@ def liger_flag_lowered(args: GRPOConfig) -> Iterator[None]:
         yield
     finally:
         args.use_liger_kernel = wanted
+
+
+@contextmanager
+def adapter_on_head_allowed() -> Iterator[None]:
+    """
+    Lift the host's refusal of a PEFT adapter on the output projection (TRL >= 1.15): its own log-probabilities would
+    leave the adapter out, ours do not.
+    """
+    host = sys.modules[GRPOTrainer.__module__]
+    tuner_layer = getattr(host, "BaseTunerLayer", None)
+    if tuner_layer is None:
+        yield
+        return
+    host.BaseTunerLayer = ()  # nothing is an instance of it
+    try:
+        yield
+    finally:
+        host.BaseTunerLayer = tuner_layer
 
 
 def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:

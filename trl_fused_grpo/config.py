@@ -85,6 +85,9 @@ class FusedGRPOConfig(GRPOConfig):
         fused_skip_dead_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
             metric then covers the others only.
+        kl_estimator (`str`, *optional*, defaults to `"k3"`):
+            How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
+            than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`.
     """
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})
@@ -107,6 +110,9 @@ class FusedGRPOConfig(GRPOConfig):
     fused_skip_dead_sequences: bool = field(
         default=False, metadata={"help": "Leave sequences without gradient out of the model."}
     )
+    kl_estimator: str = field(
+        default="k3", metadata={"help": "Estimator of the KL divergence.", "choices": ["k1", "k2", "k3", "k4"]}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -114,5 +120,7 @@ class FusedGRPOConfig(GRPOConfig):
             raise ValueError(f'fused_layout must be "auto", "packed", "aligned" or "host", not {self.fused_layout!r}.')
         if self.fused_way not in ("auto", "forecast", "recompute"):
             raise ValueError(f'fused_way must be "auto", "forecast" or "recompute", not {self.fused_way!r}.')
+        if self.kl_estimator not in ("k1", "k2", "k3", "k4"):
+            raise ValueError(f'kl_estimator must be "k1", "k2", "k3" or "k4", not {self.kl_estimator!r}.')
         if self.fused_logits_mib is not None and self.fused_logits_mib <= 0:
             raise ValueError(f"fused_logits_mib must be positive or None, not {self.fused_logits_mib}.")

@@ -79,6 +79,23 @@ class RowForecast:
         return total
 
 
+@dataclass(frozen=True)
+class DistantForecast:
+    """A [`Forecast`] whose tensors are on the device `home`, for a head that is not."""
+
+    forecast: RowForecast
+    home: torch.device
+
+    @property
+    def live_rows(self) -> int:
+        return self.forecast.live_rows
+
+    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        entropies_at_home = None if entropies is None else entropies.to(self.home)
+        grads = self.forecast(rows, logps.to(self.home), entropies_at_home)
+        return tuple(None if grad is None else grad.to(logps.device) for grad in grads)
+
+
 def forecast(objective: GRPOObjective, batch: GRPOBatch) -> BatchForecast | None:
     """
     Forecast the gradient of every position of a micro-batch, up to one common factor.

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _trl_compat as compat
+from .forecast import DistantForecast
 from .fused_linear import Forecast, FusedStats, fused_linear_logps
-from .lm_head import LMHead, output_projection
+from .lm_head import LMHead, output_projection, weight_holders
 
 
 class FusedRequest:
@@ -95,9 +96,9 @@ class FusedRequest:
             width = self.completion_ids.shape[1]
             row, column = self.positions // width, self.positions % width
             index = (row + 1) * hidden.shape[1] - width - 1 + column  # [N]
-        hidden_rows = hidden.flatten(0, 1).index_select(0, index)  # [N, H]
+        hidden_rows = hidden.flatten(0, 1).index_select(0, index.to(hidden.device))  # [N, H]
         targets = self.completion_ids.flatten().index_select(0, self.positions)  # [N]
-        module = output_projection(causal_lm)
+        home, forecast = targets.device, self.forecast
 
         def project(hidden_rows: Tensor) -> tuple[Tensor, Tensor | None]:
             head = LMHead.of(causal_lm, fp32=self.fp32)
@@ -107,15 +108,17 @@ class FusedRequest:
                 head,
                 targets.to(device),
                 self.temperature,
-                forecast=self.forecast,
+                forecast=forecast if device == home or forecast is None else DistantForecast(forecast, home),
                 stats=self.stats,
                 **self.options,
             )
-            return sheltered(logps), None if entropies is None else sheltered(entropies)
+            results = [value if value is None else sheltered(value.to(home)) for value in (logps, entropies)]
+            return tuple(results)
 
-        # Through the module's own call, so that ZeRO-3 and FSDP gather its weight, in backward too
-        with _forward_replaced(module, project):
-            logps, entropies = module(hidden_rows)
+        # Through the modules' own calls, so that ZeRO-3 and FSDP gather their weights, in backward too
+        for module in weight_holders(output_projection(causal_lm)):
+            project = functools.partial(_call_as, module, project)
+        logps, entropies = project(hidden_rows)
         return logps.real, None if entropies is None else entropies.real
 
 
@@ -126,6 +129,12 @@ def sheltered(result: Tensor) -> Tensor:
     """
     result = result.to(torch.promote_types(result.dtype, torch.float32))  # there are no complex bfloat16 tensors
     return torch.complex(result, torch.zeros_like(result))
+
+
+def _call_as(module: nn.Module, forward: Callable, *args: Any) -> Any:
+    """Call a module, hooks and all, with another forward."""
+    with _forward_replaced(module, forward):
+        return module(*args)
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def fused_linear_logps(
     hidden: Tensor,
     head: LMHead,
     targets: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     forecast: Forecast | None = None,
     way: Way = "auto",
     logits_mib: float | None = None,
@@ -106,7 +106,7 @@ def fused_linear_logps(
     Log-probability of each target and entropy of each row under `softmax(head(hidden) / temperature)`.
 
     The head is projected a chunk of rows at a time. Both outputs are differentiable once with respect to `hidden` and
-    the head's weight and bias.
+    the head's weight, bias and low-rank terms.
 
     Args:
         hidden (`Tensor`):
@@ -115,8 +115,8 @@ def fused_linear_logps(
             The output projection.
         targets (`Tensor`):
             Token ids, shape `[N]`, int64, each in `[0, V)`.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature.
+        temperature (`float` or `Tensor`, *optional*, defaults to `1.0`):
+            Sampling temperature, one for all rows or one for each, shape `[N]`.
         forecast ([`Forecast`], *optional*):
             The gradient each row is expected to receive. With a right one no row is projected twice.
         way (`str`, *optional*, defaults to `"auto"`):
@@ -148,7 +148,8 @@ def fused_linear_logps(
     if torch.is_autocast_enabled(device_type) and not head.fp32:
         compute_dtype = torch.get_autocast_dtype(device_type)
 
-    head_needs_grad = head.weight.requires_grad or (head.bias is not None and head.bias.requires_grad)
+    hidden, up, bias, temperature = head.operands(hidden, temperature)  # [N, H + r], [V, r], [V]
+    head_needs_grad = any(t is not None and t.requires_grad for t in (head.weight, bias, up))
     if not torch.is_grad_enabled() or not (hidden.requires_grad or head_needs_grad):
         resolved = "no_grad"
     else:
@@ -172,7 +173,7 @@ def fused_linear_logps(
         stats=stats,
     )
     with torch.autocast(device_type, enabled=False):
-        logps, entropies = FusedLinearLogProb.apply(hidden, head.weight, head.bias, targets, call)
+        logps, entropies = FusedLinearLogProb.apply(hidden, head.weight, bias, up, targets, call)
     return logps, entropies
 
 
@@ -183,10 +184,12 @@ class FusedLinearLogProb(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, call: _Call):
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, up: Tensor | None, targets: Tensor, call: _Call
+    ):
         # Entropies often feed a metric only: without this their gradient would arrive as zeros
         ctx.set_materialize_grads(False)
-        work = Projection(hidden, weight, bias, targets, call.transform, call.compute_dtype, call.chunk_rows)
+        work = Projection(hidden, weight, bias, up, targets, call.transform, call.compute_dtype, call.chunk_rows)
         logps, lse = work.new_rows(), work.new_rows()  # [N]
         entropies = work.new_rows() if call.entropy else None  # [N]
 
@@ -207,17 +210,17 @@ class FusedLinearLogProb(torch.autograd.Function):
 
         work.release()
         ctx.call, ctx.prepaid = call, prepaid
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
+        ctx.save_for_backward(hidden, weight, bias, up, targets, lse, entropies)
         return logps, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logps: Tensor | None, grad_entropies: Tensor | None):
-        hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
+        hidden, weight, bias, up, targets, lse, entropies = ctx.saved_tensors
         # A second backward through a retained graph finds nothing prepaid and recomputes
         call, prepaid, ctx.prepaid = ctx.call, ctx.prepaid, None
 
-        work = Projection(hidden, weight, bias, targets, call.transform, call.compute_dtype, call.chunk_rows)
+        work = Projection(hidden, weight, bias, up, targets, call.transform, call.compute_dtype, call.chunk_rows)
         grad_logps = torch.zeros_like(lse) if grad_logps is None else grad_logps.to(lse.dtype)  # [N]
         if prepaid is None:
             gradients = Gradients(work, ctx.needs_input_grad)
@@ -234,7 +237,7 @@ class FusedLinearLogProb(torch.autograd.Function):
             row_entropies = None if entropies is None else entropies[index]
             gradients.add(index, work.project(index), lse[index], row_entropies, *row_grads)
         work.release()
-        return *gradients.finish(hidden.dtype), None, None
+        return *gradients.finish(), None, None
 
 
 class _Prepaid(NamedTuple):

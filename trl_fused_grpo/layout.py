@@ -48,6 +48,8 @@ def why_not_aligned(model: PreTrainedModel, is_multimodal: bool, reads_padding: 
         return "a prompt-learning adapter puts virtual tokens before the row"
     if causal_lm.config.get_text_config() is not causal_lm.config:
         return "it is a composite model"
+    if causal_lm.config.model_type in compat.PADDING_MATTERS:
+        return "its own results depend on the padding"
     if not _takes_position_ids(type(compat.backbone(causal_lm))):
         return "it takes no position_ids"
     return None

@@ -1,11 +1,44 @@
 """The output projection of a causal language model, as the fused function needs it."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+
+_ADVICE = "train with use_liger_loss=False"
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """
+    A low-rank term beside a head's weight, as LoRA trains it: `W + scale * b @ a`, which nobody ever builds.
+
+    Args:
+        a (`Tensor`):
+            Shape `[r, H]`.
+        b (`Tensor`):
+            Shape `[V, r]`.
+        scale (`float`, *optional*, defaults to `1.0`):
+            Multiplier of the term.
+        dropout (`float`, *optional*, defaults to `0.0`):
+            Probability with which an element of the hidden states is dropped on its way into `a`.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    dropout: float = 0.0
+
+    def down(self, hidden: Tensor) -> Tensor:
+        """What `b` is applied to `[N, r]`, from hidden states `[N, H]`."""
+        hidden = F.dropout(hidden, self.dropout).to(self.a.dtype)
+        return self.scale * F.linear(hidden, self.a)  # [N, H] @ [H, r]
 
 
 @dataclass(frozen=True)
@@ -21,9 +54,11 @@ class LMHead:
         logit_scale (`float`, *optional*, defaults to `1.0`):
             Multiplier of the logits (Cohere, Falcon-H1; Granite divides, so its scale is the inverse).
         softcap (`float`, *optional*):
-            `softcap * tanh(logits / softcap)`, after the scale (Gemma 2).
+            `softcap * tanh(logits / softcap)`, after the scale (Gemma 2, RecurrentGemma, xLSTM).
         fp32 (`bool`, *optional*, defaults to `False`):
             Whether the projection stays in the weight's dtype under autocast (`cast_lm_head_to_fp32`).
+        low_rank (`tuple[LowRank, ...]`, *optional*):
+            Low-rank terms beside the weight.
     """
 
     weight: Tensor
@@ -31,6 +66,7 @@ class LMHead:
     logit_scale: float = 1.0
     softcap: float | None = None
     fp32: bool = False
+    low_rank: tuple[LowRank, ...] = ()
 
     @classmethod
     def of(cls, causal_lm: PreTrainedModel, fp32: bool = False) -> "LMHead":
@@ -42,57 +78,159 @@ class LMHead:
         """
         module = output_projection(causal_lm)
         text_config = causal_lm.config.get_text_config()
+        low_rank, bias = _lora(module, getattr(module, "bias", None))
         return cls(
             weight=module.weight,
-            bias=getattr(module, "bias", None),
+            bias=bias,
             logit_scale=_logit_scale(text_config),
-            softcap=getattr(text_config, "final_logit_softcapping", None),
+            softcap=_first(text_config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"),
             fp32=fp32,
+            low_rank=low_rank,
         )
+
+    def operands(self, hidden: Tensor, temperature: float | Tensor) -> "Operands":
+        """
+        Spell out `(hidden @ (weight + low_rank)^T + bias) / temperature` with one temperature for all rows.
+
+        Args:
+            hidden (`Tensor`): shape `[N, H]`.
+            temperature (`float` or `Tensor`): one for all rows, or one for each, shape `[N]`.
+
+        Raises:
+            `ValueError`: for temperatures by row under a softcap, which comes before them.
+        """
+        columns = [hidden, *(term.down(hidden).to(hidden.dtype) for term in self.low_rank)]
+        up, bias = [term.b for term in self.low_rank], self.bias
+        if isinstance(temperature, Tensor):
+            if self.softcap is not None:
+                raise ValueError("a temperature for each row does not go with a softcap of the logits")
+            if bias is not None:
+                columns, up, bias = [*columns, torch.ones_like(hidden[:, :1])], [*up, bias.unsqueeze(1)], None
+            columns = [(column / temperature.unsqueeze(1)).to(hidden.dtype) for column in columns]
+            temperature = 1.0
+        return Operands(
+            columns[0] if len(columns) == 1 else torch.cat(columns, dim=1),
+            (up[0] if len(up) == 1 else torch.cat(up, dim=1)) if up else None,
+            bias,
+            temperature,
+        )
+
+
+class Operands(NamedTuple):
+    """Logits are `(hidden @ [weight, up]^T + bias) / temperature`, before scale and softcap."""
+
+    hidden: Tensor  # [N, H + r]
+    up: Tensor | None  # [V, r]
+    bias: Tensor | None  # [V]
+    temperature: float
 
 
 def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
     """
-    Return the module that maps hidden states to logits.
+    Return the module that maps hidden states to logits: a linear layer, or LoRA's around one.
 
     Raises:
-        `ValueError`: when there is none, or when it is not a plain linear layer. The message says what to change.
+        `ValueError`: when there is none, or when it is of another kind. The message says what to change.
     """
     module = causal_lm.get_output_embeddings()
     name = type(causal_lm).__name__
-    advice = "train with use_liger_loss=False"
     if module is None:
         raise ValueError(
-            f"{name} has no output projection (get_output_embeddings() is None), so there is nothing to "
-            f"fuse: pass a model with a language-modeling head, or {advice}."
+            f"{name} has no output projection (get_output_embeddings() is None), so there is nothing to fuse: pass a "
+            f"model with a language-modeling head, or {_ADVICE}."
         )
-    if hasattr(module, "lora_A"):
-        raise ValueError(
-            f"the output projection of {name} carries a PEFT adapter, which is not supported: remove "
-            f"'lm_head' from target_modules, or {advice}."
-        )
+    module = _saved_module(module)
     weight = getattr(module, "weight", None)
     if weight is None or weight.is_meta or not weight.is_floating_point():
         raise ValueError(
-            f"the output projection of {name} ({type(module).__name__}) has no floating-point weight in "
-            f"memory: leave it out of quantization and offloading, or {advice}."
+            f"the output projection of {name} ({type(module).__name__}) has no floating-point weight in memory: leave "
+            f"it out of quantization and offloading, or {_ADVICE}."
         )
     # Between forwards FSDP2 keeps its shards in DTensors too
     if isinstance(weight, DTensor) and not any(isinstance(m, FSDPModule) for m in causal_lm.modules()):
         raise ValueError(
-            f"the output projection of {name} is sharded by tensor parallelism, which is not supported: "
-            f"leave it out of the plan, or {advice}."
+            f"the output projection of {name} is sharded by tensor parallelism, which is not supported: leave it out "
+            f"of the plan, or {_ADVICE}."
+        )
+    reason = _why_not_lora(module)
+    if reason is not None:
+        raise ValueError(
+            f"the output projection of {name} carries an adapter that is not plain LoRA ({reason}), so that its logits "
+            f"are not those of a weight and a low-rank term: use plain LoRA, leave the head out of the adapter, or "
+            f"{_ADVICE}."
         )
     return module
 
 
+def _saved_module(module: Any) -> nn.Module:
+    """The module in charge inside PEFT's wrapper for `modules_to_save`: the active adapter's copy, or the original."""
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return module
+    active = [name for name in module.active_adapters if name in copies]
+    return module.original_module if module.disable_adapters or not active else copies[active[0]]
+
+
+def weight_holders(module: Any) -> list[nn.Module]:
+    """The modules inside an [`output_projection`] whose parameters a projection reads."""
+    if not hasattr(module, "base_layer"):
+        return [module]
+    terms = [parts[name] for name in module.lora_A for parts in (module.lora_A, module.lora_B)]
+    return [module.base_layer, *terms]
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether an [`output_projection`] carries LoRA."""
+    return hasattr(module, "base_layer")
+
+
+def _why_not_lora(module: nn.Module) -> str | None:
+    """Why an adapter around a linear layer is more than LoRA, or `None`, also where there is no adapter."""
+    if hasattr(module, "token_adapter"):
+        return "trainable tokens"
+    if not hasattr(module, "base_layer"):
+        return None
+    if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
+        return type(module).__name__
+    variants = {**getattr(module, "lora_variant", {}), **{n: "DoRA" for n, on in module.use_dora.items() if on}}
+    for name, variant in variants.items():
+        return f"{name}: {variant if isinstance(variant, str) else type(variant).__name__}"
+    return None
+
+
+def _lora(module: Any, bias: Tensor | None) -> tuple[tuple[LowRank, ...], Tensor | None]:
+    """The low-rank terms of the adapters in force, and the bias with theirs."""
+    if not hasattr(module, "lora_A"):
+        return (), bias
+    if module.disable_adapters and module.merged:
+        module.unmerge()  # as its own forward would
+    if module.disable_adapters or module.merged:  # what is merged is in the weight already
+        return (), bias
+    terms = []
+    for name in module.active_adapters:
+        if name not in module.lora_A:
+            continue
+        a, b, dropout, scale = (
+            parts[name] for parts in (module.lora_A, module.lora_B, module.lora_dropout, module.scaling)
+        )
+        terms.append(
+            LowRank(a.weight, b.weight, scale, dropout.p if dropout.training and hasattr(dropout, "p") else 0.0)
+        )
+        if b.bias is not None:
+            bias = scale * b.bias if bias is None else bias + scale * b.bias
+    return tuple(terms), bias
+
+
 def _logit_scale(text_config) -> float:
     """Multiplier of the raw logits under the names that model families give it; a real 0.0 is kept."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(text_config, name, None) is not None:
-            return getattr(text_config, name)
-    scaling = getattr(text_config, "logits_scaling", None)
-    if scaling is None:
-        return 1.0
+    scale = _first(text_config, "logit_scale", "output_multiplier", "lm_head_multiplier")
+    scaling = _first(text_config, "logits_scaling")
+    if scale is not None or scaling is None:
+        return 1.0 if scale is None else scale
     # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
     return scaling if text_config.model_type == "hyperclovax" else 1 / scaling
+
+
+def _first(config, *names: str) -> float | None:
+    """The first of these options that is set; families name the same thing differently."""
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)

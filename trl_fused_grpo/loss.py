@@ -81,8 +81,6 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         nn.Module.__init__(self)  # Liger's own takes fewer arguments in older releases
         # Plain attributes under the arguments' names, as in Liger, where code that uses it sets them
         vars(self).update(options)
-        if isinstance(beta, GRPOObjective):
-            vars(self).update(asdict(beta))
         self.stats = FusedStats()
         for name in ("sapo_temperature_pos", "sapo_temperature_neg", "delta"):
             value = getattr(self, name)
@@ -118,6 +116,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         normalizer: Tensor | float | None = None,
         entropy_normalizer: Tensor | float | None = None,
         sampling_per_token_logps: Tensor | None = None,
+        temperature: Tensor | None = None,
         return_outputs: bool = False,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | GRPOLossOutput:
         """
@@ -148,6 +147,8 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
                 What the entropy bonus divides by in place of this call's count of tokens.
             sampling_per_token_logps (`Tensor`, *optional*):
                 The sampler's `[B, T]`, for the off-policy sequence mask. Defaults to the old ones.
+            temperature (`Tensor`, *optional*):
+                Sampling temperature of each sequence or token: `[B]`, `[B, 1]` or `[B, T]`.
             return_outputs (`bool`, *optional*, defaults to `False`):
                 Whether to return a [`GRPOLossOutput`].
 
@@ -170,7 +171,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
                 "old_per_token_logps": old_per_token_logps,
                 "sampling_per_token_logps": sampling_per_token_logps,
             },
-            per_sequence={"advantages": advantages, "vllm_is_ratio": vllm_is_ratio},
+            per_sequence={"advantages": advantages, "vllm_is_ratio": vllm_is_ratio, "temperature": temperature},
         )
         mask = attention_mask.float()  # [B, T]
         counted = mask != 0
@@ -179,7 +180,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             counted = torch.ones_like(counted)
         if normalizer is None and objective.has_window:
             normalizer = tokens_per_process(mask, num_items_in_batch)
-        score = partial(self._score, selected_token_ids)
+        score = partial(self._score, selected_token_ids, self.temperature if temperature is None else temperature)
         ref_per_token_logps = self._reference(ref_per_token_logps, ref_input, ref_weight, ref_bias, counted, score)
         batch = GRPOBatch(
             mask=mask,
@@ -218,12 +219,20 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         return objective.importance_sampling_level == "token" or has_kl or (ratio is not None and ratio[0].numel() > 1)
 
     def _score(
-        self, token_ids: Tensor, hidden: Tensor, head: LMHead, positions: Tensor, **options: Any
+        self,
+        token_ids: Tensor,
+        temperature: float | Tensor,
+        hidden: Tensor,
+        head: LMHead,
+        positions: Tensor,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and entropies `[B, T]`, zero but at the flat `positions`."""
+        if isinstance(temperature, Tensor):
+            temperature = as_columns(temperature).expand(token_ids.shape).flatten().index_select(0, positions)  # [N]
         rows = hidden.flatten(0, -2).index_select(0, positions)  # [N, H]
         targets = token_ids.flatten().index_select(0, positions)  # [N]
-        values = fused_linear_logps(rows, head, targets, self.temperature, logits_mib=self.logits_mib, **options)
+        values = fused_linear_logps(rows, head, targets, temperature, logits_mib=self.logits_mib, **options)
 
         def in_place(value: Tensor) -> Tensor:
             return value.new_zeros(token_ids.numel()).index_put((positions,), value).view(token_ids.shape)

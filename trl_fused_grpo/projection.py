@@ -15,9 +15,10 @@ class Projection:
     Rows of hidden states, the head they are projected through, and one buffer of logits for all chunks.
 
     Args:
-        hidden (`Tensor`): shape `[N, H]`.
+        hidden (`Tensor`): shape `[N, H + r]`.
         weight (`Tensor`): shape `[V, H]`.
         bias (`Tensor`, *optional*): shape `[V]`.
+        up (`Tensor`, *optional*): shape `[V, r]`, what the last `r` columns of `hidden` are projected through.
         targets (`Tensor`): shape `[N]`.
         transform (`LogitTransform`): scale, softcap and temperature of the logits.
         compute_dtype (`torch.dtype`): dtype of the GEMMs' inputs and of the logits.
@@ -29,12 +30,14 @@ class Projection:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        up: Tensor | None,
         targets: Tensor,
         transform: LogitTransform,
         compute_dtype: torch.dtype,
         chunk_rows: int,
     ):
-        self.hidden, self.weight, self.bias, self.targets, self.transform = hidden, weight, bias, targets, transform
+        self.hidden, self.weight, self.bias, self.up = hidden, weight, bias, up
+        self.targets, self.transform = targets, transform
         self.compute_dtype, self.chunk_rows = compute_dtype, chunk_rows
         self.kernels = kernels.for_device(hidden.device)
         self._cast_weight: Tensor | None = None
@@ -42,9 +45,10 @@ class Projection:
 
     @property
     def cast_weight(self) -> Tensor:
-        """The weight in the compute dtype `[V, H]`: cast once, at the first chunk that asks."""
+        """The weight in the compute dtype, `up` beside it, `[V, H + r]`: made once, at the first chunk that asks."""
         if self._cast_weight is None:
-            self._cast_weight = self.weight.to(self.compute_dtype)
+            parts = [part.to(self.compute_dtype) for part in (self.weight, self.up) if part is not None]
+            self._cast_weight = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return self._cast_weight
 
     def new_rows(self) -> Tensor:
@@ -61,18 +65,18 @@ class Projection:
                 yield slice(start, min(start + size, last))
 
     def rows_of_hidden(self, rows: slice | Tensor) -> Tensor:
-        """Hidden states of `rows` in the compute dtype `[n, H]`."""
+        """Hidden states of `rows` in the compute dtype `[n, H + r]`."""
         hidden = self.hidden[rows] if isinstance(rows, slice) else self.hidden.index_select(0, rows)
         return hidden.to(self.compute_dtype)
 
     def project(self, rows: slice | Tensor) -> Tensor:
         """Raw logits of `rows` `[n, V]`, in the shared buffer: the next call overwrites them."""
-        hidden = self.rows_of_hidden(rows)  # [n, H]
+        hidden = self.rows_of_hidden(rows)  # [n, H + r]
         if self._buffer is None or len(self._buffer) < len(hidden):
             self._buffer = None  # freed before its successor is allocated
             self._buffer = hidden.new_empty(len(hidden), self.weight.shape[0])
         logits = self._buffer[: len(hidden)]
-        torch.mm(hidden, self.cast_weight.t(), out=logits)  # [n, H] @ [H, V]
+        torch.mm(hidden, self.cast_weight.t(), out=logits)  # [n, H + r] @ [H + r, V]
         if self.bias is not None:
             logits += self.bias.to(self.compute_dtype)
         return logits
@@ -84,11 +88,11 @@ class Projection:
 
 class Gradients:
     """
-    Gradients of hidden states, weight and bias, added up chunk by chunk in float32. Only those that are needed exist.
+    Gradients of hidden states, weight, bias and `up`, added up chunk by chunk in float32. Only those needed exist.
 
     Args:
         work (`Projection`): the rows and the head.
-        needs (`Sequence[bool]`): whether hidden, weight and bias need a gradient, in this order.
+        needs (`Sequence[bool]`): whether hidden, weight, bias and `up` need a gradient, in this order.
     """
 
     def __init__(self, work: Projection, needs: Sequence[bool]):
@@ -97,9 +101,10 @@ class Gradients:
         # One GEMM makes a row's gradient whole, so nothing adds up in it; float16 alone lacks the range to hold it
         row_dtype = acc_dtype if work.compute_dtype == torch.float16 else work.compute_dtype
         row_dtype = torch.promote_types(row_dtype, work.hidden.dtype)  # as fine as what is returned
-        self.hidden = torch.zeros_like(work.hidden, dtype=row_dtype) if needs[0] else None  # [N, H]
+        self.hidden = torch.zeros_like(work.hidden, dtype=row_dtype) if needs[0] else None  # [N, H + r]
         self.weight = torch.empty_like(work.weight, dtype=acc_dtype) if needs[1] else None  # [V, H]
         self.bias = torch.zeros_like(work.bias, dtype=acc_dtype) if work.bias is not None and needs[2] else None
+        self.up = torch.zeros_like(work.up, dtype=acc_dtype) if work.up is not None and needs[3] else None  # [V, r]
         self._weight_is_empty = True
         self._pending: float | Tensor | None = None
 
@@ -119,17 +124,21 @@ class Gradients:
             logits, work.targets[rows], lse, entropies, grad_logps, grad_entropies, work.transform
         )  # [n, V]
         if self.hidden is not None:
-            # [n, V] @ [V, H]
+            # [n, V] @ [V, H + r]
             if isinstance(rows, slice):
                 _mm(logits, work.cast_weight, out=self.hidden[rows])
             else:
                 grad = self.hidden.new_empty(len(rows), self.hidden.shape[1])
                 _mm(logits, work.cast_weight, out=grad)
                 self.hidden.index_add_(0, rows, grad)
+        width = work.weight.shape[1]
         if self.weight is not None:
             # [V, n] @ [n, H]; the first product needs no zeros to add to
-            (_mm if self._weight_is_empty else _addmm)(logits.t(), work.rows_of_hidden(rows), out=self.weight)
+            hidden = work.rows_of_hidden(rows)[:, :width]
+            (_mm if self._weight_is_empty else _addmm)(logits.t(), hidden, out=self.weight)
             self._weight_is_empty = False
+        if self.up is not None:
+            _addmm(logits.t(), work.rows_of_hidden(rows)[:, width:], out=self.up)  # [V, n] @ [n, r]
         if self.bias is not None:
             self.bias += logits.sum(0, dtype=self.bias.dtype)
 
@@ -143,7 +152,7 @@ class Gradients:
 
     def _apply_pending(self) -> None:
         if self._pending is not None:
-            for grad in (self.hidden, self.weight, self.bias):
+            for grad in (self.hidden, self.weight, self.bias, self.up):
                 if grad is not None:
                     grad.mul_(self._pending)
             self._pending = None
@@ -151,18 +160,17 @@ class Gradients:
     def reset(self) -> None:
         """Forget everything that was added."""
         self._pending, self._weight_is_empty = None, True
-        for grad in (self.hidden, self.bias):
+        for grad in (self.hidden, self.bias, self.up):
             if grad is not None:
                 grad.zero_()
 
-    def finish(self, hidden_dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients in the dtypes of what they belong to; each is cast once, here."""
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """The gradients of hidden, weight, bias and `up` in their dtypes; each is cast once, here."""
         if self.weight is not None and self._weight_is_empty:
             self.weight.zero_()
-        hidden = None if self.hidden is None else self._finished(self.hidden, hidden_dtype)
-        weight = None if self.weight is None else self._finished(self.weight, self.work.weight.dtype)
-        bias = None if self.bias is None else self._finished(self.bias, self.work.bias.dtype)
-        return hidden, weight, bias
+        work = self.work
+        pairs = (self.hidden, work.hidden), (self.weight, work.weight), (self.bias, work.bias), (self.up, work.up)
+        return tuple(None if grad is None else self._finished(grad, owner.dtype) for grad, owner in pairs)
 
     def _finished(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         if self._pending is None:

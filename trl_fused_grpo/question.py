@@ -16,7 +16,7 @@ from .scoring import Question
 # Marks micro-batches whose importance ratio generation left to the training pass
 DEFERRED = "importance_sampling_ratio_from_training"
 
-# Options of the objective that TRL keeps in its arguments; older versions have fewer
+# Options of the objective in the arguments; older versions of TRL have fewer, and its own config has no estimator
 _OPTIONS_IN_ARGS = (
     "delta",
     "use_bias_correction_kl",
@@ -26,6 +26,7 @@ _OPTIONS_IN_ARGS = (
     "vespo_lambda_pos",
     "vespo_k_neg",
     "vespo_lambda_neg",
+    "kl_estimator",
 )
 
 
@@ -34,11 +35,16 @@ def has_own_objective(trainer: GRPOTrainer) -> bool:
     return type(trainer)._compute_loss is not GRPOTrainer._compute_loss
 
 
+def beta_of(trainer: GRPOTrainer) -> float:
+    """Coefficient of the KL term, also while it is hidden from the host (`kl.py`)."""
+    return getattr(trainer, "_hidden_beta", None) or trainer.beta
+
+
 def padding_counts(trainer: GRPOTrainer) -> bool:
     """Whether the host's objective reads padding positions too."""
     if trainer.loss_type != "luspo" or not compat.LUSPO_COUNTS_PADDING:
         return False
-    per_sequence = trainer.importance_sampling_level == "sequence" and trainer.beta == 0.0
+    per_sequence = trainer.importance_sampling_level == "sequence" and beta_of(trainer) == 0.0
     return not (per_sequence and not trainer.use_vllm and trainer.top_entropy_quantile == 1.0)
 
 
@@ -48,7 +54,7 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0) -> GRPOObjecti
         loss_type=trainer.loss_type,
         epsilon_low=trainer.epsilon_low,
         epsilon_high=trainer.epsilon_high,
-        beta=trainer.beta,
+        beta=beta_of(trainer),
         importance_sampling_level=trainer.importance_sampling_level,
         entropy_coef=entropy_coef,
         max_completion_length=trainer.max_completion_length,
@@ -80,7 +86,7 @@ def ask_for_loss(trainer: GRPOTrainer, inputs: dict[str, Any], skip_dead: bool) 
     deferred = DEFERRED in inputs
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not deferred
     window = compat.window_normalizer(trainer, inputs) if trainer.loss_type in WINDOW_NORMALIZED_LOSSES else 1.0
-    forecast = FusedLinearGRPOLoss(objective_of(trainer, entropy_coef)).forecast(
+    forecast = FusedLinearGRPOLoss.from_objective(objective_of(trainer, entropy_coef)).forecast(
         mask,
         inputs["advantages"],
         old_per_token_logps=old_logps,

@@ -13,8 +13,9 @@ from . import _trl_compat as compat
 from .checks import check_shapes, check_token_ids
 from .fused_forward import attach
 from .fused_linear import FusedStats
+from .kl import kl_left_out, kl_term, replaces_kl
 from .layout import LayoutName, why_not_aligned, why_not_packed
-from .lm_head import output_projection
+from .lm_head import has_adapter, output_projection
 from .question import DEFERRED, ask_for_loss, objective_of, padding_counts
 from .sampling import SAMPLING_METRICS, SamplingMetrics
 from .scoring import Question, Scores, ScoringOptions, score
@@ -49,6 +50,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         self._loss_question: Question | None = None
         self._stats: list[FusedStats] = []
         self._loss_inputs: dict[str, Any] | None = None
+        self._loss_logps: Tensor | None = None
         self._defers_next_pass = False
         self._sampling_metrics = SamplingMetrics()
         if not self.use_liger_loss:
@@ -61,14 +63,19 @@ class FusedGRPOTrainer(GRPOTrainer):
             )
         if isinstance(model, PreTrainedModel):
             output_projection(model)  # before the host fails on it with less to say
-        with compat.liger_flag_lowered(config):
+        with compat.liger_flag_lowered(config), compat.adapter_on_head_allowed():
             super().__init__(*args, **kwargs)
         self._check_way()
         if layer_kernels:
             compat.apply_liger_layer_kernels(self._causal_lm(self.model), config)
         for model in (self.model, self.ref_model):
             if model is not None:
-                output_projection(self._causal_lm(model))
+                head = output_projection(self._causal_lm(model))
+                if has_adapter(head) and self.args.cast_lm_head_to_fp32:
+                    raise ValueError(
+                        "cast_lm_head_to_fp32=True does not go with a PEFT adapter on lm_head: remove 'lm_head' from "
+                        "target_modules, or set cast_lm_head_to_fp32=False."
+                    )
                 attach(self._causal_lm(model))
 
     @property
@@ -94,9 +101,13 @@ class FusedGRPOTrainer(GRPOTrainer):
         self._loss_inputs = inputs = dict(inputs)
         self._loss_question = self._ask_for_loss(inputs)
         try:
-            return self._compute_loss(model, inputs)
+            if not replaces_kl(self):
+                return self._compute_loss(model, inputs)
+            with kl_left_out(self):
+                loss = self._compute_loss(model, inputs)
+            return loss + kl_term(self, inputs, self._loss_logps)
         finally:
-            self._loss_question = self._loss_inputs = None
+            self._loss_question = self._loss_inputs = self._loss_logps = None
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         output = super().training_step(model, inputs, num_items_in_batch)
@@ -200,6 +211,7 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     def _finish_loss_pass(self, scores: Scores) -> None:
         """Give the host the importance ratio that generation left out, before it reads it."""
+        self._loss_logps = scores.logps
         if torch.is_grad_enabled():
             self._stats += scores.stats
         inputs = self._loss_inputs

@@ -1,0 +1,106 @@
+"""Another KL estimator in the trainer changes the KL term and nothing else."""
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo import trainer as trainer_module
+from trl_fused_grpo._trl_compat import TRL
+
+from .oracle import relative_error
+from .tiny_training import loss_and_gradients, make_inputs, make_trainer
+
+
+def inputs_with_reference(trainer):
+    """A micro-batch whose old and reference log-probs lie around the current ones."""
+    inputs = make_inputs()
+    with torch.no_grad():
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 8)[0]
+    generator = torch.Generator().manual_seed(6)
+    inputs["old_per_token_logps"] = logps + 0.1 * torch.randn(logps.shape, generator=generator)
+    inputs["ref_per_token_logps"] = logps + 0.3 * torch.randn(logps.shape, generator=generator)
+    return inputs
+
+
+LOSSES = {
+    "dapo": {},
+    "grpo": {"loss_type": "grpo"},
+    "grpo-sequence-level": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "bnpo-accumulated": {"loss_type": "bnpo", "gradient_accumulation_steps": 3},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "bias-corrected": {"use_bias_correction_kl": True},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
+def test_our_own_k3_term_is_the_hosts(tmp_path, monkeypatch, name, is_training):
+    if name == "luspo" and TRL.release < (0, 28):
+        pytest.skip("this TRL has no LUSPO")
+    options = {"beta": 0.2, **LOSSES[name]}
+    stock = make_trainer(tmp_path, GRPOTrainer, **options)
+    ours = make_trainer(tmp_path, **options)
+    inputs = inputs_with_reference(stock)
+    monkeypatch.setattr(trainer_module, "replaces_kl", lambda trainer: True)
+    if not is_training:
+        losses = []
+        for trainer in (stock, ours):
+            trainer.model.eval()
+            trainer.current_gradient_accumulation_steps = 1
+            with torch.no_grad():
+                losses.append(trainer.compute_loss(trainer.model, dict(inputs)))
+        assert relative_error(losses[1], losses[0]) < 1e-5
+        assert ours._metrics["eval"]["kl/k3"] == pytest.approx(stock._metrics["eval"]["kl"], rel=1e-4)
+        return
+    (loss, gradients), (our_loss, our_gradients) = (loss_and_gradients(t, inputs) for t in (stock, ours))
+    assert relative_error(our_loss, loss) < 1e-5
+    assert all(relative_error(our_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
+    assert ours._metrics["train"]["kl/k3"] == pytest.approx(stock._metrics["train"]["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k4"])
+@pytest.mark.parametrize("old_logps", [True, False], ids=["off-policy", "on-policy"])
+def test_an_estimator_adds_its_own_term_as_forecast(tmp_path, estimator, old_logps):
+    plain = make_trainer(tmp_path)
+    inputs = inputs_with_reference(plain)
+    if not old_logps:
+        del inputs["old_per_token_logps"]
+    loss, gradients = loss_and_gradients(plain, inputs)
+    ours = make_trainer(tmp_path, beta=0.2, kl_estimator=estimator, use_bias_correction_kl=False)
+    our_loss, our_gradients = loss_and_gradients(ours, inputs)
+    assert (ours.fused_stats.way, ours.fused_stats.recomputed) == ("forecast", 0)
+    assert ours.beta == 0.2
+
+    # the difference of the two is the term alone, from the model's own logits in float64
+    model = plain.model.double()
+    model.zero_grad()
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    log_p = model(input_ids=ids, attention_mask=mask).logits[:, 2:-1].log_softmax(-1)
+    logps = log_p.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    gap = logps - inputs["ref_per_token_logps"]
+    ratio = (logps - inputs.get("old_per_token_logps", logps.detach())).exp()
+    kl = {"k1": gap, "k2": gap**2 / 2, "k4": ratio * gap}[estimator]
+    term = 0.2 * (kl * inputs["completion_mask"]).sum() / inputs["num_items_in_batch"]
+    term.backward()
+    assert (our_loss - loss).item() == pytest.approx(term.item(), rel=1e-4)
+    for name, parameter in model.named_parameters():
+        assert relative_error(our_gradients[name] - gradients[name], parameter.grad) < 1e-4, name
+    (logged,) = ours._metrics["train"][f"kl/{estimator}"]
+    mean = (kl * inputs["completion_mask"]).sum() / inputs["completion_mask"].sum()
+    assert logged == pytest.approx(mean.item(), rel=1e-4)
+    assert "kl" not in ours._metrics["train"]
+
+
+def test_an_unknown_estimator_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="kl_estimator must be"):
+        FusedGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, kl_estimator="k5")
+
+
+def test_the_default_is_the_hosts_own_term(tmp_path):
+    trainer = make_trainer(tmp_path, FusedGRPOTrainer, beta=0.2)
+    assert not trainer_module.replaces_kl(trainer)

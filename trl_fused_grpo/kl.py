@@ -1,0 +1,61 @@
+"""Another KL estimator than the host's: its term is left out of the host's loss and added with the same weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from . import _trl_compat as compat
+from .batch import GRPOBatch, as_columns
+from .objective import token_terms
+from .question import has_own_objective, objective_of
+from .reduction import token_weights
+
+
+def replaces_kl(trainer: GRPOTrainer) -> bool:
+    """Whether the KL term is ours to compute; that of a subclass's own objective is not."""
+    return trainer.beta != 0.0 and objective_of(trainer).kl_estimator != "k3" and not has_own_objective(trainer)
+
+
+@contextmanager
+def kl_left_out(trainer: GRPOTrainer) -> Iterator[None]:
+    """While it lasts, the host's loss has no KL term."""
+    trainer._hidden_beta, trainer.beta = trainer.beta, 0.0
+    try:
+        yield
+    finally:
+        trainer.beta, trainer._hidden_beta = trainer._hidden_beta, None
+
+
+def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tensor:
+    """
+    `beta` times the KL divergence of a micro-batch, aggregated as the host aggregates its loss; a scalar. Logs the mean
+    over tokens under the estimator's name.
+
+    Args:
+        trainer (`GRPOTrainer`): whose objective it is.
+        inputs (`dict`): the micro-batch as the host's `_compute_loss` gets it.
+        logps (`Tensor`): `[B, T]`, differentiable.
+    """
+    objective = objective_of(trainer)
+    if objective.loss_type == "luspo" and compat.LUSPO_COUNTS_PADDING:
+        objective = replace(objective, reduction="padded_sequence_sum")
+    is_training = trainer.model.training
+    batch = GRPOBatch(
+        mask=compat.loss_mask(trainer, inputs),
+        advantages=as_columns(inputs["advantages"]),
+        old_per_token_logps=inputs.get("old_per_token_logps"),
+        ref_per_token_logps=inputs["ref_per_token_logps"],
+        normalizer=compat.window_normalizer(trainer, inputs) if objective.has_window else None,
+        accumulation=trainer.current_gradient_accumulation_steps if is_training and not objective.has_window else 1.0,
+    )
+    # The policy term that comes along is the host's to judge
+    kl = token_terms(replace(objective, off_policy_mask_threshold=None, top_entropy_quantile=1.0), batch, logps).kl
+    sums = torch.stack([(kl.detach() * batch.mask).sum(), batch.mask.sum()])
+    total, count = trainer.accelerator.reduce(sums, reduction="sum").tolist()
+    trainer._metrics["train" if is_training else "eval"][f"kl/{objective.kl_estimator}"].append(total / max(count, 1.0))
+    return objective.beta * (kl * token_weights(objective, batch)).sum()
