@@ -294,6 +294,7 @@ def main(
     """Pre-trains a small transformer on careless sums, then trains it with GRPO until it adds well."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    torch.set_num_threads(1)  # matrices this small gain little from more, and lose much on a busy machine
     transformers.logging.set_verbosity_error()
     transformers.set_seed(seed)
     tokenizer = make_tokenizer()

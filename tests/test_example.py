@@ -27,8 +27,9 @@ def example():
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    verbosity = transformers.logging.get_verbosity()
+    verbosity, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
     yield module
+    torch.set_num_threads(threads)
     transformers.logging.set_verbosity(verbosity)
     logging.disable(logging.NOTSET)
     del sys.modules[spec.name]
