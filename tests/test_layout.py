@@ -150,6 +150,13 @@ def test_a_model_whose_attention_ignores_borders_is_not_trained_on_them(tmp_path
         loss_and_gradients(trainer, every_length())
 
 
+def test_left_to_choose_such_a_model_is_trained_on_aligned_rows(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.model.config.num_hidden_layers = 3
+    assert_same(trainer, make_trainer(tmp_path, GRPOTrainer), every_length())
+    assert trainer._layout(trainer.model) == "aligned"
+
+
 def test_generation_still_works_after_packed_training(tmp_path):
     trainer = make_trainer(tmp_path, fused_layout="packed")
     ids = torch.tensor([[5, 6, 7], [0, 6, 7]])

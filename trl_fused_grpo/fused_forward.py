@@ -17,6 +17,10 @@ from .fused_linear import Forecast, FusedStats, fused_linear_logps
 from .lm_head import LMHead, output_projection, weight_holders
 
 
+class BordersIgnoredError(RuntimeError):
+    """A model ran over packed sequences as if they were one."""
+
+
 class FusedRequest:
     """
     What a forward should return in place of logits. It travels as one opaque callable: mixed-precision wrappers cast
@@ -82,10 +86,10 @@ class FusedRequest:
         Raise when fewer attention layers honoured the borders of packed sequences than the model has.
 
         Raises:
-            `RuntimeError`: naming the layout to ask for.
+            [`BordersIgnoredError`]: naming the layout to ask for.
         """
         if self.attention_layers is not None and packed_layers != self.attention_layers:
-            raise RuntimeError(
+            raise BordersIgnoredError(
                 f"only {packed_layers} of {self.attention_layers} attention layers honour the borders of packed "
                 'sequences: set fused_layout="aligned" in FusedGRPOConfig.'
             )

@@ -1,6 +1,7 @@
 """`FusedGRPOTrainer`: TRL's `GRPOTrainer` with its log-probabilities taken from the fused linear function."""
 
 import inspect
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from trl import GRPOTrainer
 
 from . import _trl_compat as compat
 from .checks import check_shapes, check_token_ids
-from .fused_forward import attach
+from .fused_forward import BordersIgnoredError, attach
 from .fused_linear import FusedStats
 from .kl import kl_left_out, kl_term, replaces_kl
 from .layout import LayoutName, why_not_aligned, why_not_packed
@@ -53,6 +54,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         self._loss_logps: Tensor | None = None
         self._defers_next_pass = False
         self._sampling_metrics = SamplingMetrics()
+        self._borders_ignored = False
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
             return
@@ -192,18 +194,17 @@ class FusedGRPOTrainer(GRPOTrainer):
             layout=self._layout(model, bool(multimodal)),
         )
         with self.accelerator.autocast():
-            scores = score(
-                question,
-                options,
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                batch_size,
-                compute_entropy,
-                compute_aux_loss,
-                host_inputs=(lambda: compat.host_model_inputs(*host_call)) if multimodal else None,
-            )
+            host_inputs = (lambda: compat.host_model_inputs(*host_call)) if multimodal else None
+            batch = (model, input_ids, attention_mask, logits_to_keep, batch_size)
+            wanted = (compute_entropy, compute_aux_loss, host_inputs)
+            try:
+                scores = score(question, options, *batch, *wanted)
+            except BordersIgnoredError as error:
+                if self._option("fused_layout", "auto") != "auto":
+                    raise
+                logger.warning(f"Rows are aligned instead of packed from now on, because {error}")
+                self._borders_ignored = True
+                scores = score(question, replace(options, layout="aligned"), *batch, *wanted)
         if is_loss_pass:
             self._finish_loss_pass(scores)
         result = scores.logps, scores.entropies
@@ -269,6 +270,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         unwrapped = self._unwrapped(model)
         reasons = {"aligned": why_not_aligned(unwrapped, is_multimodal, padding_counts(self)), "host": None}
         reasons["packed"] = reasons["aligned"] or why_not_packed(self._causal_lm(model))
+        if self._borders_ignored:
+            reasons["packed"] = "its attention ignores the borders of packed sequences"
         if wanted != "auto" and reasons[wanted] is not None:
             raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
         name = wanted if wanted != "auto" else next(n for n in ("packed", "aligned", "host") if reasons[n] is None)
