@@ -163,7 +163,14 @@ class FusedGRPOTrainer(GRPOTrainer):
         if not self.use_liger_loss:
             aux = {"compute_aux_loss": compute_aux_loss} if compat.SEAM_RETURNS_AUX_LOSS else {}
             return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **aux, **multimodal
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,  # TRL 1.14 takes it by name only
+                compute_entropy=compute_entropy,
+                **aux,
+                **multimodal,
             )
         completion_ids = input_ids[:, -logits_to_keep:]  # [B, T]
         if self._defers_next_pass:
