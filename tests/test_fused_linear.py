@@ -1,9 +1,11 @@
 """The fused linear function against a dense float64 oracle, in each of its ways."""
 
+import functools
+
 import pytest
 import torch
 
-from trl_fused_grpo import FusedStats, LMHead, fused_linear_logps
+from trl_fused_grpo import FusedStats, LMHead, fused_linear_logps, projection, recompute
 from trl_fused_grpo.fused_linear import choose_way, rows_per_chunk
 
 from .oracle import dense_logps, relative_error
@@ -133,8 +135,6 @@ def test_only_rows_with_a_gradient_are_recomputed():
 
 
 def test_rows_forecast_dead_never_enter_a_backward_gemm(monkeypatch):
-    from trl_fused_grpo import projection
-
     heights = []
     add = projection.Gradients.add
 
@@ -148,18 +148,45 @@ def test_rows_forecast_dead_never_enter_a_backward_gemm(monkeypatch):
     assert sum(heights) == LIVE
 
 
-@pytest.mark.parametrize("leaf", ["hidden", "weight"])
-def test_a_gradient_nobody_needs_is_not_computed(leaf, monkeypatch):
-    from trl_fused_grpo import projection
+@pytest.fixture
+def products(monkeypatch):
+    """Shapes of the results of all matrix products."""
+    shapes = []
+    for module in (projection, recompute):
+        for name in ("product", "add_product"):
 
+            def recorded(product, a, b, out):
+                shapes.append(tuple(out.shape))
+                product(a, b, out=out)
+
+            monkeypatch.setattr(module, name, functools.partial(recorded, getattr(module, name)))
+    return shapes
+
+
+@pytest.mark.parametrize("way", ["forecast", "recompute"])
+@pytest.mark.parametrize("leaf", ["hidden", "weight"])
+def test_a_gradient_nobody_needs_is_not_computed(leaf, way, products):
     problem = Problem(bias=False)
     getattr(problem, leaf).requires_grad_(False)
-    made = []
-    init = projection.Gradients.__init__
-    monkeypatch.setattr(projection.Gradients, "__init__", lambda self, *args: (init(self, *args), made.append(self))[0])
-    values, _ = problem.ours()
+    values, _ = problem.ours(KnownGradients(problem.grad_logps) if way == "forecast" else None, way=way)
     assert_close(values, problem.truth(), 2e-6)
-    assert getattr(made[0], leaf) is None
+    of_hidden = [shape for shape in products if shape[1] == H and shape[0] != V]
+    of_weight = [shape for shape in products if shape == (V, H)]
+    assert (bool(of_hidden), bool(of_weight)) == (leaf != "hidden", leaf != "weight")
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained-head", "frozen-head"])
+@pytest.mark.parametrize("logits_mib", [0.05, 0.6], ids=["rows-in-pieces", "rows-at-once"])
+def test_recomputing_walks_the_vocabulary_in_tiles(frozen, logits_mib, products, monkeypatch):
+    monkeypatch.setattr(recompute, "_LEAST_COLUMNS", 100)
+    monkeypatch.setattr(recompute, "_MOST_COLUMNS", 100)
+    problem = Problem(frozen=frozen, entropy=True)
+    values, stats = problem.ours(logits_mib=logits_mib)
+    assert_close(values, problem.truth(), 2e-6)
+    assert stats.way == "recompute"
+    gradients_of_weight = [shape for shape in products if shape in ((128, H), (V - 3 * 128, H))]
+    assert bool(gradients_of_weight) != frozen
+    assert (V, H) not in products
 
 
 def test_an_unannounced_entropy_gradient_is_right():

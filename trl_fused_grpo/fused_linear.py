@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from .kernels import LogitTransform
 from .lm_head import LMHead
 from .projection import Gradients, Projection
+from .recompute import recomputed_gradients
 
 
 Way = Literal["auto", "frozen", "forecast", "recompute"]
@@ -83,9 +84,9 @@ def default_logits_mib(hidden: Tensor, head: LMHead, way: str, compute_dtype: to
     if hidden.device.type != "cuda":
         return 16
     size = 256 * 2**20
-    if way != "no_grad" and hidden.dtype == compute_dtype:
+    if way in ("frozen", "forecast") and hidden.dtype == compute_dtype:
         size += 4 * hidden.numel()
-    if way in ("forecast", "recompute") and head.weight.dtype == compute_dtype:
+    if way == "forecast" and head.weight.dtype == compute_dtype:
         size += head.weight.numel() * head.weight.itemsize
     return size / 2**20
 
@@ -223,13 +224,14 @@ class FusedLinearLogProb(torch.autograd.Function):
         work = Projection(hidden, weight, bias, up, targets, call.transform, call.compute_dtype, call.chunk_rows)
         grad_logps = torch.zeros_like(lse) if grad_logps is None else grad_logps.to(lse.dtype)  # [N]
         if prepaid is None:
-            gradients = Gradients(work, ctx.needs_input_grad)
-            unpaid = _Unpaid(grad_logps, grad_entropies)
-        else:
-            gradients = prepaid.gradients
-            settle = _settle_frozen if call.way == "frozen" else _settle_forecast
-            unpaid = settle(prepaid, grad_logps, grad_entropies)
+            rows = _Unpaid(grad_logps, grad_entropies).rows()  # [M]
+            call.stats.recomputed = len(rows)
+            needs = ctx.needs_input_grad
+            return *recomputed_gradients(work, rows, lse, entropies, grad_logps, grad_entropies, needs), None, None
 
+        gradients = prepaid.gradients
+        settle = _settle_frozen if call.way == "frozen" else _settle_forecast
+        unpaid = settle(prepaid, grad_logps, grad_entropies)
         rows = None if unpaid is None else unpaid.rows()  # [M]
         call.stats.recomputed = 0 if rows is None else len(rows)
         for index in rows.split(call.chunk_rows) if call.stats.recomputed else ():

@@ -47,9 +47,14 @@ class Projection:
     def cast_weight(self) -> Tensor:
         """The weight in the compute dtype, `up` beside it, `[V, H + r]`: made once, at the first chunk that asks."""
         if self._cast_weight is None:
-            parts = [part.to(self.compute_dtype) for part in (self.weight, self.up) if part is not None]
-            self._cast_weight = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            self._cast_weight, _ = self.operands(slice(None))
         return self._cast_weight
+
+    def operands(self, tokens: slice) -> tuple[Tensor, Tensor | None]:
+        """Weight, `up` beside it, `[v, H + r]`, and bias `[v]` of a slice of the vocabulary, in the compute dtype."""
+        parts = [part[tokens].to(self.compute_dtype) for part in (self.weight, self.up) if part is not None]
+        bias = None if self.bias is None else self.bias[tokens].to(self.compute_dtype)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), bias
 
     def new_rows(self) -> Tensor:
         """An empty statistic per row `[N]`, in float32 at least."""
@@ -76,7 +81,7 @@ class Projection:
             self._buffer = None  # freed before its successor is allocated
             self._buffer = hidden.new_empty(len(hidden), self.weight.shape[0])
         logits = self._buffer[: len(hidden)]
-        torch.mm(hidden, self.cast_weight.t(), out=logits)  # [n, H + r] @ [H + r, V]
+        product(hidden, self.cast_weight.t(), out=logits)  # [n, H + r] @ [H + r, V]
         if self.bias is not None:
             logits += self.bias.to(self.compute_dtype)
         return logits
@@ -126,19 +131,19 @@ class Gradients:
         if self.hidden is not None:
             # [n, V] @ [V, H + r]
             if isinstance(rows, slice):
-                _mm(logits, work.cast_weight, out=self.hidden[rows])
+                product(logits, work.cast_weight, out=self.hidden[rows])
             else:
                 grad = self.hidden.new_empty(len(rows), self.hidden.shape[1])
-                _mm(logits, work.cast_weight, out=grad)
+                product(logits, work.cast_weight, out=grad)
                 self.hidden.index_add_(0, rows, grad)
         width = work.weight.shape[1]
         if self.weight is not None:
             # [V, n] @ [n, H]; the first product needs no zeros to add to
             hidden = work.rows_of_hidden(rows)[:, :width]
-            (_mm if self._weight_is_empty else _addmm)(logits.t(), hidden, out=self.weight)
+            (product if self._weight_is_empty else add_product)(logits.t(), hidden, out=self.weight)
             self._weight_is_empty = False
         if self.up is not None:
-            _addmm(logits.t(), work.rows_of_hidden(rows)[:, width:], out=self.up)  # [V, n] @ [n, r]
+            add_product(logits.t(), work.rows_of_hidden(rows)[:, width:], out=self.up)  # [V, n] @ [n, r]
         if self.bias is not None:
             self.bias += logits.sum(0, dtype=self.bias.dtype)
 
@@ -179,7 +184,7 @@ class Gradients:
         return torch.mul(grad, self._pending, out=out)
 
 
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+def product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """`out = a @ b`, accumulated in float32 and rounded once to the dtype of `out`."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
@@ -189,7 +194,7 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
-def _addmm(a: Tensor, b: Tensor, out: Tensor) -> None:
+def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """`out += a @ b` for a float32 `out`: rounding each product to bfloat16 before adding it up biases training."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import layout as layouts
-from .forecast import BatchForecast
+from .forecast import BatchForecast, live_first
 from .fused_forward import FusedRequest
 from .fused_linear import FusedStats
 from .layout import Layout, LayoutName
@@ -165,13 +165,12 @@ class _SubBatch:
                 alive = live.any(1, keepdim=True)
                 self.dead, mask = mask & ~alive, mask & alive
             # Rows without gradient come last: they never enter a backward GEMM
-            live_first = [m.flatten().nonzero().squeeze(-1) for m in (live, mask & ~live)]
-            self.positions = torch.cat(live_first)  # [N], flat in [b, T]
+            self.positions, live_rows = live_first(mask, live)  # [N], flat in [b, T]
             width = mask.shape[1]
             in_batch = rows[self.positions // width] * width + self.positions % width  # flat in [B, T]
-            self.forecast = forecast.at(in_batch, len(live_first[0]))
+            self.forecast = forecast.at(in_batch, live_rows)
         else:
-            self.positions = mask.flatten().nonzero().squeeze(-1)  # [N]
+            self.positions, _ = live_first(mask, None)
         self.wanted = mask.any(1)  # [b]
 
     def in_place(self, results: tuple[Tensor, ...], has_entropies: bool) -> tuple[Tensor | None, ...]:
