@@ -106,7 +106,8 @@ class Course:
         self.size, self.device, self.seed = size, device, seed
         self.host = Host(make_model(size, device, dtype, lora), ROWS, reward, GROUP)
         self.rollout = Rollout.make(LENGTHS.get(size, Lengths()), ROWS // GROUP, GROUP, SHAPES[size][-1], seed)
-        self.reference: list[torch.Tensor] | None = None
+        self.stock: list[torch.Tensor] | None = None
+        self.truth: list[torch.Tensor] | None = None
         scorer = self.build(Contender("scorer"))
         with self.host.running(scorer):
             self.rollout.score(scorer, seed)
@@ -121,6 +122,18 @@ class Course:
             **contender.options,
         }
         return self.host.build(contender.fused, contender.micro_batch, **options)
+
+    def find_truth(self) -> None:
+        """Stock's gradients with weights and everything else in float32: what all others round."""
+        dtype = next(self.host.model.parameters()).dtype
+        self.host.cast(torch.float32)
+        trainer = self.build(Contender("truth", fused=False, micro_batch=1))
+        self.rollout.serve(trainer)
+        with self.host.running(trainer):
+            self._window(trainer, Stopwatch(trainer, self.device))
+        self.truth = [gradient.clone() for gradient in self.host.gradients()]
+        self.host.drop_gradients()
+        self.host.cast(dtype)
 
     def run(self, contender: Contender, repeats: int) -> dict[str, Any]:
         """One window that does not count, then `repeats` that do; what they took, and the gradients of the last."""
@@ -173,10 +186,14 @@ class Course:
         grad_norm = norm(gradients)
         record: dict[str, Any] = {"not_finite": bad, "tensors": len(gradients), "grad_norm": None if bad else grad_norm}
         if not contender.fused and not bad:
-            self.reference = [gradient.clone() for gradient in gradients]
-        elif contender.comparable and self.reference is not None and not bad:
-            expected = norm(self.reference)
-            record["norm_difference"] = abs(grad_norm - expected) / expected
-            record["distance"] = distance(gradients, self.reference)
+            self.stock = [gradient.clone() for gradient in gradients]
+        if contender.comparable and not bad:
+            if contender.fused and self.stock is not None:
+                expected = norm(self.stock)
+                record["norm_difference"] = abs(grad_norm - expected) / expected
+                record["distance"] = distance(gradients, self.stock)
+            if self.truth is not None:
+                record["norm_error"] = abs(grad_norm - norm(self.truth)) / norm(self.truth)
+                record["error"] = distance(gradients, self.truth)
         self.host.drop_gradients()
         return record

@@ -89,13 +89,14 @@ class Host:
 
     def build(self, fused: bool, micro_batch: int, **options: Any) -> Any:
         """A trainer, stock or fused, whose accumulation window is the generation batch; ready to train."""
-        device = next(self.model.parameters()).device.type
+        weight = next(self.model.parameters())
+        device = weight.device.type
         args = (FusedGRPOConfig if fused else GRPOConfig)(
             output_dir=self.folder.name,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=self.rows // micro_batch,
             num_generations=self.group,
-            bf16=device == "cuda",
+            bf16=weight.dtype == torch.bfloat16,
             use_cpu=device == "cpu",
             report_to="none",
             disable_tqdm=True,
@@ -133,6 +134,11 @@ class Host:
             vars(module).pop("forward", None)
             if forward is not None:
                 module.forward = forward
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Change the dtype of the weights; buffers, which are float32 in any model, stay."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(dtype)
 
     def trained(self) -> list[nn.Parameter]:
         """Parameters that train."""

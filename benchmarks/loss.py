@@ -2,7 +2,9 @@
 Time and memory of the loss, forward and backward: this package, its peers and the bare matrix products, in one process
 on the same work. Correctness against float64 comes first: an implementation that fails it is not timed.
 
-    python benchmarks/loss.py --json benchmarks/results/loss-h200.json
+    python benchmarks/loss.py --profile --json benchmarks/results/loss-h200.json
+    python benchmarks/loss.py --case liger --shape 16384x1024 --json benchmarks/results/liger-h200.json
+    python benchmarks/loss.py --case on-policy --curve --shape 16384x1024 --json benchmarks/results/curve-h200.json
     python benchmarks/loss.py --device cpu
 """
 
@@ -37,7 +39,7 @@ CPU_TARGET = (0.85, None)
 # The limit of each case in products over all rows: logits, gradient of the hidden states, gradient of the weight
 PRODUCTS = {"frozen": (1, 1, 0), "half-dead": (1, 0.5, 0.5), "no-grad": (1, 0, 0), "recompute": (2, 1, 1)}
 SMALL_LOGITS_MIB = 297  # 1024 rows of 151,936 logits: as much as the copy of the gradient at the end takes
-CURVE_MIB = (75, 149, 223, 297, 371, 445, 520, 594, 891, 1188, 1782)  # 256 rows and multiples
+CURVE_MIB = (38, 75, 149, 223, 297, 594, 891, 1188, 2374)  # 128, 256, 512, 768, 1024, 2048 ... rows of 151,936 logits
 
 app = typer.Typer(add_completion=False)
 console = Console(width=150)
@@ -87,9 +89,9 @@ def drop_gradients(work: Work) -> None:
 def run_case(case: str, base: Work, reference: Reference, repeats: int) -> list[dict]:
     """Check and time one case; one record per implementation."""
     device = base.hidden.device.type
-    work = as_case("on-policy" if case in ("small-memory", "recompute", "liger") else case, base, reference)
+    work = as_case(case, base, reference)
     steps = steps_of(case, work)
-    repeats = min(repeats, 3) if case == "liger" else repeats  # half a second each
+    repeats = min(repeats, 3) if case == "liger" else repeats  # Liger's takes half a second
     errors = check(steps, work, reference)
     right = is_right(errors)
     names = list(steps) if right else [name for name in steps if name != "ours"]
@@ -111,12 +113,42 @@ def run_limit(base: Work, repeats: int) -> dict:
 
 
 def run_curve(base: Work, reference: Reference, repeats: int) -> list[dict]:
-    """Time and memory over the size of the chunk of logits."""
+    """Time and memory over the size of the chunk of logits, with a forecast and without, and TRL's."""
     work = as_case("on-policy", base, reference)
-    steps = {str(mib): ours(work, logits_mib=mib) for mib in CURVE_MIB}
+    points = [(way, mib) for way in ("forecast", "recompute") for mib in CURVE_MIB]
+    steps = {f"{way} {mib}": ours(work, way, mib) for way, mib in points}
+    peer = trl_fused_head(work)
+    if peer is not None:
+        points, steps = [*points, ("trl", None)], {**steps, "trl None": peer}
     measured = interleaved(steps, lambda: drop_gradients(work), base.hidden.device.type, repeats)
     rows, width, vocab = work.shape
-    return [{"rows": rows, "width": width, "vocab": vocab, "logits_mib": int(name), **measured[name]} for name in steps]
+    shared = {"rows": rows, "width": width, "vocab": vocab}
+    return [{**shared, "way": way, "logits_mib": mib, **measured[f"{way} {mib}"]} for way, mib in points]
+
+
+def run_profile(case: str, base: Work, reference: Reference, steps: int = 3) -> list[dict]:
+    """Where ours spends its time in one case: milliseconds a step of each kernel, the longest first."""
+    work = as_case(case, base, reference)
+    step = steps_of(case, work)["ours"]
+
+    def run() -> None:
+        for _ in range(steps):
+            drop_gradients(work)
+            step()
+
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    drop_gradients(work)
+    kernels = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+    rows, width, _ = work.shape
+    shared = {"case": case, "rows": rows, "width": width}
+    found = [
+        {**shared, "kernel": e.key, "calls": e.count / steps, "ms": e.self_device_time_total / 1e3 / steps}
+        for e in kernels
+    ]
+    return sorted(found, key=lambda kernel: -kernel["ms"])
 
 
 def summarize(records: list[dict], limit: dict, device: str) -> None:
@@ -171,13 +203,25 @@ def print_records(records: list[dict]) -> None:
 
 
 def print_curve(points: list[dict]) -> None:
-    """One row per size of the chunk of logits."""
-    table = Table(title="ours, on-policy, over the size of the chunk of logits")
-    for column in ("MiB of logits", "ms", "peak GiB"):
-        table.add_column(column, justify="right")
+    """One row per way and size of the chunk of logits."""
+    table = Table(title="on-policy, over the size of the chunk of logits")
+    for column in ("way", "MiB of logits", "ms", "peak GiB"):
+        table.add_column(column, justify="left" if column == "way" else "right")
     for point in points:
         peak = "" if point["peak_gib"] is None else f"{point['peak_gib']:.3f}"
-        table.add_row(str(point["logits_mib"]), f"{point['ms']:.2f}", peak)
+        table.add_row(point["way"], str(point["logits_mib"] or ""), f"{point['ms']:.2f}", peak)
+    console.print(table)
+
+
+def print_profile(kernels: list[dict], most: int = 9) -> None:
+    """One row per kernel, the rest together."""
+    table = Table(title=f"ours, {kernels[0]['case']}, N = {kernels[0]['rows']}, H = {kernels[0]['width']}")
+    for column in ("kernel", "calls", "ms"):
+        table.add_column(column, justify="left" if column == "kernel" else "right", no_wrap=True)
+    for kernel in kernels[:most]:
+        table.add_row(kernel["kernel"][:100], f"{kernel['calls']:.0f}", f"{kernel['ms']:.2f}")
+    rest = kernels[most:]
+    table.add_row("the rest", f"{sum(k['calls'] for k in rest):.0f}", f"{sum(k['ms'] for k in rest):.2f}")
     console.print(table)
 
 
@@ -189,12 +233,20 @@ def main(
     vocab: Annotated[int | None, typer.Option(help="size of the vocabulary")] = None,
     repeats: Annotated[int, typer.Option(help="timed rounds", min=1)] = 10,
     curve: Annotated[bool, typer.Option(help="time against memory over the size of the chunk of logits")] = False,
+    profile: Annotated[bool, typer.Option(help="also the kernels of each case")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="where the record goes, else the last line")] = None,
     commit: Annotated[str | None, typer.Option(help="commit to record where git cannot be asked")] = None,
 ) -> None:
     """Compare the loss with its peers; exits 1 when a result is wrong."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    record = {**surroundings(device, commit), "dtype": str(dtype), "results": [], "limits": [], "curve": []}
+    record = {
+        **surroundings(device, commit),
+        "dtype": str(dtype),
+        "results": [],
+        "limits": [],
+        "curve": [],
+        "profiles": [],
+    }
     for name in shape or SHAPES[device]:
         rows, width = (int(number) for number in name.split("x"))
         base, reference = make(rows, width, vocab or VOCAB[device], device, dtype)
@@ -205,6 +257,11 @@ def main(
         print_records(records)
         record["results"] += records
         record["limits"].append(limit)
+        if profile:
+            for one in cases:
+                kernels = run_profile(one, base, reference)
+                record["profiles"] += kernels
+                print_profile(kernels)
         if curve:
             points = run_curve(base, reference, repeats)
             record["curve"] += points

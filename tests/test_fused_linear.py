@@ -316,10 +316,14 @@ def test_the_way_is_the_cheapest_that_is_exact():
     assert choose_way(head_needs_grad=True, forecast=None, entropy_grad=False) == "recompute"
 
 
-def test_a_chunk_of_logits_stays_within_its_memory():
-    assert rows_per_chunk(vocab_size=151936, itemsize=2, logits_mib=512) * 151936 * 2 <= 512 * 2**20
-    assert rows_per_chunk(vocab_size=151936, itemsize=2, logits_mib=512) % 128 == 0
-    assert rows_per_chunk(vocab_size=151936, itemsize=4, logits_mib=0.001) == 1
+@pytest.mark.parametrize(
+    ("logits_mib", "step"), [(1700, 4096), (617, 1024), (297, 1024), (256, 256), (60, 128), (10, 1), (0.001, 1)]
+)
+def test_a_chunk_of_logits_fills_its_memory_in_whole_waves(logits_mib, step):
+    rows = rows_per_chunk(vocab_size=151936, itemsize=2, logits_mib=logits_mib)
+    row_mib = 151936 * 2 / 2**20
+    assert rows % step == 0
+    assert logits_mib - step * row_mib < max(rows * row_mib, row_mib) <= max(logits_mib, row_mib)
 
 
 def test_results_repeat_bit_for_bit():

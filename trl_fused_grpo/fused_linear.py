@@ -69,9 +69,13 @@ def choose_way(head_needs_grad: bool, forecast: Forecast | None, entropy_grad: b
 
 
 def rows_per_chunk(vocab_size: int, itemsize: int, logits_mib: float) -> int:
-    """Return how many rows of logits fit into `logits_mib` MiB: a multiple of 128 where at least 128 fit."""
+    """
+    Return how many rows of logits fit into `logits_mib` MiB: a multiple of 4096, 1024, 256 or 128 if one fits. Heights
+    between leave processors idle in the last wave of a product, up to a sixth of its time (benchmarks/NOTES.md).
+    """
     rows = max(1, int(logits_mib * 2**20) // (vocab_size * itemsize))
-    return rows if rows < 128 else rows // 128 * 128
+    step = next((step for step in (4096, 1024, 256, 128) if step <= rows), 1)
+    return rows // step * step
 
 
 def default_logits_mib(hidden: Tensor, head: LMHead, way: str, compute_dtype: torch.dtype) -> float:

@@ -1,7 +1,6 @@
 """Attention over several sequences packed into one row, for models that take transformers' attention interface."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,15 +13,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-
-    _KNOWN = inspect.signature(varlen_attn).parameters
-except ImportError:  # torch < 2.10
-    _KNOWN = {}
-_HAS_VARLEN = {"scale", "window_size"} <= set(_KNOWN)
-# Said by an argument of its own or by the window, and grouped heads on demand or always: it changed up to torch 2.13
-_OPTIONS = {name: True for name in ("is_causal", "enable_gqa") if name in _KNOWN}
+# What torch's `varlen_attn` calls in the end: its wrappers take longer than the kernel at 4000 tokens of a small model
+_flash_attention = torch.ops.aten._flash_attention_forward.default
 
 
 @dataclass
@@ -112,12 +104,22 @@ def _packed_attention(
     if torch.is_autocast_enabled(device_type):
         # As autocast does for SDPA: under float32 weights, norms and rotations leave float32 queries and keys
         query, key, value = (t.to(torch.get_autocast_dtype(device_type)) for t in (query, key, value))
-    if _varlen_takes(query, value):
-        # FlashAttention counts the tokens left of the query, transformers the query too
-        left = -1 if sliding_window is None else sliding_window - 1
+    if _flash_takes(query, value):
         rows = [t.squeeze(0).transpose(0, 1) for t in (query, key, value)]  # [S, heads, D]
         borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        return varlen_attn(*rows, *borders, scale=scaling, window_size=(left, 0), **_OPTIONS).unsqueeze(0)
+        # FlashAttention counts the tokens left of the query, transformers the query too
+        left = None if sliding_window is None else sliding_window - 1
+        output, *_ = _flash_attention(
+            *rows,
+            *borders,
+            dropout_p=0.0,
+            is_causal=left is None,
+            return_debug_mask=False,
+            scale=scaling,
+            window_size_left=left,
+            window_size_right=None if left is None else 0,
+        )
+        return output.unsqueeze(0)
 
     pieces = []
     lengths = cu_seq_lens_q.diff().tolist()
@@ -131,10 +133,27 @@ def _packed_attention(
     return torch.cat(pieces, dim=1)
 
 
-def _varlen_takes(query: Tensor, value: Tensor) -> bool:
+def _flash_takes(query: Tensor, value: Tensor) -> bool:
     head_dim = query.shape[-1]
-    fits = head_dim == value.shape[-1] and head_dim <= 256 and head_dim % 8 == 0
-    return _HAS_VARLEN and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and head_dim == value.shape[-1]
+        and head_dim % 8 == 0
+        and head_dim <= _widest_head(query.device)
+    )
+
+
+@functools.cache
+def _widest_head(device: torch.device) -> int:
+    """The widest head that torch's FlashAttention takes on a device, backward included; 0 where there is none."""
+    if not torch.backends.cuda.is_flash_attention_available():
+        return 0
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return 0
+    # Backward needs the shared memory of the data center's chips above 192
+    return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192
 
 
 def _causal_window(length: int, window: int, device: torch.device) -> Tensor:

@@ -1,6 +1,5 @@
 """The head's GEMMs over chunks of rows: logits out, gradients back."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -61,13 +60,10 @@ class Projection:
         return self.hidden.new_empty(len(self.targets), dtype=torch.promote_types(self.compute_dtype, torch.float32))
 
     def chunks(self, border: int) -> Iterator[slice]:
-        """Slices of at most `chunk_rows` rows that cover all of them, even in size; none crosses `border`."""
+        """Slices of at most `chunk_rows` rows that cover all of them; none crosses `border`."""
         for first, last in ((0, border), (border, len(self.targets))):
-            pieces = max(1, math.ceil((last - first) / self.chunk_rows))
-            # A short last chunk would leave its GEMMs half empty; 128 rows are one tile of them
-            size = min(self.chunk_rows, math.ceil((last - first) / pieces / 128) * 128)
-            for start in range(first, last, max(size, 1)):
-                yield slice(start, min(start + size, last))
+            for start in range(first, last, self.chunk_rows):
+                yield slice(start, min(start + self.chunk_rows, last))
 
     def rows_of_hidden(self, rows: slice | Tensor) -> Tensor:
         """Hidden states of `rows` in the compute dtype `[n, H + r]`."""

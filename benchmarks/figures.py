@@ -1,0 +1,117 @@
+"""
+Draw the records in `results/`: time and memory of the loss by case, over the size of the chunk of logits, and windows.
+
+    python benchmarks/figures.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import typer
+from matplotlib.axes import Axes
+
+
+HERE = Path(__file__).parent
+CASES = ("on-policy", "small-memory", "off-policy", "frozen", "half-dead", "no-grad", "fp32-master", "recompute")
+WINDOWS = {"window-0.6b-h200.json": "0.6B", "window-4b-h200.json": "4B", "window-4b-lora-h200.json": "4B LoRA"}
+
+
+def load(name: str) -> dict[str, Any]:
+    """A record."""
+    return json.loads((HERE / "results" / name).read_text())
+
+
+def source(record: dict[str, Any]) -> str:
+    """Where a record's numbers come from, for the foot of a figure."""
+    versions = record["versions"]
+    return f"{record['device']}, TRL {versions['trl']}, torch {versions['torch']}, commit {record['commit'][:7]}"
+
+
+def bars(axes: Axes, groups: list[str], series: dict[str, list[float | None]]) -> None:
+    """Groups of bars, one of each series; a line at 1."""
+    width = 0.8 / len(series)
+    for i, (label, values) in enumerate(series.items()):
+        places = [group + (i - (len(series) - 1) / 2) * width for group in range(len(groups))]
+        axes.bar(places, [value or 0.0 for value in values], width, label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.grid(axis="y", alpha=0.3)
+
+
+def draw_loss(name: str) -> plt.Figure:
+    """Time and peak memory of every case relative to TRL's fused head."""
+    record = load(name)
+    mine = {(e["case"], f"{e['rows']} x {e['width']}"): e for e in record["results"] if e["name"] == "ours"}
+    shapes = list(dict.fromkeys(shape for _, shape in mine))
+    cases = [case for case in CASES if any(case == known for known, _ in mine)]
+    figure, both = plt.subplots(2, 1, figsize=(11, 7), sharex=True)
+    for axes, key, title in zip(both, ("time_ratio", "memory_ratio"), ("time", "peak memory"), strict=True):
+        bars(axes, cases, {shape: [mine.get((case, shape), {}).get(key) for case in cases] for shape in shapes})
+        axes.set_ylabel(f"{title}, TRL's fused head = 1")
+    both[0].legend(title="rows x hidden size", ncols=len(shapes))
+    both[0].set_title("Loss forward and backward, vocabulary 151,936, bfloat16")
+    figure.text(0.99, 0.01, source(record), ha="right", fontsize=8)
+    return figure
+
+
+def draw_curve(name: str) -> plt.Figure:
+    """Time against peak memory, a point for each size of the chunk of logits."""
+    record = load(name)
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for way in ("forecast", "recompute", "trl"):
+        points = [point for point in record["curve"] if point["way"] == way]
+        label = "TRL's fused head" if way == "trl" else f'fused_way="{way}"'
+        axes.plot(
+            [p["peak_gib"] for p in points], [p["ms"] for p in points], "s" if way == "trl" else "o-", label=label
+        )
+        for point in points:
+            if point["logits_mib"]:
+                place = point["peak_gib"], point["ms"]
+                axes.annotate(f"{point['logits_mib']}", place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="peak memory, GiB", ylabel="forward and backward, ms", ylim=(0, None))
+    first = record["curve"][0]
+    axes.set_title(f"On-policy, {first['rows']} rows, hidden size {first['width']}; beside points: MiB of logits")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.text(0.99, 0.01, source(record), ha="right", fontsize=8)
+    return figure
+
+
+def draw_windows(names: dict[str, str]) -> plt.Figure:
+    """Time and peak memory of accumulation windows relative to stock's."""
+    records = {label: load(name) for name, label in names.items()}
+    rows = ("ours", "micro-batches of 8", "micro-batches of 16")
+    figure, both = plt.subplots(1, 2, figsize=(11, 4.5))
+    for axes, key, title in zip(both, ("time_ratio", "memory_ratio"), ("time", "peak memory"), strict=True):
+        series = {}
+        for row in rows:
+            found = [[e[key] for e in record["results"] if e["name"] == row] for record in records.values()]
+            if any(found):
+                series["ours" if row == "ours" else f"ours, {row}"] = [v[0] if v else None for v in found]
+        bars(axes, list(records), series)
+        axes.set_ylabel(f"{title}, stock = 1")
+    both[0].legend()
+    figure.suptitle("One accumulation window without generation, micro-batches of 4")
+    figure.text(0.99, 0.01, source(next(iter(records.values()))), ha="right", fontsize=8)
+    return figure
+
+
+def main() -> None:
+    """Draw everything into `figures/`."""
+    folder = HERE / "figures"
+    folder.mkdir(exist_ok=True)
+    drawn = {
+        "loss": draw_loss("loss-h200.json"),
+        "curve": draw_curve("curve-h200.json"),
+        "window": draw_windows(WINDOWS),
+    }
+    for name, figure in drawn.items():
+        figure.tight_layout(rect=(0, 0.02, 1, 1))
+        figure.savefig(folder / f"{name}.png", dpi=110)
+        typer.echo(folder / f"{name}.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)
