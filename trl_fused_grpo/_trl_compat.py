@@ -51,6 +51,9 @@ SEAM_RETURNS_AUX_LOSS = (
     "compute_aux_loss" in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
 )
 
+# TRL >= 1.15: the host takes every family's auxiliary loss from Mixtral's function, before from the model's own forward
+AUX_LOSS_IS_MIXTRALS = hasattr(trl.trainer.utils, "add_fused_lm_head")
+
 # TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
 _RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
 # TRL 1.8 and 1.9: the entropy bonus of DAPO, CISPO and VESPO shares the policy term's normalizer
