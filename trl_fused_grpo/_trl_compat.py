@@ -151,17 +151,21 @@ def liger_flag_lowered(args: GRPOConfig) -> Iterator[None]:
         args.use_liger_kernel = wanted
 
 
+# TRL >= 1.15: a PEFT adapter on the output projection is refused
+REFUSES_ADAPTER_ON_HEAD = hasattr(sys.modules[GRPOTrainer.__module__], "BaseTunerLayer")
+
+
 @contextmanager
 def adapter_on_head_allowed() -> Iterator[None]:
     """
     Lift the host's refusal of a PEFT adapter on the output projection (TRL >= 1.15): its own log-probabilities would
     leave the adapter out, ours do not.
     """
-    host = sys.modules[GRPOTrainer.__module__]
-    tuner_layer = getattr(host, "BaseTunerLayer", None)
-    if tuner_layer is None:
+    if not REFUSES_ADAPTER_ON_HEAD:
         yield
         return
+    host = sys.modules[GRPOTrainer.__module__]
+    tuner_layer = host.BaseTunerLayer
     host.BaseTunerLayer = ()  # nothing is an instance of it
     try:
         yield
