@@ -26,6 +26,14 @@ def test_loss_and_gradients_are_stocks(tmp_path, name):
     assert result.recomputed == 0
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_so_they_are_on_policy(tmp_path, name):
+    case = CASES[name]
+    result = compare(dataclasses.replace(case, data=dataclasses.replace(case.data, old=None)), Settings(tmp_path))
+    assert result.verdict == "equal", result.reason
+    assert result.recomputed == 0
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_the_head_finds_its_scale_and_softcap(name):
     family = {**FAMILIES, **VARIANTS}[name]
