@@ -17,7 +17,8 @@ def trl(session: nox.Session, trl: str) -> None:
     session.install(*pinned, "torch")
     session.install(*pinned, "--editable", ".[test]")
     session.run("trl-fused-grpo", "parity")
-    session.run("pytest", "-m", "not distributed and not example and not vllm")
+    session.run("trl-fused-grpo", "parity", "--models")
+    session.run("pytest", "-m", "not distributed and not example and not vllm and not parity")
 
 
 @nox.session

@@ -1,45 +1,90 @@
-"""One tiny model of each family: loss and every gradient are stock TRL's."""
+"""One tiny model of each family and each kind of head: loss and every gradient are stock TRL's."""
+
+import dataclasses
 
 import pytest
 import torch
 import transformers
-from trl import GRPOTrainer
 
-from trl_fused_grpo import FusedGRPOTrainer, LMHead
+from trl_fused_grpo import LMHead
 from trl_fused_grpo._trl_compat import SEAM_RETURNS_AUX_LOSS
+from trl_fused_grpo.parity import MODEL_CASES, Settings, compare
+from trl_fused_grpo.parity.families import FAMILIES, VARIANTS, Family
+from trl_fused_grpo.parity.play import make_data, play
+from trl_fused_grpo.parity.tiny import tiny_model
+from trl_fused_grpo.parity.trainers import fused, load, stock, weights
 
-from .oracle import relative_error
-from .tiny_models import FAMILIES, seeing_inputs, seeing_model, tiny_model
-from .tiny_training import loss_and_gradients, make_inputs, make_trainer
+
+CASES = {case.name: case for case in MODEL_CASES}
 
 
-def assert_same(stock, ours):
-    (loss, gradients), (our_loss, our_gradients) = stock, ours
-    assert relative_error(our_loss, loss) < 1e-5
-    assert gradients.keys() == our_gradients.keys()
-    errors = {name: relative_error(our_gradients[name], gradient) for name, gradient in gradients.items()}
-    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda error: error[1])
+@pytest.mark.parity
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_are_stocks(tmp_path, name):
+    result = compare(CASES[name], Settings(tmp_path))
+    assert result.verdict == "equal", result.reason
+    assert result.recomputed == 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_loss_and_gradients_are_stocks(tmp_path, name):
-    family = FAMILIES[name]
-    stock = make_trainer(tmp_path, GRPOTrainer, model=tiny_model(family))
-    ours = make_trainer(tmp_path, FusedGRPOTrainer, model=tiny_model(family))
-    head = LMHead.of(ours.model)
+def test_so_they_are_on_policy(tmp_path, name):
+    case = CASES[name]
+    result = compare(dataclasses.replace(case, data=dataclasses.replace(case.data, old=None)), Settings(tmp_path))
+    assert result.verdict == "equal", result.reason
+    assert result.recomputed == 0
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+def test_the_head_finds_its_scale_and_softcap(name):
+    family = {**FAMILIES, **VARIANTS}[name]
+    head = LMHead.of(tiny_model(name))
     assert (head.logit_scale, head.softcap) == (family.scale, family.softcap)
-    assert_same(*(loss_and_gradients(trainer, make_inputs()) for trainer in (stock, ours)))
-    assert (ours.fused_stats.way, ours.fused_stats.recomputed) == ("forecast", 0)
-    if SEAM_RETURNS_AUX_LOSS:
-        assert ("aux_loss" in ours._metrics["train"]) == family.has_aux_loss
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3-vl"])
-def test_models_that_see_are_stocks_too(tmp_path, name):
-    trainers = [make_trainer(tmp_path, cls, model=seeing_model(name)) for cls in (GRPOTrainer, FusedGRPOTrainer)]
-    stock, ours = (loss_and_gradients(trainer, seeing_inputs(name)) for trainer in trainers)
-    assert any("vision" in parameter or "visual" in parameter for parameter in stock[1])
-    assert_same(stock, ours)
+def played(folder, case):
+    """What the fused trainer makes of a case."""
+    settings = Settings(folder)
+    start = weights(case, settings)
+    data = make_data(case, load(stock(case, settings), start), seed=0)
+    return play(load(fused(case, settings), start), case, data, torch.float32)
+
+
+@pytest.mark.skipif(not SEAM_RETURNS_AUX_LOSS, reason="this TRL has no auxiliary loss")
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "jamba"])
+def test_experts_are_balanced(tmp_path, name):
+    assert ("aux_loss" in played(tmp_path, CASES[name]).metrics) == FAMILIES[name].has_aux_loss
+
+
+# What a case is there for must receive a gradient, or the case shows nothing
+SHOWN = {
+    "qwen2.5-vl": "visual.blocks",
+    "gemma3-vl": "vision_tower",
+    "mamba2": "A_log",
+    "gpt-oss": "sinks",
+    "head-bias": "lm_head.bias",
+    "head-lora": "lm_head.lora_B",
+    "head-modules-to-save": "lm_head.modules_to_save",
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_a_case_is_about_is_trained(tmp_path, name):
+    tensors = {n: gradient for n, gradient in played(tmp_path, CASES[name]).tensors.items() if SHOWN[name] in n}
+    assert tensors
+    assert any(gradient.norm() > 1e-4 for gradient in tensors.values())
+
+
+def test_a_family_that_transformers_lacks_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "cohere", Family("NoSuchConfig"))
+    result = compare(CASES["cohere"], Settings(tmp_path))
+    assert (result.verdict, result.reason) == ("skipped", "this transformers has no NoSuchConfig")
+
+
+def test_what_is_frozen_for_its_flat_gradient_has_none(tmp_path):
+    outcome = played(tmp_path, dataclasses.replace(CASES["gemma3-vl"], frozen=()))
+    flat = [gradient for name, gradient in outcome.tensors.items() if name.endswith(FAMILIES["gemma3-vl"].flat)]
+    assert flat
+    assert all(gradient.norm() < 1e-8 * outcome.norm for gradient in flat)
 
 
 @pytest.mark.parametrize(

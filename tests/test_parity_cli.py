@@ -1,5 +1,6 @@
 """`trl-fused-grpo parity`: verdicts, exit codes, files. The cases themselves are run by the command."""
 
+import dataclasses
 import json
 import math
 
@@ -9,9 +10,9 @@ import trl
 from packaging.version import Version
 from typer.testing import CliRunner
 
-from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo import FusedGRPOTrainer, LMHead
 from trl_fused_grpo.cli import app
-from trl_fused_grpo.parity import CASES
+from trl_fused_grpo.parity import CASES, MODEL_CASES
 from trl_fused_grpo.parity.errors import differing_metrics, measure
 from trl_fused_grpo.parity.play import Outcome
 
@@ -99,6 +100,46 @@ def test_list_names_every_case(parity):
     assert result.exit_code == 0
     assert all(case.name in result.output for case in CASES)
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_models_are_listed_apart(parity):
+    result = parity("--models", "--list")
+    assert result.exit_code == 0
+    listed = [line.split()[0] for line in result.output.splitlines() if line and not line.startswith(" ")]
+    assert listed == [case.name for case in MODEL_CASES]
+    assert len(set(listed)) == len(listed)
+    assert {case.name for case in CASES if case.head} < set(listed)
+
+
+def test_models_show_their_layout(parity, tmp_path):
+    file = tmp_path / "parity.json"
+    names = {"qwen2": "packed", "mamba2": "host", "head-lora": "packed"}
+    result = parity("--models", *(word for name in names for word in ("--case", name)), "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert "layout" in result.output
+    cases = json.loads(file.read_text())["cases"]
+    assert {case["name"]: case["layout"] for case in cases} == names
+    assert all(case["verdict"] == "equal" for case in cases)
+
+
+def test_families_need_the_flag(parity):
+    result = parity("--case", "qwen2")
+    assert result.exit_code == 2
+    assert "unknown case qwen2" in result.output
+    assert "layout" not in parity("--case", "dapo").output
+
+
+@pytest.mark.parametrize(("name", "broken"), [("head-bias", {"bias": None}), ("cohere", {"logit_scale": 1.0})])
+def test_a_head_read_wrongly_exits_1(parity, monkeypatch, name, broken):
+    class Misread(LMHead):
+        @classmethod
+        def of(cls, *args, **kwargs):
+            return dataclasses.replace(LMHead.of(*args, **kwargs), **broken)
+
+    monkeypatch.setattr("trl_fused_grpo.fused_forward.LMHead", Misread)
+    result = parity("--models", "--case", name)
+    assert result.exit_code == 1
+    assert "1 different" in result.output
 
 
 def test_wrong_gradient_exits_1(parity, replace_trainer):

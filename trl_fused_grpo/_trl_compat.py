@@ -51,6 +51,9 @@ SEAM_RETURNS_AUX_LOSS = (
     "compute_aux_loss" in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
 )
 
+# TRL >= 1.15: the host takes every family's auxiliary loss from Mixtral's function, before from the model's own forward
+AUX_LOSS_IS_MIXTRALS = hasattr(trl.trainer.utils, "add_fused_lm_head")
+
 # TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
 _RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
 # TRL 1.8 and 1.9: the entropy bonus of DAPO, CISPO and VESPO shares the policy term's normalizer
@@ -148,17 +151,21 @@ def liger_flag_lowered(args: GRPOConfig) -> Iterator[None]:
         args.use_liger_kernel = wanted
 
 
+# TRL >= 1.15: a PEFT adapter on the output projection is refused
+REFUSES_ADAPTER_ON_HEAD = hasattr(sys.modules[GRPOTrainer.__module__], "BaseTunerLayer")
+
+
 @contextmanager
 def adapter_on_head_allowed() -> Iterator[None]:
     """
     Lift the host's refusal of a PEFT adapter on the output projection (TRL >= 1.15): its own log-probabilities would
     leave the adapter out, ours do not.
     """
-    host = sys.modules[GRPOTrainer.__module__]
-    tuner_layer = getattr(host, "BaseTunerLayer", None)
-    if tuner_layer is None:
+    if not REFUSES_ADAPTER_ON_HEAD:
         yield
         return
+    host = sys.modules[GRPOTrainer.__module__]
+    tuner_layer = host.BaseTunerLayer
     host.BaseTunerLayer = ()  # nothing is an instance of it
     try:
         yield

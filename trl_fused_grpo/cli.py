@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging as transformers_logging
 
-from .parity import CASES, Settings, compare, report
+from .parity import CASES, MODEL_CASES, Settings, compare, report
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -44,6 +44,9 @@ def parity(
     case: Annotated[
         list[str] | None, typer.Option("--case", metavar="NAME", help="Run this case only; may be repeated.")
     ] = None,
+    models: Annotated[
+        bool, typer.Option("--models", help="The cases of model families and kinds of head instead.")
+    ] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.auto,
     dtype: Annotated[
@@ -64,29 +67,36 @@ def parity(
     if plot_file and not find_spec("matplotlib"):
         raise typer.BadParameter("--plot needs matplotlib: pip install 'trl-fused-grpo[plot]'.")
     with _quiet():
-        code = _run_parity(case or [], list_cases, device, dtype, json_file, plot_file)
+        code = _run_parity(case or [], models, list_cases, device, dtype, json_file, plot_file)
     raise typer.Exit(code)
 
 
 def _run_parity(
-    names: list[str], list_cases: bool, device: Device, dtype: Dtype, json_file: Path | None, plot_file: Path | None
+    names: list[str],
+    models: bool,
+    list_cases: bool,
+    device: Device,
+    dtype: Dtype,
+    json_file: Path | None,
+    plot_file: Path | None,
 ) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 140  # a log has no width of its own, and the table does not fit into 80 columns
-    known = {case.name: case for case in CASES}
+    cases = MODEL_CASES if models else CASES
+    known = {case.name: case for case in cases}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise typer.BadParameter(f"unknown case {', '.join(unknown)}. Known cases: {', '.join(known)}.")
     if list_cases:
-        for case in CASES:
+        for case in cases:
             console.print(f"[bold]{case.name:27}[/]", case.covers, markup=True, highlight=False)
         return 0
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda, but torch sees no CUDA device.")
     chosen = "cuda" if device is not Device.cpu and torch.cuda.is_available() else "cpu"
 
-    selected = [known[name] for name in dict.fromkeys(names)] or list(CASES)
+    selected = [known[name] for name in dict.fromkeys(names)] or list(cases)
     with tempfile.TemporaryDirectory(prefix="trl-fused-grpo-") as folder:
         settings = Settings(Path(folder), chosen, getattr(torch, dtype.value))
         with _progress(console) as progress:
@@ -96,7 +106,7 @@ def _run_parity(
                 progress.update(task, description=case.name)
                 results.append(compare(case, settings))
                 progress.advance(task)
-    report.print_report(results, settings, console)
+    report.print_report(results, settings, console, layouts=models)
     if json_file:
         report.write_json(results, settings, json_file)
     if plot_file:
@@ -115,17 +125,19 @@ def _quiet() -> Generator[None, None, None]:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
-    trl_logger = logging.getLogger("trl")
-    level = trl_logger.level
+    loggers = [logging.getLogger(name) for name in ("trl", "trl_fused_grpo")]
+    levels = [logger.level for logger in loggers]
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    trl_logger.setLevel(logging.ERROR)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        trl_logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()

@@ -1,7 +1,6 @@
 """`model(..., fused=request)`: log-probabilities instead of logits, through every wrapper around the model."""
 
 import functools
-import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _trl_compat as compat
+from .aux_loss import load_balancing_loss
 from .forecast import DistantForecast
 from .fused_linear import Forecast, FusedStats, fused_linear_logps
 from .lm_head import LMHead, output_projection, weight_holders
@@ -78,7 +78,7 @@ class FusedRequest:
         logps, entropies = self._score(causal_lm, hidden)
         results = (logps,) if entropies is None else (logps, entropies)
         if self.aux_loss:
-            results += (_load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
+            results += (load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
         return tuple(sheltered(result) for result in results)
 
     def check_attention_layers(self, packed_layers: int) -> None:
@@ -152,17 +152,6 @@ def _forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
             del module.forward
         else:
             module.forward = previous
-
-
-def _load_balancing_loss(causal_lm: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
-    """The auxiliary loss of the model's own family: the function that its forward would have called."""
-    modeling = sys.modules[next(c for c in type(causal_lm).__mro__ if "modeling_" in c.__module__).__module__]
-    config = causal_lm.config.get_text_config()
-    experts = (
-        getattr(causal_lm, "num_experts", None) or getattr(config, "num_experts", None) or config.num_local_experts
-    )
-    per_token = getattr(causal_lm, "num_experts_per_tok", None) or config.num_experts_per_tok
-    return modeling.load_balancing_loss_func(outputs.router_logits, experts, per_token, attention_mask)
 
 
 def attach(causal_lm: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from . import _trl_compat as compat
+from .aux_loss import why_no_aux_loss
 from .checks import check_shapes, check_token_ids
 from .fused_forward import BordersIgnoredError, attach
 from .fused_linear import FusedStats
@@ -68,6 +69,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         with compat.liger_flag_lowered(config), compat.adapter_on_head_allowed():
             super().__init__(*args, **kwargs)
         self._check_way()
+        self._check_aux_loss()
         if layer_kernels:
             compat.apply_liger_layer_kernels(self._causal_lm(self.model), config)
         for model in (self.model, self.ref_model):
@@ -131,6 +133,17 @@ class FusedGRPOTrainer(GRPOTrainer):
             raise ValueError(
                 "fused_way='forecast' needs an objective whose gradient follows from each token alone: set "
                 "fused_way='auto', or off_policy_mask_threshold=None and top_entropy_quantile=1.0."
+            )
+
+    def _check_aux_loss(self) -> None:
+        if not getattr(self, "aux_loss_enabled", False):
+            return
+        causal_lm = self._causal_lm(self.model)
+        reason = why_no_aux_loss(causal_lm)
+        if reason is not None:
+            raise ValueError(
+                f"router_aux_loss_coef={self.router_aux_loss_coef} asks for the auxiliary loss of "
+                f"{type(causal_lm).__name__}, but {reason}: set router_aux_loss_coef=0.0."
             )
 
     def _option(self, name: str, default: Any) -> Any:

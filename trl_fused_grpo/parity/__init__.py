@@ -2,9 +2,9 @@
 
 from . import report
 from .case import Batch, Case, Rollout
-from .cases import CASES
+from .cases import CASES, MODEL_CASES
 from .comparison import Result, compare
 from .trainers import Settings
 
 
-__all__ = ["CASES", "Batch", "Case", "Result", "Rollout", "Settings", "compare", "report"]
+__all__ = ["CASES", "MODEL_CASES", "Batch", "Case", "Result", "Rollout", "Settings", "compare", "report"]

@@ -1,11 +1,13 @@
 """Micro-batches and rollouts with known properties: padding on both sides, clipped ratios, masks."""
 
+from inspect import signature
 from typing import Any
 
 import torch
 
 from .case import Batch, Case, Rollout, Trainer
-from .tiny import EOS_ID, FIRST_WORD_ID, PAD_ID, VOCAB_SIZE
+from .families import EOS_ID, FIRST_WORD_ID, IMAGE_ID, PAD_ID, VOCAB_SIZE
+from .images import image_inputs, with_images
 from .trainers import GROUP, ROWS
 
 
@@ -28,8 +30,8 @@ def _spread(levels: tuple[float, ...], shape: torch.Size, generator: torch.Gener
     return torch.tensor(levels)[(torch.arange(shape.numel()) + start) % len(levels)].view(shape)
 
 
-def _words(length: int, generator: torch.Generator) -> list[int]:
-    return torch.randint(FIRST_WORD_ID, VOCAB_SIZE, (length,), generator=generator).tolist()
+def _words(length: int, generator: torch.Generator, end: int = VOCAB_SIZE) -> list[int]:
+    return torch.randint(FIRST_WORD_ID, end, (length,), generator=generator).tolist()
 
 
 def _padded(rows: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,8 +57,23 @@ def log_probs(trainer: Trainer, inputs: dict[str, Any]) -> tuple[torch.Tensor, t
         attention_mask.to(device),
         inputs["completion_ids"].size(1),
         compute_entropy=True,
+        **_images_for(trainer, inputs),
     )
     return logps.float().cpu() * inputs["completion_mask"], entropies.float().cpu()
+
+
+def _images_for(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch's images, as far as the host's seam has names for them."""
+    taken = signature(trainer._get_per_token_logps_and_entropies).parameters.values()
+    names = {parameter.name for parameter in taken}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
+    images = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
+    device = trainer.accelerator.device
+    return {n: _copied(inputs[n], device) for n in images if n in inputs and (takes_all or n in names)}
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    return value.clone().to(device) if isinstance(value, torch.Tensor) else value
 
 
 def given(case: Case, trainer: Trainer, seed: int) -> list[dict[str, torch.Tensor]]:
@@ -120,9 +137,14 @@ def _micro_batch(spec: Batch, index: int, trainer: Trainer, generator: torch.Gen
 
 def _tokens(spec: Batch, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     inputs: dict[str, torch.Tensor] = {}
-    inputs["prompt_ids"], inputs["prompt_mask"] = _padded([_words(n, generator) for n in PROMPT_LENGTHS], left=True)
-    completions = [_words(n, generator) for n in COMPLETION_LENGTHS]
+    end = IMAGE_ID if spec.images else VOCAB_SIZE
+    prompts = [_words(n, generator, end) for n in PROMPT_LENGTHS]
+    inputs["prompt_ids"], inputs["prompt_mask"] = _padded(with_images(prompts) if spec.images else prompts, left=True)
+    completions = [_words(n, generator, end) for n in COMPLETION_LENGTHS]
     inputs["completion_ids"], inputs["completion_mask"] = _padded(completions, left=False)
+    if spec.images:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        inputs |= image_inputs(spec.images, ids, generator)
     for row in spec.empty_rows:
         inputs["completion_ids"][row] = PAD_ID
         inputs["completion_mask"][row] = 0
@@ -227,6 +249,6 @@ def serve_batches(trainer: Trainer, batches: list[dict[str, torch.Tensor]]) -> N
     remaining = iter(batches)
 
     def prepare(_: Any) -> dict[str, torch.Tensor]:
-        return {name: value.clone().to(trainer.accelerator.device) for name, value in next(remaining).items()}
+        return {name: _copied(value, trainer.accelerator.device) for name, value in next(remaining).items()}
 
     trainer._prepare_inputs = prepare

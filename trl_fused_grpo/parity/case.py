@@ -31,6 +31,8 @@ class Batch:
             Rows without a single completion token.
         empty_micro_batches (`tuple[int, ...]`):
             Micro-batches whose every completion token is masked.
+        images (`str`, *optional*):
+            Model family whose images stand in the prompts.
     """
 
     old: Literal["policy", "far", "drifted"] | None = None
@@ -41,6 +43,7 @@ class Batch:
     token_advantages: bool = False
     empty_rows: tuple[int, ...] = ()
     empty_micro_batches: tuple[int, ...] = ()
+    images: Literal["qwen2.5-vl", "gemma3-vl"] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,15 @@ class Case:
             Batches made here, or completions that the host scores.
         model (`str`):
             Tiny model, see [`tiny.model_config`].
-        adapter (`bool`):
-            LoRA on the attention projections.
+        adapter (`str`, *optional*):
+            LoRA: `"attention"` on the attention's projections, `"head"` on the output projection too,
+            `"head-copy"` on the attention's with a trained copy of the output projection (`modules_to_save`).
+        head (`bool`):
+            Whether it is about a kind of head, and so belongs to `--models` too.
         frozen_head (`bool`):
             The output projection needs no gradient.
+        frozen (`tuple[str, ...]`):
+            Ends of the names of further parameters that need no gradient.
         noise (`float`):
             Standard deviation of what is added to the trained weights, so that policy and reference differ.
         mode (`str`):
@@ -109,9 +117,11 @@ class Case:
     covers: str
     config: Mapping[str, Any] = field(default_factory=dict)
     data: Batch | Rollout = Batch()
-    model: Literal["llama", "tied", "moe"] = "llama"
-    adapter: bool = False
+    model: str = "llama"
+    adapter: Literal["attention", "head", "head-copy"] | None = None
+    head: bool = False
     frozen_head: bool = False
+    frozen: tuple[str, ...] = ()
     noise: float = 0.0
     mode: Literal["train", "eval", "log-probs"] = "train"
     windows: int = 1

@@ -1,5 +1,6 @@
 """The named cases: everything TRL's own GRPO path supports."""
 
+from . import cases_model as model
 from . import cases_objective as objective
 from . import cases_setting as setting
 from .case import Batch, Case
@@ -20,3 +21,6 @@ CASES: tuple[Case, ...] = (
     *setting.models(),
     *setting.schedule(),
 )
+
+# `--models`: by family, then by kind of head
+MODEL_CASES: tuple[Case, ...] = (*model.families(), *(case for case in CASES if case.head), *model.heads())

@@ -90,7 +90,7 @@ def objective() -> list[Case]:
             "beta with PEFT adapters disabled for the reference pass",
             {"beta": 0.1},
             Rollout(),
-            adapter=True,
+            adapter="attention",
             noise=0.02,
         ),
         Case(

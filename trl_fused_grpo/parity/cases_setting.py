@@ -6,14 +6,22 @@ from .case import FAR, Batch, Case, Rollout
 
 
 def models() -> list[Case]:
+    cast = {"cast_lm_head_to_fp32": True}
     return [
-        Case("frozen-head", "output projection frozen, on-policy", frozen_head=True),
-        Case("frozen-head-off-policy", "output projection frozen, old log-probs given", {}, FAR, frozen_head=True),
-        Case("lora", "LoRA on the attention projections", {}, FAR, adapter=True, noise=0.02),
-        Case("tied", "tied embeddings, on-policy", model="tied"),
-        Case("tied-off-policy", "tied embeddings, old log-probs given", {}, FAR, model="tied"),
-        Case("cast-head", "cast_lm_head_to_fp32", {"cast_lm_head_to_fp32": True}, FAR),
-        Case("cast-head-tied", "cast_lm_head_to_fp32, tied", {"cast_lm_head_to_fp32": True}, FAR, model="tied"),
+        Case("frozen-head", "output projection frozen, on-policy", frozen_head=True, head=True),
+        Case(
+            "frozen-head-off-policy",
+            "output projection frozen, old log-probs given",
+            {},
+            FAR,
+            frozen_head=True,
+            head=True,
+        ),
+        Case("lora", "LoRA on the attention projections", {}, FAR, adapter="attention", noise=0.02),
+        Case("tied", "tied embeddings, on-policy", model="tied", head=True),
+        Case("tied-off-policy", "tied embeddings, old log-probs given", {}, FAR, model="tied", head=True),
+        Case("cast-head", "cast_lm_head_to_fp32", cast, FAR, head=True),
+        Case("cast-head-tied", "cast_lm_head_to_fp32, tied", cast, FAR, model="tied", head=True),
         Case(
             "moe",
             "Mixture-of-Experts, no auxiliary loss",

@@ -35,6 +35,8 @@ class Outcome:
             Rows whose gradient was needed, over all micro-batches; `None` where the trainer does not count them.
         recomputed (`int`, *optional*):
             Rows of these that backward computed a second time.
+        layout (`str`, *optional*):
+            How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"host"`.
     """
 
     loss: float = 0.0
@@ -42,6 +44,7 @@ class Outcome:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     rows: int | None = None
     recomputed: int | None = None
+    layout: str | None = None
 
     @property
     def norm(self) -> float:
@@ -110,7 +113,7 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
             last = i == args.gradient_accumulation_steps - 1
             trainer.accelerator.gradient_state._set_sync_gradients(last)
             outcome.loss += float(trainer.training_step(model, generation, None))
-            _count_rows(trainer, outcome)
+            _count_rows(trainer, case, outcome)
         for name, parameter in trainer.model.named_parameters():
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -131,9 +134,10 @@ def _move(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
             parameter.copy_(parameter.to(dtype) + step.to(parameter.device, dtype))
 
 
-def _count_rows(trainer: Trainer, outcome: Outcome) -> None:
+def _count_rows(trainer: Trainer, case: Case, outcome: Outcome) -> None:
     stats = getattr(trainer, "fused_stats", None)
     if stats is not None:
+        outcome.layout = trainer._layout(trainer.model, bool(getattr(case.data, "images", None)))
         outcome.rows = (outcome.rows or 0) + stats.rows
         outcome.recomputed = (outcome.recomputed or 0) + stats.recomputed
 

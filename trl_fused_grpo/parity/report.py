@@ -54,7 +54,7 @@ def passed(results: Sequence[Result]) -> bool:
     return all(result.verdict in ("equal", "skipped") for result in results)
 
 
-def print_report(results: Sequence[Result], settings: Settings, console: Console) -> None:
+def print_report(results: Sequence[Result], settings: Settings, console: Console, layouts: bool = False) -> None:
     """
     Print the table, what went wrong, and a summary line.
 
@@ -65,15 +65,17 @@ def print_report(results: Sequence[Result], settings: Settings, console: Console
             Decides which errors are shown.
         console (`rich.console.Console`):
             Where to print.
+        layouts (`bool`):
+            Whether to show how the fused trainer laid the rows out.
     """
-    console.print(_table(results, settings))
+    console.print(_table(results, settings, layouts))
     for result in results:
         if result.verdict in ("different", "failed"):
             console.print(f"[bold red]{result.name}[/]: {escape(result.reason)}")
     console.print(_summary(results))
 
 
-def _table(results: Sequence[Result], settings: Settings) -> Table:
+def _table(results: Sequence[Result], settings: Settings, layouts: bool) -> Table:
     about = environment(settings)
     title = " · ".join(f"{name} {value}" for name, value in about.items() if name not in ("device", "dtype"))
     table = Table(
@@ -83,6 +85,8 @@ def _table(results: Sequence[Result], settings: Settings) -> Table:
         pad_edge=False,
     )
     table.add_column("case", no_wrap=True)
+    if layouts:
+        table.add_column("layout")
     headings = ["loss", "loss\nerror", "worst gradient\nerror", "metrics\ndiffer"]
     if has_liger_loss():
         headings.append("gradient norm\nstock Liger")
@@ -90,7 +94,7 @@ def _table(results: Sequence[Result], settings: Settings) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for result in results:
-        table.add_row(*_row(result), style="dim" if result.verdict == "skipped" else None)
+        table.add_row(*_row(result, layouts), style="dim" if result.verdict == "skipped" else None)
     return table
 
 
@@ -105,9 +109,10 @@ def _explanation(settings: Settings) -> str:
     return f"errors relative to stock, tolerance {TOLERANCE:.0e} · {norms}"
 
 
-def _row(result: Result) -> list[str]:
+def _row(result: Result, layouts: bool) -> list[str]:
     cells = [
         result.name,
+        *([result.layout or ""] if layouts else []),
         _number(result.loss, ".4g"),
         _pair(result.loss_error, result.stock_loss_error),
         _pair(result.gradient_error, result.stock_gradient_error),

@@ -1,37 +1,13 @@
 """Tiny models and a tokenizer, built from configurations: nothing is downloaded."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-
-VOCAB_SIZE = 1027  # odd, so that no tile of a kernel divides it
-PAD_ID, EOS_ID, UNK_ID, FIRST_WORD_ID = 0, 1, 2, 3
-
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    # Transformers' 0.02 leaves every distribution uniform, which hides errors in entropy, clipping and quantiles.
-    "initializer_range": 0.2,
-    "pad_token_id": PAD_ID,
-    "eos_token_id": EOS_ID,
-    "bos_token_id": None,
-}
+from .families import EOS_ID, FAMILIES, FIRST_WORD_ID, PAD_ID, UNK_ID, VARIANTS, VOCAB_SIZE
 
 
 def model_config(kind: str) -> PretrainedConfig:
@@ -40,26 +16,42 @@ def model_config(kind: str) -> PretrainedConfig:
 
     Args:
         kind (`str`):
-            `"llama"` (untied head), `"tied"` (Qwen3 with tied embeddings) or `"moe"` (Qwen3 Mixture-of-Experts).
+            A name in [`families.FAMILIES`] or [`families.VARIANTS`].
 
     Returns:
         `PretrainedConfig`:
             Two layers of width 64 over a vocabulary of 1027 tokens.
+
+    Raises:
+        `ValueError`:
+            For a name that is in neither.
+        `ImportError`:
+            When the installed transformers lacks the family.
     """
-    if kind == "llama":
-        return LlamaConfig(**_SHAPE, tie_word_embeddings=False)
-    if kind == "tied":
-        return Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True)
-    if kind == "moe":
-        return Qwen3MoeConfig(
-            **_SHAPE,
-            tie_word_embeddings=False,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            decoder_sparse_step=1,
-        )
-    raise ValueError(f"Unknown tiny model {kind!r}: expected 'llama', 'tied' or 'moe'.")
+    known = {**FAMILIES, **VARIANTS}
+    if kind not in known:
+        raise ValueError(f"Unknown tiny model {kind!r}: expected one of {', '.join(known)}.")
+    return known[kind].tiny()
+
+
+def tiny_model(kind: str) -> PreTrainedModel:
+    """
+    A tiny model with seeded random weights, always the same.
+
+    Args:
+        kind (`str`):
+            See [`model_config`].
+
+    Returns:
+        `PreTrainedModel`:
+            With a language-modeling head, in float32.
+    """
+    config = model_config(kind)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if config.get_text_config() is config:
+            return AutoModelForCausalLM.from_config(config)
+        return transformers.AutoModelForImageTextToText.from_config(config)
 
 
 def save_checkpoint(kind: str, folder: Path, dtype: torch.dtype) -> Path:
@@ -80,10 +72,7 @@ def save_checkpoint(kind: str, folder: Path, dtype: torch.dtype) -> Path:
     """
     target = folder / f"{kind}-{str(dtype).removeprefix('torch.')}"
     if not target.exists():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(model_config(kind))
-        model.to(dtype).save_pretrained(target)
+        tiny_model(kind).to(dtype).save_pretrained(target)
     return target
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from inspect import signature
@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_peft_available
 from trl import GRPOConfig, GRPOTrainer
 
+from trl_fused_grpo import _trl_compat as compat
+
 from .case import Batch, Case, Rollout, Trainer
 from .tiny import save_checkpoint, tokenizer
 
@@ -28,6 +30,12 @@ MAX_COMPLETION_LENGTH = 16
 _NO_LAYER_KERNELS = dict.fromkeys(
     ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy"), False
 )
+
+_ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "head": {"target_modules": ["q_proj", "v_proj", "lm_head"]},
+    "head-copy": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]},
+}
 
 # `trl.GRPOTrainer` itself may have been replaced by `patch()`.
 StockGRPOTrainer: Any = next(cls for cls in GRPOTrainer.__mro__ if cls.__module__.startswith("trl."))
@@ -112,6 +120,10 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def _construct(
     cls: Callable[..., Trainer], case: Case, settings: Settings, dtype: torch.dtype, **extra: Any
 ) -> Trainer:
+    try:
+        checkpoint = save_checkpoint(case.model, settings.folder, settings.dtype)
+    except ImportError as missing:
+        raise SkippedError(str(missing)) from missing
     options: dict[str, Any] = {
         "loss_type": "dapo",
         "beta": 0.0,
@@ -138,9 +150,9 @@ def _construct(
             raise SkippedError("peft is not installed")
         from peft import LoraConfig
 
-        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        adapter = LoraConfig(r=4, task_type="CAUSAL_LM", **_ADAPTERS[case.adapter])
     return cls(
-        model=str(save_checkpoint(case.model, settings.folder, settings.dtype)),
+        model=str(checkpoint),
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * ROWS}),
@@ -152,6 +164,9 @@ def _construct(
 def _finish(trainer: Trainer, case: Case) -> Trainer:
     if case.frozen_head:
         trainer.model.get_output_embeddings().requires_grad_(False)
+    for name, parameter in trainer.model.named_parameters():
+        if name.endswith(case.frozen):
+            parameter.requires_grad_(False)
     data = case.data
     if (isinstance(data, Batch) and data.ratio) or (isinstance(data, Rollout) and data.sampling):
         trainer.use_vllm = True  # the constructor would start vLLM
@@ -164,9 +179,13 @@ def _finish(trainer: Trainer, case: Case) -> Trainer:
 
 
 def stock(case: Case, settings: Settings) -> Trainer:
-    """Stock TRL on its own, non-Liger path."""
-    with _own_mixed_precision():
-        return _finish(_construct(StockGRPOTrainer, case, settings, settings.dtype), case)
+    """Stock TRL on its own, non-Liger path, or its objective on dense logits where it refuses the case's adapter."""
+    refused = case.adapter == "head" and compat.REFUSES_ADAPTER_ON_HEAD
+    with _own_mixed_precision(), compat.adapter_on_head_allowed() if refused else nullcontext():
+        trainer = _construct(StockGRPOTrainer, case, settings, settings.dtype)
+        if refused:
+            trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
+        return _finish(trainer, case)
 
 
 def fused(case: Case, settings: Settings) -> Trainer:
@@ -201,11 +220,11 @@ def oracle(case: Case, settings: Settings) -> Trainer:
     """
     Stock TRL's objective on dense float64 log-probs and entropies.
 
-    Weights and activations are float64. Transformers writes RMS norms and routers in float32 whatever the model's
-    dtype, which leaves an error of order 1e-7, four orders of magnitude below bfloat16's.
+    Weights and activations are float64. Transformers writes RMS norms, routers and Mamba-2's logits in float32 whatever
+    the model's dtype, which leaves an error of order 1e-7, four orders of magnitude below bfloat16's.
     """
     options = {name: value for name, value in case.config.items() if name != "cast_lm_head_to_fp32"}
-    with _own_mixed_precision():
+    with _own_mixed_precision(), compat.adapter_on_head_allowed():
         trainer = _construct(StockGRPOTrainer, replace(case, config=options), settings, torch.float32)
         for model in filter(None, (trainer.model, trainer.ref_model)):
             model.double()
@@ -224,16 +243,21 @@ def _dense_log_probs(
     batch_size: int | None = None,
     compute_entropy: bool = False,
     compute_aux_loss: bool = False,
-    **_: Any,
+    num_images: list[int] | None = None,
+    **images: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    router = {"output_router_logits": True} if compute_aux_loss else {}
-    outputs = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **router)
+    dtype = next(model.parameters()).dtype
+    extra = {n: v.to(dtype) if v.is_floating_point() else v for n, v in images.items() if v is not None}
+    if compute_aux_loss:
+        extra["output_router_logits"] = True
+    outputs = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **extra)
     logits = outputs.logits[:, -logits_to_keep - 1 : -1]  # [B, T, V]
-    if logits.dtype != torch.float64:
-        raise TypeError(f"The oracle's logits are {logits.dtype}, not float64.")
-    log_p = (logits / trainer.temperature).log_softmax(-1)
+    if logits.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"The reference's logits are {logits.dtype}.")
+    log_p = (logits.double() / trainer.temperature).log_softmax(-1)
     logps = log_p.gather(-1, input_ids[:, -logits_to_keep:].unsqueeze(-1)).squeeze(-1)  # [B, T]
-    entropies = -(log_p.exp() * log_p).sum(-1) if compute_entropy else None
+    logps = logps.to(torch.promote_types(dtype, torch.float32))
+    entropies = -(log_p.exp() * log_p).sum(-1).to(logps.dtype) if compute_entropy else None
     if not returns_aux_loss():
         return logps, entropies
     return logps, entropies, outputs.aux_loss if compute_aux_loss else None

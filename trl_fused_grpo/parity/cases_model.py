@@ -1,0 +1,53 @@
+"""Cases of the model: one for each family, and the heads that no other case has."""
+
+from .case import FAR, Batch, Case
+from .families import FAMILIES, Family
+from .trainers import returns_aux_loss
+
+
+NOISE = 0.05  # families initialize biases and norms to constants, where nothing shows
+
+
+def families() -> list[Case]:
+    return [_of_family(name, family) for name, family in FAMILIES.items()]
+
+
+def _of_family(name: str, family: Family) -> Case:
+    about = [family.config.removesuffix("Config")]
+    if family.has_aux_loss:
+        about.append("auxiliary loss" if returns_aux_loss() else "this TRL adds no auxiliary loss")
+    if family.scale != 1.0:
+        about.append(f"logits times {family.scale:g}")
+    if family.softcap is not None:
+        about.append("softcap")
+    if family.vision:
+        about.append("images")
+    return Case(
+        name,
+        ", ".join(about),
+        {"router_aux_loss_coef": 0.3} if family.has_aux_loss and returns_aux_loss() else {},
+        Batch(old="far", images=name if family.vision else None),
+        model=name,
+        frozen=family.flat,
+        noise=NOISE,
+        smooth=not family.has_aux_loss,
+    )
+
+
+def heads() -> list[Case]:
+    warm = {"temperature": 0.7}
+    return [
+        Case("head-bias", "bias (Phi)", {}, FAR, model="biased", noise=NOISE),
+        Case("head-logit-scale", "logit scale under temperature 0.7 (Cohere)", warm, FAR, model="scaled", noise=NOISE),
+        Case("head-softcap", "softcap under temperature 0.7 (Gemma3)", warm, FAR, model="gemma3", noise=NOISE),
+        Case("head-vocabulary", "vocabulary larger than the tokenizer's", {}, FAR, model="wide"),
+        Case("head-modules-to-save", 'modules_to_save=["lm_head"]', {}, FAR, adapter="head-copy", noise=0.02),
+        Case(
+            "head-lora",
+            "LoRA on lm_head; against dense logits where TRL refuses it",
+            {},
+            FAR,
+            adapter="head",
+            noise=0.02,
+        ),
+    ]
