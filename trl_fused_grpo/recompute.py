@@ -4,7 +4,7 @@ of the head is whole when the loop leaves it, so that no `[V, H]` buffer in floa
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ def recomputed_gradients(
         return values if values is None or every_row else values.index_select(0, rows)
 
     hidden = pick(work.hidden).to(work.compute_dtype)  # [M, H + r]
+    remainders = work.new_remainders(len(rows))
     per_row = [pick(t) for t in (work.targets, lse, entropies, grad_logps, grad_entropies)]  # [M]
     grad_hidden = torch.empty_like(hidden, dtype=acc_dtype) if needs[0] else None  # [M, H + r]
     owners = zip((work.weight, work.bias, work.up), needs[1:4], strict=True)
@@ -54,23 +55,22 @@ def recomputed_gradients(
     inputs = hidden[:, 0 if needs[1] else width : None if needs[3] else width]
     height, columns = _tile(len(rows), vocab_size, work.chunk_rows)
     buffer = hidden.new_empty(height * columns)
-    for start in range(0, vocab_size, columns) if height else ():
-        tile = slice(start, min(start + columns, vocab_size))
+    for tile in _slices(vocab_size, columns) if len(rows) else ():
         weight, bias = work.operands(tile)  # [v, H + r], [v]
         grad_tile = weight.new_empty(len(weight), inputs.shape[1], dtype=acc_dtype)
         grad_bias_tile = weight.new_zeros(len(weight), dtype=acc_dtype)
-        for piece in (slice(i, min(i + height, len(rows))) for i in range(0, len(rows), height)):
+        for piece in _slices(len(rows), height):
             shape = piece.stop - piece.start, len(weight)
             logits = buffer[: math.prod(shape)].view(shape)
             product(hidden[piece], weight.t(), out=logits)  # [n, H + r] @ [H + r, v]
             if bias is not None:
                 logits += bias
-            work.kernels.logits_grad_(
-                logits, *(None if t is None else t[piece] for t in per_row), work.transform, vocab_start=start
-            )
+            lost = None if remainders is None else remainders[piece]
+            row_grads = (None if t is None else t[piece] for t in per_row)
+            work.kernels.logits_grad_(logits, *row_grads, work.transform, vocab_start=tile.start, remainders=lost)
             # The first product of a sum needs no zeros to add to
             if grad_hidden is not None:
-                (add_product if start else product)(logits, weight, out=grad_hidden[piece])  # [n, v] @ [v, H + r]
+                (add_product if tile.start else product)(logits, weight, out=grad_hidden[piece])  # [n, v] @ [v, H + r]
             if inputs.shape[1]:
                 (add_product if piece.start else product)(logits.t(), inputs[piece], out=grad_tile)  # [v, n] @ [n, .]
             if grad_bias is not None:
@@ -83,18 +83,23 @@ def recomputed_gradients(
             grad_bias[tile] = grad_bias_tile
 
     if grad_hidden is not None:
+        for piece in _slices(len(rows), work.chunk_rows) if remainders is not None else ():
+            weight, _ = work.operands(per_row[0][piece])  # the targets' rows of the head
+            grad_hidden[piece] += remainders[piece].unsqueeze(-1) * weight
         grad_hidden = grad_hidden.to(work.hidden.dtype)
         if not every_row:
             grad_hidden = torch.zeros_like(work.hidden).index_copy_(0, rows, grad_hidden)
     return grad_hidden, *grads
 
 
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
 def _tile(rows: int, vocab_size: int, chunk_rows: int) -> tuple[int, int]:
     """Rows and columns of a tile that takes no more room than `chunk_rows` rows of logits."""
-    if rows == 0:
-        return 0, 0
     room = chunk_rows * vocab_size
-    most = min(max(room // rows, _LEAST_COLUMNS), _MOST_COLUMNS, vocab_size)
+    most = min(max(room // max(rows, 1), _LEAST_COLUMNS), _MOST_COLUMNS, vocab_size)
     # Even in size, and 128 columns are one tile of the products
     columns = min(math.ceil(vocab_size / math.ceil(vocab_size / most) / 128) * 128, vocab_size)
     return min(rows, max(1, room // columns)), columns
