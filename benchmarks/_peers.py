@@ -6,6 +6,7 @@ import torch
 from _work import SEQUENCE, Forecast, Work
 from torch import Tensor
 
+from trl_fused_grpo import FusedLinearGRPOLoss
 from trl_fused_grpo.fused_linear import FusedStats, Way, fused_linear_logps
 from trl_fused_grpo.lm_head import LMHead
 
@@ -87,8 +88,17 @@ def liger(work: Work, compiled: bool) -> Step | None:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
     except ImportError:
         return None
+    return _grpo_loss(LigerFusedLinearGRPOLoss, work, compiled)
+
+
+def library(work: Work) -> Step:
+    """This package's loss in the place of Liger's, called in the same way."""
+    return _grpo_loss(FusedLinearGRPOLoss, work, compiled=False)
+
+
+def _grpo_loss(loss_class: type, work: Work, compiled: bool) -> Step:
     rows, width, _ = work.shape
-    loss_of = LigerFusedLinearGRPOLoss(beta=0.0, compiled=compiled, use_ref_model=False, loss_type="dapo")
+    loss_of = loss_class(beta=0.0, compiled=compiled, use_ref_model=False, loss_type="dapo")
     grid = (rows // SEQUENCE, SEQUENCE)
 
     def step() -> None:

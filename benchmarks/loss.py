@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 import typer
 from _measure import interleaved, poison, surroundings
-from _peers import Step, bare_gemms, dense, liger, ours, trl_fused_head
+from _peers import Step, bare_gemms, dense, library, liger, ours, trl_fused_head
 from _work import Reference, Work, as_case, make
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +24,7 @@ from rich.table import Table
 
 SHAPES = {"cuda": ["16384x1024", "32768x1024", "16384x4096", "4096x1024"], "cpu": ["2048x512"]}
 VOCAB = {"cuda": 151_936, "cpu": 32_000}
+OURS = ("ours", "library")
 # Most time and most peak memory, both relative to TRL's fused head, that a case is meant to take
 TARGETS = {
     "on-policy": (0.74, 1.0),
@@ -49,7 +50,8 @@ def steps_of(case: str, work: Work) -> dict[str, Step]:
     """Everything installed that does a case's work, by name."""
     steps: dict[str, Step | None]
     if case == "liger":
-        steps = {"liger": liger(work, False), "liger-compiled": liger(work, True), "ours": ours(work)}
+        steps = {"liger": liger(work, False), "liger-compiled": liger(work, True), "trl": trl_fused_head(work)}
+        steps["library"], steps["ours"] = library(work), ours(work)
     else:
         logits_mib = SMALL_LOGITS_MIB if case == "small-memory" else None
         mine = ours(work, "recompute" if case == "recompute" else "auto", logits_mib)
@@ -75,11 +77,11 @@ def check(steps: dict[str, Step], work: Work, reference: Reference) -> dict[str,
     return errors
 
 
-def is_right(errors: dict[str, dict[str, float]]) -> bool:
-    """Whether ours is finite and no further from float64 than the best peer, but for a tenth and float32 rounding."""
-    peers = [errors[name] for name in errors if name != "ours"]
-    bounds = {key: 1.1 * min((peer.get(key, 0.01) for peer in peers), default=0.01) + 1e-6 for key in errors["ours"]}
-    return all(error <= bounds[key] for key, error in errors["ours"].items())
+def is_right(name: str, errors: dict[str, dict[str, float]]) -> bool:
+    """Whether one of ours is finite and no further from float64 than TRL's, but for a tenth and float32 rounding."""
+    peers = [errors["trl"]] if "trl" in errors else [errors[peer] for peer in errors if peer not in OURS]
+    bounds = {key: 1.1 * min((peer.get(key, 0.01) for peer in peers), default=0.01) + 1e-6 for key in errors[name]}
+    return all(error <= bounds[key] for key, error in errors[name].items())
 
 
 def drop_gradients(work: Work) -> None:
@@ -93,14 +95,15 @@ def run_case(case: str, base: Work, reference: Reference, repeats: int) -> list[
     steps = steps_of(case, work)
     repeats = min(repeats, 3) if case == "liger" else repeats  # Liger's takes half a second
     errors = check(steps, work, reference)
-    right = is_right(errors)
-    names = list(steps) if right else [name for name in steps if name != "ours"]
-    measured = interleaved({name: steps[name] for name in names}, lambda: drop_gradients(work), device, repeats)
+    right = {name: name not in OURS or is_right(name, errors) for name in steps}
+    measured = interleaved(
+        {name: steps[name] for name in steps if right[name]}, lambda: drop_gradients(work), device, repeats
+    )
     rows, width, vocab = work.shape
     records = []
     for name in steps:
         record = {"case": case, "rows": rows, "width": width, "vocab": vocab, "name": name, "errors": errors[name]}
-        records.append({**record, "right": right or name != "ours", **measured.get(name, {})})
+        records.append({**record, "right": right[name], **measured.get(name, {})})
     return records
 
 
@@ -157,7 +160,7 @@ def summarize(records: list[dict], limit: dict, device: str) -> None:
     peers |= {record["case"]: record for record in records if record["name"] == "liger"}
     for record in records:
         peer = peers.get(record["case"])
-        if record["name"] != "ours" or "ms" not in record or peer is None:
+        if record["name"] not in OURS or "ms" not in record or peer is None:
             continue
         shares = PRODUCTS.get(record["case"], (1, 1, 1))
         bare = sum(

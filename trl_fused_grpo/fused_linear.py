@@ -24,7 +24,7 @@ FORECAST_ATOL = 5e-7
 # Rows of a chunk whose products leave few processors idle in their last wave, measured on one H200 at hidden sizes 1024
 # and 4096 (benchmarks/NOTES.md): others take up to a sixth longer for the same work. Larger chunks are multiples of the
 # first, smaller ones take what fits
-_HEIGHTS = (4096, 3072, 2048, 1408, 1024, 768, 512, 256, 128)
+_HEIGHTS = (4096, 3072, 2048, 1024, 768, 512, 256, 128)
 
 
 class Forecast(Protocol):
@@ -76,8 +76,7 @@ def choose_way(head_needs_grad: bool, forecast: Forecast | None, entropy_grad: b
 def rows_per_chunk(vocab_size: int, itemsize: int, logits_mib: float) -> int:
     """Return how many rows of logits fit into `logits_mib` MiB, at one of the heights that the products like."""
     rows = max(1, int(logits_mib * 2**20) // (vocab_size * itemsize))
-    step = next((height for height in _HEIGHTS if height <= rows), 1)
-    return rows // step * step if step in (1, _HEIGHTS[0]) else step
+    return rows // _HEIGHTS[0] * _HEIGHTS[0] or next((height for height in _HEIGHTS if height <= rows), rows)
 
 
 def default_logits_mib(hidden: Tensor, head: LMHead, way: str, compute_dtype: torch.dtype) -> float:

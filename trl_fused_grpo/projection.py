@@ -49,8 +49,8 @@ class Projection:
             self._cast_weight, _ = self.operands(slice(None))
         return self._cast_weight
 
-    def operands(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight, `up` beside it, `[v, H + r]`, and bias `[v]` of part of the vocabulary, in the compute dtype."""
+    def operands(self, tokens: slice) -> tuple[Tensor, Tensor | None]:
+        """Weight, `up` beside it, `[v, H + r]`, and bias `[v]` of a slice of the vocabulary, in the compute dtype."""
         parts = [part[tokens].to(self.compute_dtype) for part in (self.weight, self.up) if part is not None]
         bias = None if self.bias is None else self.bias[tokens].to(self.compute_dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), bias
@@ -81,14 +81,6 @@ class Projection:
         if self.bias is not None:
             logits += self.bias.to(self.compute_dtype)
         return logits
-
-    def new_remainders(self, rows: int) -> Tensor | None:
-        """
-        Room for what rounding takes from the targets' entries of a logits gradient `[n]`; `None` where nothing is
-        rounded. Alone against a spread of small entries, they make half of the error of a row's gradient in bfloat16.
-        """
-        is_rounded = self.compute_dtype in (torch.bfloat16, torch.float16)
-        return self.hidden.new_zeros(rows, dtype=torch.float32) if is_rounded else None
 
     def release(self) -> None:
         """Let go of the buffer and of the cast weight."""
@@ -129,19 +121,16 @@ class Gradients:
         """Turn the logits of `rows` `[n, V]` into their gradient, in place, and add what follows from it."""
         work = self.work
         self._apply_pending()
-        targets, remainders = work.targets[rows], work.new_remainders(len(logits))
-        row_grads = (targets, lse, entropies, grad_logps, grad_entropies)
-        work.kernels.logits_grad_(logits, *row_grads, work.transform, remainders=remainders)  # [n, V]
+        work.kernels.logits_grad_(
+            logits, work.targets[rows], lse, entropies, grad_logps, grad_entropies, work.transform
+        )  # [n, V]
         if self.hidden is not None:
-            is_slice = isinstance(rows, slice)
-            grad = self.hidden[rows] if is_slice else self.hidden.new_empty(len(rows), self.hidden.shape[1])
-            if remainders is None:
-                product(logits, work.cast_weight, out=grad)  # [n, V] @ [V, H + r]
+            # [n, V] @ [V, H + r]
+            if isinstance(rows, slice):
+                product(logits, work.cast_weight, out=self.hidden[rows])
             else:
-                weight, _ = work.operands(targets)  # [n, H + r]
-                torch.mul(weight, remainders.unsqueeze(-1), out=grad)
-                add_product(logits, work.cast_weight, out=grad)
-            if not is_slice:
+                grad = self.hidden.new_empty(len(rows), self.hidden.shape[1])
+                product(logits, work.cast_weight, out=grad)
                 self.hidden.index_add_(0, rows, grad)
         width = work.weight.shape[1]
         if self.weight is not None:

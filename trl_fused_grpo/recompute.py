@@ -43,7 +43,6 @@ def recomputed_gradients(
         return values if values is None or every_row else values.index_select(0, rows)
 
     hidden = pick(work.hidden).to(work.compute_dtype)  # [M, H + r]
-    remainders = work.new_remainders(len(rows))
     per_row = [pick(t) for t in (work.targets, lse, entropies, grad_logps, grad_entropies)]  # [M]
     grad_hidden = torch.empty_like(hidden, dtype=acc_dtype) if needs[0] else None  # [M, H + r]
     owners = zip((work.weight, work.bias, work.up), needs[1:4], strict=True)
@@ -65,9 +64,8 @@ def recomputed_gradients(
             product(hidden[piece], weight.t(), out=logits)  # [n, H + r] @ [H + r, v]
             if bias is not None:
                 logits += bias
-            lost = None if remainders is None else remainders[piece]
             row_grads = (None if t is None else t[piece] for t in per_row)
-            work.kernels.logits_grad_(logits, *row_grads, work.transform, vocab_start=tile.start, remainders=lost)
+            work.kernels.logits_grad_(logits, *row_grads, work.transform, vocab_start=tile.start)
             # The first product of a sum needs no zeros to add to
             if grad_hidden is not None:
                 (add_product if tile.start else product)(logits, weight, out=grad_hidden[piece])  # [n, v] @ [v, H + r]
@@ -83,9 +81,6 @@ def recomputed_gradients(
             grad_bias[tile] = grad_bias_tile
 
     if grad_hidden is not None:
-        for piece in _slices(len(rows), work.chunk_rows) if remainders is not None else ():
-            weight, _ = work.operands(per_row[0][piece])  # the targets' rows of the head
-            grad_hidden[piece] += remainders[piece].unsqueeze(-1) * weight
         grad_hidden = grad_hidden.to(work.hidden.dtype)
         if not every_row:
             grad_hidden = torch.zeros_like(work.hidden).index_copy_(0, rows, grad_hidden)

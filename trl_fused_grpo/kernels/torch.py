@@ -66,7 +66,6 @@ def logits_grad_(
     grad_entropies: Tensor | None,  # [n]
     transform: LogitTransform,
     vocab_start: int = 0,
-    remainders: Tensor | None = None,  # [n]
 ) -> None:
     """
     Overwrite a tile of logits with the gradient with respect to the raw output of the projection.
@@ -86,9 +85,6 @@ def logits_grad_(
             Scale, softcap and temperature.
         vocab_start (`int`, *optional*, defaults to `0`):
             Token id of the first column.
-        remainders (`Tensor`, *optional*):
-            Receives what rounding to the dtype of the logits takes from the target's entry, shape `[n]`, float32; rows
-            whose target lies in another tile keep what is there.
     """
     z = _transform(logits, transform)  # [n, v]; aliases `logits` when there is nothing to do
     if transform.softcap is not None:
@@ -114,7 +110,3 @@ def logits_grad_(
         grad.mul_(factor)
     if grad.data_ptr() != logits.data_ptr():
         logits.copy_(grad)
-    if remainders is not None:
-        place = column.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-        lost = (grad.gather(-1, place) - logits.gather(-1, place)).squeeze(-1)
-        remainders.copy_(torch.where(inside, lost, remainders))

@@ -148,14 +148,12 @@ def _logits_grad_kernel(
     entropies_ptr,
     grad_logps_ptr,
     grad_entropies_ptr,
-    remainders_ptr,
     vocab_start,
     inner,
     outer,
     slope,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY_GRAD: tl.constexpr,
-    HAS_REMAINDERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # One program per block of one row, on a single grid axis whose neighbours are neighbours in memory
@@ -175,18 +173,12 @@ def _logits_grad_kernel(
     if start + BLOCK <= n_cols:
         raw = tl.load(pointers)
         grad = _grad(raw, columns, target, lse, entropy, g, ge, inner, outer, HAS_SOFTCAP, HAS_ENTROPY_GRAD)
-        rounded = grad.to(logits_ptr.dtype.element_ty)
-        tl.store(pointers, rounded)
+        tl.store(pointers, grad.to(logits_ptr.dtype.element_ty))
     else:
         inside = columns < n_cols
         raw = tl.load(pointers, mask=inside, other=0.0)
         grad = _grad(raw, columns, target, lse, entropy, g, ge, inner, outer, HAS_SOFTCAP, HAS_ENTROPY_GRAD)
-        rounded = grad.to(logits_ptr.dtype.element_ty)
-        tl.store(pointers, rounded, mask=inside)
-    if HAS_REMAINDERS:  # noqa: SIM102 - known when compiled, the other when run
-        if (target >= start) & (target < tl.minimum(start + BLOCK, n_cols)):
-            lost = tl.where(columns == target, grad - rounded.to(tl.float32), 0.0)
-            tl.store(remainders_ptr + row, tl.sum(lost, axis=0))
+        tl.store(pointers, grad.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
 def _factors(transform: LogitTransform) -> tuple[float, float, float]:
@@ -241,7 +233,6 @@ def logits_grad_(
     grad_entropies: Tensor | None,  # [n]
     transform: LogitTransform,
     vocab_start: int = 0,
-    remainders: Tensor | None = None,  # [n]
 ) -> None:
     """Overwrite a tile of logits, from column `vocab_start` on, with the gradient of the raw projection output."""
     n, n_cols = logits.shape
@@ -252,7 +243,6 @@ def logits_grad_(
     has_entropy_grad = grad_entropies is not None
     gradients = (lse, entropies, grad_logps, grad_entropies) if has_entropy_grad else (lse, lse, grad_logps, lse)
     flags = {"HAS_SOFTCAP": transform.softcap is not None, "HAS_ENTROPY_GRAD": has_entropy_grad}
-    flags["HAS_REMAINDERS"] = remainders is not None
     with torch.cuda.device_of(logits):
         _logits_grad_kernel[(n * blocks_per_row,)](
             logits,
@@ -261,7 +251,6 @@ def logits_grad_(
             blocks_per_row,
             targets,
             *gradients,
-            lse if remainders is None else remainders,
             vocab_start,
             *_factors(transform),
             **flags,
