@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.integrations.liger import apply_liger_kernel
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
@@ -112,6 +113,8 @@ class Host:
             processing_class=tokenizer(),
         )
         # What `Trainer.train` does before its first step
+        if args.use_liger_kernel:
+            apply_liger_kernel(trainer.model, args.liger_kernel_config)
         trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         if args.gradient_checkpointing and not self.model.is_gradient_checkpointing:
             self.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)

@@ -230,7 +230,11 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         """Log-probabilities and entropies `[B, T]`, zero but at the flat `positions`."""
         if isinstance(temperature, Tensor):
             temperature = as_columns(temperature).expand(token_ids.shape).flatten().index_select(0, positions)  # [N]
-        rows = hidden.flatten(0, -2).index_select(0, positions)  # [N, H]
+        rows = hidden.flatten(0, -2)  # [B * T, H]
+        forecast = options.get("forecast")
+        is_sorted = forecast is None or forecast.live_rows in (0, len(positions))
+        if len(positions) < len(rows) or not is_sorted:  # no copy where every row is taken as it comes
+            rows = rows.index_select(0, positions)  # [N, H]
         targets = token_ids.flatten().index_select(0, positions)  # [N]
         values = fused_linear_logps(rows, head, targets, temperature, logits_mib=self.logits_mib, **options)
 
