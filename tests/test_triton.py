@@ -1,17 +1,16 @@
-"""The Triton kernels and, on a GPU, the whole fused function, against a dense float64 computation."""
+"""The Triton kernels against a dense float64 computation."""
 
 import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from trl_fused_grpo.fused_linear import fused_linear_logps
 from trl_fused_grpo.kernels import LogitTransform, for_device
-from trl_fused_grpo.lm_head import LMHead
 
 
 pytest.importorskip("triton")
@@ -289,96 +288,12 @@ def test_more_rows_than_a_second_grid_axis_could_take():
     assert error(logits_grad(triton_kernels, logits, targets, LogitTransform(), *grads), expected) <= 3e-6
 
 
-# --- the fused function on a GPU -------------------------------------------------------------------------------------
-
-
-class KnownGradients:
-    """A forecast made of vectors."""
-
-    def __init__(self, grad_logps: Tensor, grad_entropies: Tensor | None):
-        self.grad_logps, self.grad_entropies, self.live_rows = grad_logps, grad_entropies, len(grad_logps)
-
-    def __call__(self, rows, logps, entropies):
-        return self.grad_logps[rows], None if self.grad_entropies is None else self.grad_entropies[rows]
-
-
-def projected_rows(dtype, shape=(252, 507, 123)):
-    generator = torch.Generator().manual_seed(1)
-    n, vocab, width = shape
-    hidden = torch.randn(n, width, generator=generator)
-    weight = torch.randn(vocab, width, generator=generator) * 3 / width**0.5
-    bias = torch.randn(vocab, generator=generator)
-    targets = torch.randint(vocab, (n,), generator=generator).to(DEVICE)
-    grads = torch.randn(2, n, generator=generator).to(DEVICE)
-    return [x.to(DEVICE, dtype) for x in (hidden, weight, bias)], targets, grads
-
-
-def dense_step(parameters, targets, transform, grad_logps, grad_entropies):
-    """Outputs and gradients by way of dense logits, which are raised to float32 at least, as stock does."""
-    hidden, weight, bias = (x.detach().clone().requires_grad_() for x in parameters)
-    logits = hidden @ weight.t() + bias  # two roundings, as in TRL's fused head
-    logps, _, entropies = dense(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, transform)
-    objective = (logps * grad_logps).sum() + (0 if grad_entropies is None else (entropies * grad_entropies).sum())
-    return logps, entropies, *torch.autograd.grad(objective, (hidden, weight, bias))
-
-
-@gpu
-@on_gpu
-@pytest.mark.parametrize("entropy_grad", [False, True], ids=["logps", "logps-and-entropies"])
-@pytest.mark.parametrize("transform", [TRANSFORMS["plain"], TRANSFORMS["all"]], ids=["plain", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("way", ["frozen", "forecast", "wrong-forecast", "recompute"])
-def test_fused_function_matches_float64(way, dtype, transform, entropy_grad):
-    parameters, targets, (grad_logps, grad_entropies) = projected_rows(dtype)
-    grad_entropies = grad_entropies if entropy_grad else None
-    step = (targets, transform, grad_logps, grad_entropies)
-    expected = dense_step([x.double() for x in parameters], *step)
-    own = dense_step(parameters, *step)
-
-    trained = 1 if way == "frozen" else 3
-    hidden, weight, bias = (x.clone().requires_grad_(i < trained) for i, x in enumerate(parameters))
-    forecast = None
-    if "forecast" in way:
-        known = grad_logps.roll(1) if way == "wrong-forecast" else grad_logps
-        forecast = KnownGradients(known, grad_entropies)
-    logps, entropies = fused_linear_logps(
-        hidden,
-        LMHead(weight, bias, transform.logit_scale, transform.softcap),
-        targets,
-        transform.temperature,
-        forecast=forecast,
-        way=way.removeprefix("wrong-"),
-        logits_mib=0.15,  # two chunks in bfloat16, four in float32
-        entropy_grad=entropy_grad,
-    )
-    objective = (logps * grad_logps).sum() + (0 if grad_entropies is None else (entropies * grad_entropies).sum())
-    grads = torch.autograd.grad(objective, (hidden, weight, bias)[:trained])
-    names = ("logps", "entropies", "hidden", "weight", "bias")
-    for name, out, ref, dense_out in zip(names, (logps, entropies, *grads), expected, own, strict=False):
-        # bfloat16 is judged by what a dense computation in bfloat16 loses; a correction is rounded once more
-        share = 2.0 if way == "wrong-forecast" else 1.1
-        bound = 1e-5 if dtype == torch.float32 else share * error(dense_out, ref) + 1e-5
-        assert error(out, ref) <= bound, name
-
-
-@gpu
-@on_gpu
-def test_fused_function_repeats_its_bits():
-    parameters, targets, (grad_logps, _) = projected_rows(torch.bfloat16, (1000, 5003, 256))
-    runs = []
-    for _ in range(2):
-        hidden, weight, bias = (x.clone().requires_grad_() for x in parameters)
-        forecast = KnownGradients(grad_logps, None)
-        logps, entropies = fused_linear_logps(hidden, LMHead(weight, bias), targets, forecast=forecast, logits_mib=2)
-        runs.append((logps, entropies, *torch.autograd.grad((logps * grad_logps).sum(), (hidden, weight, bias))))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="runs the tests above, which run here anyway")
 def test_kernels_in_the_interpreter():
     """Without a GPU, Triton's interpreter checks the kernels' logic on the CPU."""
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-o", "addopts=", "--import-mode=importlib"]
+    files = [__file__, str(Path(__file__).with_name("test_triton_fused.py"))]
+    command = [sys.executable, "-m", "pytest", *files, "-q", "-x", "-o", "addopts=", "--import-mode=importlib"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([*command, "-k", "not fused"], env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout  # and were not all skipped

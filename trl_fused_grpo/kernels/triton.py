@@ -242,6 +242,8 @@ def logits_grad_(
     blocks_per_row = triton.cdiv(n_cols, block)
     has_entropy_grad = grad_entropies is not None
     gradients = (lse, entropies, grad_logps, grad_entropies) if has_entropy_grad else (lse, lse, grad_logps, lse)
+    # Gradients that come back from the real part of a complex tensor lie two numbers apart
+    gradients = tuple(per_row.contiguous() for per_row in gradients)
     flags = {"HAS_SOFTCAP": transform.softcap is not None, "HAS_ENTROPY_GRAD": has_entropy_grad}
     with torch.cuda.device_of(logits):
         _logits_grad_kernel[(n * blocks_per_row,)](
