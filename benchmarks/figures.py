@@ -15,6 +15,12 @@ from matplotlib.axes import Axes
 
 HERE = Path(__file__).parent
 CASES = ("on-policy", "small-memory", "off-policy", "frozen", "half-dead", "no-grad", "fp32-master", "recompute")
+WINDOW_ROWS = {
+    "ours": "ours",
+    "ours, micro-batches as large as stock's memory allows": "micro-batches",
+    "stock with Liger's layers": "stock, Liger's layers",
+    "ours with Liger's layers": "ours, Liger's layers",
+}
 WINDOWS = {"window-0.6b-h200.json": "0.6B", "window-4b-h200.json": "4B", "window-4b-lora-h200.json": "4B LoRA"}
 
 
@@ -50,7 +56,8 @@ def draw_loss(name: str) -> plt.Figure:
     for axes, key, title in zip(both, ("time_ratio", "memory_ratio"), ("time", "peak memory"), strict=True):
         bars(axes, cases, {shape: [mine.get((case, shape), {}).get(key) for case in cases] for shape in shapes})
         axes.set_ylabel(f"{title}, TRL's fused head = 1")
-    both[0].legend(title="rows x hidden size", ncols=len(shapes))
+        axes.set_ylim(0, 1.25)
+    both[0].legend(title="rows x hidden size", ncols=len(shapes), loc="upper left")
     both[0].set_title("Loss forward and backward, vocabulary 151,936, bfloat16")
     figure.text(0.99, 0.01, source(record), ha="right", fontsize=8)
     return figure
@@ -66,11 +73,11 @@ def draw_curve(name: str) -> plt.Figure:
         axes.plot(
             [p["peak_gib"] for p in points], [p["ms"] for p in points], "s" if way == "trl" else "o-", label=label
         )
+        shift = {"xytext": (5, -11 if way == "forecast" else 5), "textcoords": "offset points", "fontsize": 8}
         for point in points:
             if point["logits_mib"]:
-                place = point["peak_gib"], point["ms"]
-                axes.annotate(f"{point['logits_mib']}", place, xytext=(4, 4), textcoords="offset points", fontsize=8)
-    axes.set(xlabel="peak memory, GiB", ylabel="forward and backward, ms", ylim=(0, None))
+                axes.annotate(f"{point['logits_mib']}", (point["peak_gib"], point["ms"]), **shift)
+    axes.set(xlabel="peak memory, GiB", ylabel="forward and backward, ms", xlim=(0, 2), ylim=(0, None))
     first = record["curve"][0]
     axes.set_title(f"On-policy, {first['rows']} rows, hidden size {first['width']}; beside points: MiB of logits")
     axes.grid(alpha=0.3)
@@ -82,20 +89,22 @@ def draw_curve(name: str) -> plt.Figure:
 def draw_windows(names: dict[str, str]) -> plt.Figure:
     """Time and peak memory of accumulation windows relative to stock's."""
     records = {label: load(name) for name, label in names.items()}
-    rows = ("ours", "micro-batches of 8", "micro-batches of 16")
     figure, both = plt.subplots(1, 2, figsize=(11, 4.5))
     for axes, key, title in zip(both, ("time_ratio", "memory_ratio"), ("time", "peak memory"), strict=True):
-        series = {}
-        for row in rows:
-            found = [[e[key] for e in record["results"] if e["name"] == row] for record in records.values()]
-            if any(found):
-                series["ours" if row == "ours" else f"ours, {row}"] = [v[0] if v else None for v in found]
+        series = {
+            label: [_find(record, start, key) for record in records.values()] for label, start in WINDOW_ROWS.items()
+        }
         bars(axes, list(records), series)
-        axes.set_ylabel(f"{title}, stock = 1")
-    both[0].legend()
+        axes.set(ylabel=f"{title}, stock = 1", ylim=(0, 1.45))
+    both[0].legend(loc="upper left")
     figure.suptitle("One accumulation window without generation, micro-batches of 4")
     figure.text(0.99, 0.01, source(next(iter(records.values()))), ha="right", fontsize=8)
     return figure
+
+
+def _find(record: dict[str, Any], start: str, key: str) -> float | None:
+    """A figure of the first entry whose name begins with `start`."""
+    return next((entry[key] for entry in record["results"] if entry["name"].startswith(start)), None)
 
 
 def main() -> None:
