@@ -51,6 +51,12 @@ SEAM_RETURNS_AUX_LOSS = (
     "compute_aux_loss" in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
 )
 
+
+def seam_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What the host expects of its `_get_per_token_logps_and_entropies`."""
+    return (logps, entropies, aux_loss) if SEAM_RETURNS_AUX_LOSS else (logps, entropies)
+
+
 # TRL >= 1.15: the host takes every family's auxiliary loss from Mixtral's function, before from the model's own forward
 AUX_LOSS_IS_MIXTRALS = hasattr(trl.trainer.utils, "add_fused_lm_head")
 

@@ -1,6 +1,6 @@
 """From a GRPO objective and a micro-batch to the gradient each projected row is expected to receive."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -11,17 +11,14 @@ from .reduction import entropy_weights, token_weights
 
 
 @dataclass(frozen=True)
-class BatchForecast:
+class GradientTerms:
     """
-    The forecast before rows are chosen: one entry per completion position, `[B, T]` each.
+    What the gradients of log-probabilities and entropies follow from: one number per position `[B, T]` or row `[N]`.
 
     `on_policy` is the policy term's gradient where the policy is the old one; else `advantages`, `old_logps` and
     `scale` give it from the log-probability. `kl_weights` and `entropy_grads` are `None` where there is no such term.
-    `live` marks the positions that can receive a gradient.
     """
 
-    objective: GRPOObjective
-    live: Tensor
     scale: Tensor
     on_policy: Tensor | None
     advantages: Tensor
@@ -30,52 +27,56 @@ class BatchForecast:
     kl_weights: Tensor | None
     entropy_grads: Tensor | None
 
+    def at(self, index: Tensor) -> "GradientTerms":
+        """Pick the flat positions `index` `[N]`."""
+        picked = {}
+        for field in fields(self):
+            values = getattr(self, field.name)
+            picked[field.name] = None if values is None else values.reshape(-1).index_select(0, index)
+        return GradientTerms(**picked)
+
+
+@dataclass(frozen=True)
+class BatchForecast:
+    """The forecast before rows are chosen; `live` `[B, T]` marks the positions that can receive a gradient."""
+
+    objective: GRPOObjective
+    live: Tensor
+    terms: GradientTerms
+
     def at(self, index: Tensor, live_rows: int) -> "RowForecast":
         """Pick the rows at the flat positions `index` `[N]`, of which the first `live_rows` are live."""
-
-        def pick(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values.reshape(-1).index_select(0, index)
-
-        return RowForecast(
-            self.objective,
-            live_rows,
-            *map(pick, (self.scale, self.on_policy, self.advantages, self.old_logps, self.ref_logps)),
-            *map(pick, (self.kl_weights, self.entropy_grads)),
-        )
+        return RowForecast(self.objective, live_rows, self.terms.at(index))
 
 
 @dataclass(frozen=True)
 class RowForecast:
-    """A [`Forecast`] of the rows in the order in which they are projected; every tensor is `[N]`."""
+    """A [`Forecast`] of the rows in the order in which they are projected."""
 
     objective: GRPOObjective
     live_rows: int
-    scale: Tensor
-    on_policy: Tensor | None
-    advantages: Tensor
-    old_logps: Tensor | None
-    ref_logps: Tensor | None
-    kl_weights: Tensor | None
-    entropy_grads: Tensor | None
+    terms: GradientTerms
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
-        grad = torch.zeros_like(logps) if self.on_policy is None else self.on_policy[rows]
-        if self.on_policy is None or self.kl_weights is not None:
+        terms = self.terms
+        grad = torch.zeros_like(logps) if terms.on_policy is None else terms.on_policy[rows]
+        if terms.on_policy is None or terms.kl_weights is not None:
             with torch.enable_grad():
                 leaf = logps.detach().requires_grad_()
                 grad = grad + torch.autograd.grad(self._loss(rows, leaf), leaf)[0]
-        return grad, None if self.entropy_grads is None else self.entropy_grads[rows]
+        return grad, None if terms.entropy_grads is None else terms.entropy_grads[rows]
 
     def _loss(self, rows: slice, logps: Tensor) -> Tensor:
         """The terms whose gradient depends on the log-probability, a scalar."""
-        log_ratio = logps - (logps.detach() if self.old_logps is None else self.old_logps[rows])
+        terms = self.terms
+        log_ratio = logps - (logps.detach() if terms.old_logps is None else terms.old_logps[rows])
         total = logps.new_zeros(())
-        if self.on_policy is None:
-            loss = policy_loss(self.objective, self.advantages[rows], logps, log_ratio)
-            total = total + (loss * self.scale[rows]).sum()
-        if self.kl_weights is not None:
-            kl = kl_loss(self.objective, self.ref_logps[rows], logps, log_ratio)
-            total = total + (kl * self.kl_weights[rows]).sum()
+        if terms.on_policy is None:
+            loss = policy_loss(self.objective, terms.advantages[rows], logps, log_ratio)
+            total = total + (loss * terms.scale[rows]).sum()
+        if terms.kl_weights is not None:
+            kl = kl_loss(self.objective, terms.ref_logps[rows], logps, log_ratio)
+            total = total + (kl * terms.kl_weights[rows]).sum()
         return total
 
 
@@ -124,9 +125,7 @@ def forecast(objective: GRPOObjective, batch: GRPOBatch) -> BatchForecast | None
         live = (scale != 0) & (batch.advantages != 0)
     for term in (kl_weights, entropy_grads):
         live = live if term is None else live | (term != 0)
-    return BatchForecast(
-        objective=objective,
-        live=live,
+    terms = GradientTerms(
         scale=scale,
         on_policy=on_policy,
         advantages=batch.advantages.float().expand_as(weights),
@@ -135,6 +134,7 @@ def forecast(objective: GRPOObjective, batch: GRPOBatch) -> BatchForecast | None
         kl_weights=kl_weights,
         entropy_grads=entropy_grads,
     )
+    return BatchForecast(objective, live, terms)
 
 
 def _on_policy_gradient(objective: GRPOObjective, batch: GRPOBatch, weights: Tensor) -> Tensor:

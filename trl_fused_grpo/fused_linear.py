@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of a linear head without a `[N, V]` tensor of logits, and their gradients."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,15 +11,10 @@ from .kernels import LogitTransform
 from .lm_head import LMHead
 from .projection import Gradients, Projection
 from .recompute import recomputed_gradients
+from .settlement import Prepaid, Unpaid
 
 
 Way = Literal["auto", "frozen", "forecast", "recompute"]
-
-# A row counts as forecast when its gradient is within this of the forecast, relative to its own size: some roundings
-# of float32, and far below the 1e-5 that parity allows.
-FORECAST_RTOL = 4e-6
-# Where a row's terms cancel, policy against KL, their rounding remains: it is measured by the rows' usual size
-FORECAST_ATOL = 5e-7
 
 # Rows of a chunk whose products leave few processors idle in their last wave, measured on one H200 at hidden sizes 1024
 # and 4096 (benchmarks/NOTES.md): others take up to a sixth longer for the same work. Larger chunks are multiples of the
@@ -203,15 +198,16 @@ class FusedLinearLogProb(torch.autograd.Function):
         live_rows = len(targets)
         if call.way in ("frozen", "forecast"):
             live_rows = len(targets) if call.forecast is None else call.forecast.live_rows
-            gradients = Gradients(work, ctx.needs_input_grad)
-            prepaid = _Prepaid(work.new_rows().zero_(), None, gradients, live_rows == len(targets))
+            prepaid = Prepaid(Gradients(work, ctx.needs_input_grad), live_rows == len(targets))
         for rows in work.chunks(live_rows):
             logits = work.project(rows)  # [n, V]
             row_entropies = None if entropies is None else entropies[rows]
             work.kernels.fold(logits, targets[rows], call.transform, logps[rows], lse[rows], row_entropies)
             if prepaid is not None and rows.start < live_rows:
-                prepaid = _prepay(prepaid, call, rows, logps[rows], row_entropies)
-                row_grads = prepaid.logps[rows], None if prepaid.entropies is None else prepaid.entropies[rows]
+                # A frozen head's rows each get a unit gradient, which backward multiplies by the true one
+                unit = torch.ones_like(logps[rows]), None
+                expected = unit if call.way == "frozen" else call.forecast(rows, logps[rows], row_entropies)
+                row_grads = prepaid.noted(rows, *expected)
                 prepaid.gradients.add(rows, logits, lse[rows], row_entropies, *row_grads)
 
         work.release()
@@ -229,14 +225,14 @@ class FusedLinearLogProb(torch.autograd.Function):
         work = Projection(hidden, weight, bias, up, targets, call.transform, call.compute_dtype, call.chunk_rows)
         grad_logps = torch.zeros_like(lse) if grad_logps is None else grad_logps.to(lse.dtype)  # [N]
         if prepaid is None:
-            rows = _Unpaid(grad_logps, grad_entropies).rows()  # [M]
+            rows = Unpaid(grad_logps, grad_entropies).rows()  # [M]
             call.stats.recomputed = len(rows)
             needs = ctx.needs_input_grad
             return *recomputed_gradients(work, rows, lse, entropies, grad_logps, grad_entropies, needs), None, None
 
         gradients = prepaid.gradients
-        settle = _settle_frozen if call.way == "frozen" else _settle_forecast
-        unpaid = settle(prepaid, grad_logps, grad_entropies)
+        settle = prepaid.settle_units if call.way == "frozen" else prepaid.settle_forecast
+        unpaid = settle(grad_logps, grad_entropies)
         rows = None if unpaid is None else unpaid.rows()  # [M]
         call.stats.recomputed = 0 if rows is None else len(rows)
         for index in rows.split(call.chunk_rows) if call.stats.recomputed else ():
@@ -245,86 +241,3 @@ class FusedLinearLogProb(torch.autograd.Function):
             gradients.add(index, work.project(index), lse[index], row_entropies, *row_grads)
         work.release()
         return *gradients.finish(), None, None
-
-
-class _Prepaid(NamedTuple):
-    """What the forward assumed each row's gradient to be, and the gradients it built from that."""
-
-    logps: Tensor  # [N]
-    entropies: Tensor | None  # [N]
-    gradients: Gradients
-    of_all_rows: bool
-
-
-class _Unpaid(NamedTuple):
-    """The part of each row's gradient that has not gone into the parameters' gradients yet."""
-
-    logps: Tensor  # [N]
-    entropies: Tensor | None  # [N]
-
-    def rows(self) -> Tensor:
-        """Indices of the rows with something left, NaN included, `[M]`. Synchronises the device once."""
-        open_rows = self.logps != 0
-        if self.entropies is not None:
-            open_rows |= self.entropies != 0
-        return open_rows.nonzero().squeeze(-1)
-
-
-def _prepay(prepaid: _Prepaid, call: _Call, rows: slice, logps: Tensor, entropies: Tensor | None) -> _Prepaid:
-    """Write down what the gradient of `rows` is assumed to be."""
-    if call.way == "frozen":
-        prepaid.logps[rows] = 1.0  # backward multiplies by the true gradient
-        return prepaid
-    expected_logps, expected_entropies = call.forecast(rows, logps, entropies)
-    prepaid.logps[rows] = expected_logps
-    if expected_entropies is not None:
-        if prepaid.entropies is None:
-            prepaid = prepaid._replace(entropies=torch.zeros_like(prepaid.logps))
-        prepaid.entropies[rows] = expected_entropies
-    return prepaid
-
-
-def _settle_frozen(prepaid: _Prepaid, grad_logps: Tensor, grad_entropies: Tensor | None) -> _Unpaid | None:
-    """Multiply each row's unit gradient by its true one. Rows thought dead and any entropy gradient remain."""
-    prepaid.gradients.scale_rows(grad_logps)
-    if prepaid.of_all_rows and grad_entropies is None:
-        return None  # without asking the device
-    return _Unpaid(torch.where(prepaid.logps == 0, grad_logps, 0.0), grad_entropies)
-
-
-def _settle_forecast(prepaid: _Prepaid, grad_logps: Tensor, grad_entropies: Tensor | None) -> _Unpaid | None:
-    """
-    Scale what was prepaid to the true gradient. The two differ by one common factor (gradient accumulation, a loss
-    scaler, a distributed average), estimated here; rows that differ by more remain with the difference.
-    """
-    factor = _common_factor(grad_logps, prepaid.logps)
-    true, paid = [grad_logps], [factor * prepaid.logps]
-    if grad_entropies is not None or prepaid.entropies is not None:
-        zeros = torch.zeros_like(grad_logps)
-        true.append(zeros if grad_entropies is None else grad_entropies.to(zeros.dtype))
-        paid.append(zeros if prepaid.entropies is None else factor * prepaid.entropies)
-    true, paid = torch.stack(true), torch.stack(paid)  # [1 or 2, N]
-
-    usual = true.square().mean(-1, keepdim=True).sqrt()
-    usual = torch.where(usual.isfinite(), usual, 0.0)
-    tolerance = FORECAST_RTOL * true.abs() + FORECAST_ATOL * usual
-    wrong = ~((true - paid).abs() <= tolerance).all(0)  # [N]; NaN is wrong
-    # Correcting by a difference loses digits when more was wrongly paid than is due: then start from nothing
-    keep = torch.linalg.vector_norm(paid * wrong) <= torch.linalg.vector_norm(true)
-    keep, factor, any_wrong = torch.stack([keep.double(), factor.double(), wrong.any().double()]).tolist()
-    if keep:
-        prepaid.gradients.scale(factor)
-        if not any_wrong:
-            return None
-        left = torch.where(wrong, true - paid, 0.0)
-    else:
-        prepaid.gradients.reset()
-        left = true
-    return _Unpaid(left[0], left[1] if len(left) == 2 else None)
-
-
-def _common_factor(true: Tensor, expected: Tensor) -> Tensor:
-    """Median of `true / expected` over the rows where neither is zero, 1 where there is none; a scalar tensor."""
-    known = (true != 0) & (expected != 0)
-    factor = torch.where(known, true / expected, float("nan")).nanmedian() if len(true) else true.new_tensor(1.0)
-    return torch.where(factor.isfinite(), factor, 1.0)

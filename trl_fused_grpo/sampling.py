@@ -129,8 +129,10 @@ class DeferredRowForecast:
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
         ratio = self.correction.ratio(logps, self.sampling_logps[rows], torch.ones_like(logps))
-        policy, entropy_grads = replace(self.without_ratio, kl_weights=None)(rows, logps, entropies)
-        if self.without_ratio.kl_weights is None:
+        terms = self.without_ratio.terms
+        without_kl = replace(self.without_ratio, terms=replace(terms, kl_weights=None))
+        policy, entropy_grads = without_kl(rows, logps, entropies)
+        if terms.kl_weights is None:
             return policy * ratio, entropy_grads
-        kl_only = replace(self.without_ratio, on_policy=torch.zeros_like(self.without_ratio.on_policy))
+        kl_only = replace(self.without_ratio, terms=replace(terms, on_policy=torch.zeros_like(terms.on_policy)))
         return policy * ratio + kl_only(rows, logps, entropies)[0], entropy_grads

@@ -189,7 +189,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         if self._defers_next_pass:
             self._defers_next_pass = False  # whatever the host makes of these, `_generate_and_score_completions` drops
             nothing = torch.zeros_like(completion_ids, dtype=torch.float32)
-            return (nothing, None, None) if compat.SEAM_RETURNS_AUX_LOSS else (nothing, None)
+            return compat.seam_result(nothing, None, None)
 
         question = self._loss_question
         is_loss_pass = question is not None and question.mask.shape == completion_ids.shape
@@ -227,8 +227,7 @@ class FusedGRPOTrainer(GRPOTrainer):
                 scores = score(question, replace(options, layout="aligned"), *batch, *wanted)
         if is_loss_pass:
             self._finish_loss_pass(scores)
-        result = scores.logps, scores.entropies
-        return (*result, scores.aux_loss) if compat.SEAM_RETURNS_AUX_LOSS else result
+        return compat.seam_result(scores.logps, scores.entropies, scores.aux_loss)
 
     def _finish_loss_pass(self, scores: Scores) -> None:
         """Give the host the importance ratio that generation left out, before it reads it."""

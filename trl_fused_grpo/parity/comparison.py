@@ -229,8 +229,9 @@ def wrong_forecasts() -> Generator[None, None, None]:
 
     def wrong(self: FusedLinearGRPOLoss, *args: Any, **kwargs: Any) -> Any:
         forecast: Any = right(self, *args, **kwargs)
-        factors = torch.linspace(-1.0, 2.0, forecast.scale.numel(), device=forecast.scale.device)
-        return replace(forecast, scale=forecast.scale * factors.view_as(forecast.scale))
+        scale = forecast.terms.scale
+        factors = torch.linspace(-1.0, 2.0, scale.numel(), device=scale.device)
+        return replace(forecast, terms=replace(forecast.terms, scale=scale * factors.view_as(scale)))
 
     with mock.patch.object(FusedLinearGRPOLoss, "forecast", wrong):
         yield
