@@ -68,7 +68,7 @@ class Forecast:
     def __init__(self, work: Work):
         self.work, self.live_rows = work, work.live_rows
 
-    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the rows' log-probabilities; nothing depends on the entropies."""
         return self.work.grad_logps(logps, rows), None
 

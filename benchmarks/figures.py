@@ -73,10 +73,11 @@ def draw_curve(name: str) -> plt.Figure:
         axes.plot(
             [p["peak_gib"] for p in points], [p["ms"] for p in points], "s" if way == "trl" else "o-", label=label
         )
-        shift = {"xytext": (5, -11 if way == "forecast" else 5), "textcoords": "offset points", "fontsize": 8}
+        shift = (5, -11 if way == "forecast" else 5)
         for point in points:
             if point["logits_mib"]:
-                axes.annotate(f"{point['logits_mib']}", (point["peak_gib"], point["ms"]), **shift)
+                place = point["peak_gib"], point["ms"]
+                axes.annotate(f"{point['logits_mib']}", place, xytext=shift, textcoords="offset points", fontsize=8)
     axes.set(xlabel="peak memory, GiB", ylabel="forward and backward, ms", xlim=(0, 2), ylim=(0, None))
     first = record["curve"][0]
     axes.set_title(f"On-policy, {first['rows']} rows, hidden size {first['width']}; beside points: MiB of logits")

@@ -21,6 +21,8 @@ from _work import Reference, Work, as_case, make
 from rich.console import Console
 from rich.table import Table
 
+from trl_fused_grpo.fused_linear import Way
+
 
 SHAPES = {"cuda": ["16384x1024", "32768x1024", "16384x4096", "4096x1024"], "cpu": ["2048x512"]}
 VOCAB = {"cuda": 151_936, "cpu": 32_000}
@@ -119,11 +121,17 @@ def run_limit(base: Work, repeats: int) -> dict:
 def run_curve(base: Work, reference: Reference, repeats: int) -> list[dict]:
     """Time and memory over the size of the chunk of logits, with a forecast and without, and TRL's."""
     work = as_case("on-policy", base, reference)
-    points = [(way, mib) for way in ("forecast", "recompute") for mib in CURVE_MIB]
-    steps = {f"{way} {mib}": ours(work, way, mib) for way, mib in points}
+    points: list[tuple[str, int | None]] = []
+    steps: dict[str, Step] = {}
+    ways: tuple[Way, ...] = ("forecast", "recompute")
+    for way in ways:
+        for mib in CURVE_MIB:
+            points.append((way, mib))
+            steps[f"{way} {mib}"] = ours(work, way, mib)
     peer = trl_fused_head(work)
     if peer is not None:
-        points, steps = [*points, ("trl", None)], {**steps, "trl None": peer}
+        points.append(("trl", None))
+        steps["trl None"] = peer
     measured = interleaved(steps, lambda: drop_gradients(work), base.hidden.device.type, repeats)
     rows, width, vocab = work.shape
     shared = {"rows": rows, "width": width, "vocab": vocab}

@@ -3,7 +3,7 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,13 +88,14 @@ def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
 
 def window_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     """Tokens of one accumulation window per process: what DAPO, CISPO and VESPO divide by; a scalar tensor."""
+    args: Any = trainer.args
     normalizer = inputs["num_items_in_batch"] / trainer.accelerator.num_processes
     if _RESCALES_NUM_ITEMS:
-        normalizer = normalizer * trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
+        normalizer = normalizer * trainer.current_gradient_accumulation_steps / args.steps_per_generation
     return normalizer
 
 
-def entropy_normalizer(trainer: GRPOTrainer, mask: Tensor, window: Tensor) -> Tensor | float:
+def entropy_normalizer(trainer: GRPOTrainer, mask: Tensor, window: Tensor | float) -> Tensor | float:
     """What the sum of entropies is divided by in the entropy bonus."""
     if _ENTROPY_SHARES_NORMALIZER and trainer.loss_type in ("dapo", "cispo", "vespo"):
         return window
@@ -127,7 +128,8 @@ def is_peft_model(model: nn.Module) -> bool:
 
 def is_prompt_learning(model: nn.Module) -> bool:
     """Whether PEFT puts virtual tokens before each row."""
-    return is_peft_model(model) and model.active_peft_config.is_prompt_learning
+    config: Any = getattr(model, "active_peft_config", None)
+    return is_peft_model(model) and bool(config.is_prompt_learning)
 
 
 def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
@@ -143,7 +145,7 @@ def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
 
 
 @contextmanager
-def liger_flag_lowered(args: GRPOConfig) -> Iterator[None]:
+def liger_flag_lowered(args: GRPOConfig) -> Generator[None, None, None]:
     """
     Hide `use_liger_kernel` from the host's constructor.
 
@@ -162,7 +164,7 @@ REFUSES_ADAPTER_ON_HEAD = hasattr(sys.modules[GRPOTrainer.__module__], "BaseTune
 
 
 @contextmanager
-def adapter_on_head_allowed() -> Iterator[None]:
+def adapter_on_head_allowed() -> Generator[None, None, None]:
     """
     Lift the host's refusal of a PEFT adapter on the output projection (TRL >= 1.15): its own log-probabilities would
     leave the adapter out, ours do not.
@@ -170,7 +172,7 @@ def adapter_on_head_allowed() -> Iterator[None]:
     if not REFUSES_ADAPTER_ON_HEAD:
         yield
         return
-    host = sys.modules[GRPOTrainer.__module__]
+    host: Any = sys.modules[GRPOTrainer.__module__]
     tuner_layer = host.BaseTunerLayer
     host.BaseTunerLayer = ()  # nothing is an instance of it
     try:

@@ -39,7 +39,9 @@ def load_balancing_loss(causal_lm: PreTrainedModel, outputs: Any, attention_mask
             "router_aux_loss_coef=0.0."
         )
     experts, per_token = _number(causal_lm, "num_experts"), _number(causal_lm, "num_experts_per_tok")
-    return _function(causal_lm)(logits, experts, per_token, attention_mask)
+    function = _function(causal_lm)
+    assert function is not None, "see why_no_aux_loss"
+    return function(logits, experts, per_token, attention_mask)
 
 
 def _function(causal_lm: PreTrainedModel) -> Callable | None:

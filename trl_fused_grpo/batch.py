@@ -1,6 +1,7 @@
 """One micro-batch as the objectives read it, and the checks that it fits together."""
 
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -39,6 +40,10 @@ def as_columns(values: Tensor) -> Tensor:
     return values.unsqueeze(1) if values.dim() == 1 else values
 
 
+@overload
+def where_counted(values: Tensor, counted: Tensor) -> Tensor: ...
+@overload
+def where_counted(values: Tensor | None, counted: Tensor) -> Tensor | None: ...
 def where_counted(values: Tensor | None, counted: Tensor) -> Tensor | None:
     """Zero for whatever stands where nothing counts `[B, T]`: NaN times a zero weight would be NaN."""
     if values is None:

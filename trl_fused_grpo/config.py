@@ -3,6 +3,7 @@
 import functools
 import inspect
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -24,7 +25,7 @@ def _regenerate(cls: type) -> None:
     dataclass(cls)
 
 
-def _spare_the_alias(cls: type) -> None:
+def _spare_the_alias(cls: Any) -> None:
     """Keep `__post_init__` from reading `use_liger_loss` and, where it is set, from refusing what is supported here."""
     original = cls.__post_init__
 
@@ -41,7 +42,7 @@ def _spare_the_alias(cls: type) -> None:
     cls.__post_init__ = post_init
 
 
-def install_use_liger_loss(cls: type = GRPOConfig) -> None:
+def install_use_liger_loss(cls: Any = GRPOConfig) -> None:
     """
     Make `use_liger_loss` a dataclass field of `GRPOConfig`, default `False`, in the class itself, so that it does not
     matter how or when it was imported. Argument parsers, `to_dict` and saved arguments see it. Idempotent.

@@ -1,11 +1,13 @@
 """From a GRPO objective and a micro-batch to the gradient each projected row is expected to receive."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .batch import GRPOBatch
+from .fused_linear import Forecast
 from .objective import GRPOObjective, kl_loss, policy_loss, token_terms
 from .reduction import entropy_weights, token_weights
 
@@ -29,7 +31,7 @@ class GradientTerms:
 
     def at(self, index: Tensor) -> "GradientTerms":
         """Pick the flat positions `index` `[N]`."""
-        picked = {}
+        picked: dict[str, Any] = {}
         for field in fields(self):
             values = getattr(self, field.name)
             picked[field.name] = None if values is None else values.reshape(-1).index_select(0, index)
@@ -57,7 +59,7 @@ class RowForecast:
     live_rows: int
     terms: GradientTerms
 
-    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         terms = self.terms
         grad = torch.zeros_like(logps) if terms.on_policy is None else terms.on_policy[rows]
         if terms.on_policy is None or terms.kl_weights is not None:
@@ -74,7 +76,7 @@ class RowForecast:
         if terms.on_policy is None:
             loss = policy_loss(self.objective, terms.advantages[rows], logps, log_ratio)
             total = total + (loss * terms.scale[rows]).sum()
-        if terms.kl_weights is not None:
+        if terms.kl_weights is not None and terms.ref_logps is not None:
             kl = kl_loss(self.objective, terms.ref_logps[rows], logps, log_ratio)
             total = total + (kl * terms.kl_weights[rows]).sum()
         return total
@@ -84,7 +86,7 @@ class RowForecast:
 class DistantForecast:
     """A [`Forecast`] whose tensors are on the device `home`, for a head that is not."""
 
-    forecast: RowForecast
+    forecast: Forecast
     home: torch.device
 
     @property
@@ -93,8 +95,9 @@ class DistantForecast:
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         entropies_at_home = None if entropies is None else entropies.to(self.home)
-        grads = self.forecast(rows, logps.to(self.home), entropies_at_home)
-        return tuple(None if grad is None else grad.to(logps.device) for grad in grads)
+        grad_logps, grad_entropies = self.forecast(rows, logps.to(self.home), entropies_at_home)
+        away = logps.device
+        return grad_logps.to(away), None if grad_entropies is None else grad_entropies.to(away)
 
 
 def forecast(objective: GRPOObjective, batch: GRPOBatch) -> BatchForecast | None:

@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,13 +116,13 @@ class FusedRequest:
                 stats=self.stats,
                 **self.options,
             )
-            results = [value if value is None else sheltered(value.to(home)) for value in (logps, entropies)]
-            return tuple(results)
+            return sheltered(logps.to(home)), None if entropies is None else sheltered(entropies.to(home))
 
         # Through the modules' own calls, so that ZeRO-3 and FSDP gather their weights, in backward too
+        call: Callable = project
         for module in weight_holders(output_projection(causal_lm)):
-            project = functools.partial(_call_as, module, project)
-        logps, entropies = project(hidden_rows)
+            call = functools.partial(_call_as, module, call)
+        logps, entropies = call(hidden_rows)
         return logps.real, None if entropies is None else entropies.real
 
 
@@ -142,7 +142,7 @@ def _call_as(module: nn.Module, forward: Callable, *args: Any) -> Any:
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
+def _forward_replaced(module: nn.Module, forward: Callable) -> Generator[None, None, None]:
     previous = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -165,5 +165,6 @@ def attach(causal_lm: PreTrainedModel) -> None:
     def forward(self, *args, fused: FusedRequest | None = None, **kwargs):
         return original(*args, **kwargs) if fused is None else fused(self, *args, **kwargs)
 
-    forward._takes_fused = True
-    causal_lm.forward = types.MethodType(forward, causal_lm)
+    marked: Any = forward
+    marked._takes_fused = True
+    causal_lm.forward = types.MethodType(marked, causal_lm)

@@ -31,9 +31,10 @@ class Forecast(Protocol):
     from `live_rows` on are known to receive none.
     """
 
-    live_rows: int
+    @property
+    def live_rows(self) -> int: ...
 
-    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]: ...
+    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass
@@ -80,6 +81,7 @@ def default_logits_mib(hidden: Tensor, head: LMHead, way: str, compute_dtype: to
 
     Outside CUDA a chunk should stay in cache. On CUDA the logits may take the 256 MiB of TRL's tile, the room of what
     is cast at the end (the weight's gradient), and of what only TRL holds in float32 (the hidden states' gradient).
+    The copy of float32 weights that autocast asks for comes on top, up to 0.18 of TRL's peak.
     """
     if hidden.device.type != "cuda":
         return 16
@@ -205,8 +207,9 @@ class FusedLinearLogProb(torch.autograd.Function):
             work.kernels.fold(logits, targets[rows], call.transform, logps[rows], lse[rows], row_entropies)
             if prepaid is not None and rows.start < live_rows:
                 # A frozen head's rows each get a unit gradient, which backward multiplies by the true one
-                unit = torch.ones_like(logps[rows]), None
-                expected = unit if call.way == "frozen" else call.forecast(rows, logps[rows], row_entropies)
+                expected = torch.ones_like(logps[rows]), None
+                if call.way == "forecast" and call.forecast is not None:
+                    expected = call.forecast(rows, logps[rows], row_entropies)
                 row_grads = prepaid.noted(rows, *expected)
                 prepaid.gradients.add(rows, logits, lse[rows], row_entropies, *row_grads)
 
@@ -233,9 +236,9 @@ class FusedLinearLogProb(torch.autograd.Function):
         gradients = prepaid.gradients
         settle = prepaid.settle_units if call.way == "frozen" else prepaid.settle_forecast
         unpaid = settle(grad_logps, grad_entropies)
-        rows = None if unpaid is None else unpaid.rows()  # [M]
-        call.stats.recomputed = 0 if rows is None else len(rows)
-        for index in rows.split(call.chunk_rows) if call.stats.recomputed else ():
+        rows = lse.new_empty(0, dtype=torch.long) if unpaid is None else unpaid.rows()  # [M]
+        call.stats.recomputed = len(rows)
+        for index in rows.split(call.chunk_rows) if unpaid is not None and len(rows) else ():
             row_grads = unpaid.logps[index], None if unpaid.entropies is None else unpaid.entropies[index]
             row_entropies = None if entropies is None else entropies[index]
             gradients.add(index, work.project(index), lse[index], row_entropies, *row_grads)

@@ -1,6 +1,6 @@
 """Another KL estimator than the host's: its term is left out of the host's loss and added with the same weights."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,13 +22,14 @@ def replaces_kl(trainer: GRPOTrainer) -> bool:
 
 
 @contextmanager
-def kl_left_out(trainer: GRPOTrainer) -> Iterator[None]:
+def kl_left_out(trainer: GRPOTrainer) -> Generator[None, None, None]:
     """While it lasts, the host's loss has no KL term."""
-    trainer._hidden_beta, trainer.beta = trainer.beta, 0.0
+    host: Any = trainer
+    host._hidden_beta, host.beta = host.beta, 0.0
     try:
         yield
     finally:
-        trainer.beta, trainer._hidden_beta = trainer._hidden_beta, None
+        host.beta, host._hidden_beta = host._hidden_beta, None
 
 
 def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tens
     objective = objective_of(trainer)
     if objective.loss_type == "luspo" and compat.LUSPO_COUNTS_PADDING:
         objective = replace(objective, reduction="padded_sequence_sum")
-    is_training = trainer.model.training
+    is_training = trainer.model is not None and trainer.model.training
     batch = GRPOBatch(
         mask=compat.loss_mask(trainer, inputs),
         advantages=as_columns(inputs["advantages"]),
@@ -55,6 +56,7 @@ def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tens
     )
     # The policy term that comes along is the host's to judge
     kl = token_terms(replace(objective, off_policy_mask_threshold=None, top_entropy_quantile=1.0), batch, logps).kl
+    assert kl is not None, "the host's beta is not zero"
     sums = torch.stack([(kl.detach() * batch.mask).sum(), batch.mask.sum()])
     total, count = trainer.accelerator.reduce(sums, reduction="sum").tolist()
     trainer._metrics["train" if is_training else "eval"][f"kl/{objective.kl_estimator}"].append(total / max(count, 1.0))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _trl_compat as compat
@@ -37,13 +37,15 @@ class Layout:
     predictors: Tensor | None = None
 
 
-def why_not_aligned(model: PreTrainedModel, is_multimodal: bool, reads_padding: bool) -> str | None:
+def why_not_aligned(model: nn.Module, is_multimodal: bool, reads_padding: bool) -> str | None:
     """Why rows may not be shifted and cut, or `None`."""
     if is_multimodal:
         return "its inputs are multimodal"
     if reads_padding:
         return "TRL's LUSPO of this version reads padding"
-    causal_lm = model.get_base_model() if compat.is_peft_model(model) else model
+    causal_lm: Any = model
+    if compat.is_peft_model(model):
+        causal_lm = causal_lm.get_base_model()
     if compat.is_prompt_learning(model):
         return "a prompt-learning adapter puts virtual tokens before the row"
     if causal_lm.config.get_text_config() is not causal_lm.config:
@@ -77,7 +79,7 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
 
 
 @functools.cache
-def _takes_position_ids(backbone: type) -> bool:
+def _takes_position_ids(backbone: Any) -> bool:
     return "position_ids" in inspect.signature(backbone.forward).parameters
 
 

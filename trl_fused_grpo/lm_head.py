@@ -76,7 +76,7 @@ class LMHead:
         Raises:
             `ValueError`: when the model has no output projection, or one that is not a plain linear layer.
         """
-        module = output_projection(causal_lm)
+        module: Any = output_projection(causal_lm)
         text_config = causal_lm.config.get_text_config()
         low_rank, bias = _lora(module, getattr(module, "bias", None))
         return cls(

@@ -48,6 +48,8 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
     `stats` tells what the last call did, see [`FusedStats`].
     """
 
+    logits_mib: float | None
+
     def __init__(
         self,
         beta: float = 0.04,
@@ -207,7 +209,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         terms = token_terms(objective, batch, logps, entropies)
         loss = reduced(objective, batch, terms.loss, entropies)
         metrics = named_metrics(objective, batch, terms, entropies)
-        if return_outputs:
+        if return_outputs and entropies is not None:
             return GRPOLossOutput(loss, logps.detach(), entropies.detach(), metrics)
         return loss, tuple(metrics[name] for name in ("kl", "clip_ratio/region_mean") if name in metrics)
 
@@ -236,12 +238,12 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         if len(positions) < len(rows) or not is_sorted:  # no copy where every row is taken as it comes
             rows = rows.index_select(0, positions)  # [N, H]
         targets = token_ids.flatten().index_select(0, positions)  # [N]
-        values = fused_linear_logps(rows, head, targets, temperature, logits_mib=self.logits_mib, **options)
+        logps, entropies = fused_linear_logps(rows, head, targets, temperature, logits_mib=self.logits_mib, **options)
 
         def in_place(value: Tensor) -> Tensor:
             return value.new_zeros(token_ids.numel()).index_put((positions,), value).view(token_ids.shape)
 
-        return tuple(None if value is None else in_place(value) for value in values)
+        return in_place(logps), None if entropies is None else in_place(entropies)
 
     @torch.no_grad()
     def _reference(

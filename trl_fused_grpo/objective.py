@@ -154,6 +154,7 @@ def token_terms(objective: GRPOObjective, batch: GRPOBatch, logps: Tensor, entro
         sampling_logps = old_logps if batch.sampling_per_token_logps is None else batch.sampling_per_token_logps
         loss = loss * keeps_sequence(objective, batch, sampling_logps - logps.detach())
     if objective.top_entropy_quantile < 1.0:
+        assert entropies is not None, "the quantile of highest entropy needs entropies"
         loss = loss * is_uncertain(entropies, mask, objective.top_entropy_quantile)
     if batch.importance_sampling_ratio is not None and phi is None:
         loss = loss * batch.importance_sampling_ratio
@@ -175,7 +176,7 @@ def policy_loss(
         log_ratio (`Tensor`): log of the importance ratio of policy and old policy.
         phi (`Tensor`, *optional*): VESPO's sequence weight.
     """
-    if objective.loss_type == "vespo":
+    if phi is not None:
         return -phi * advantages * logps
     ratio = log_ratio.exp()
     if objective.loss_type == "cispo":
@@ -231,7 +232,9 @@ def keeps_sequence(objective: GRPOObjective, batch: GRPOBatch, sampler_ahead: Te
     """
     count = batch.mask.sum(-1, keepdim=True).clamp(min=1.0)
     mean = (sampler_ahead.nan_to_num(nan=0.0) * batch.mask).sum(-1, keepdim=True) / count  # [B, 1]
-    return (batch.advantages >= 0) | (mean <= objective.off_policy_mask_threshold)
+    threshold = objective.off_policy_mask_threshold
+    assert threshold is not None
+    return (batch.advantages >= 0) | (mean <= threshold)
 
 
 def is_uncertain(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:

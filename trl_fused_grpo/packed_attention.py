@@ -1,7 +1,7 @@
 """Attention over several sequences packed into one row, for models that take transformers' attention interface."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _call: ContextVar[PackedCall | None] = ContextVar("packed_call", default=None)
 
 
 @contextmanager
-def packed_call() -> Iterator[PackedCall]:
+def packed_call() -> Generator[PackedCall, None, None]:
     """While it lasts, models build no attention masks: the sequences' borders travel as keyword arguments."""
     install()
     call = PackedCall()

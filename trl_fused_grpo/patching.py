@@ -1,7 +1,7 @@
 """`patch()`: `trl.GRPOTrainer` becomes the fused trainer, until it is undone."""
 
 import sys
-from types import ModuleType
+from typing import Any
 
 import trl
 from typing_extensions import Self
@@ -18,7 +18,7 @@ class Patch:
     def __init__(self) -> None:
         stock = FusedGRPOTrainer.__mro__[1]
         homes = [trl, sys.modules["trl.trainer"], sys.modules[stock.__module__]]
-        self._replaced: list[tuple[ModuleType, type]] = [(home, stock) for home in homes if home.GRPOTrainer is stock]
+        self._replaced: list[tuple[Any, type]] = [(home, stock) for home in homes if home.GRPOTrainer is stock]
         for home, _ in self._replaced:
             home.GRPOTrainer = FusedGRPOTrainer
 

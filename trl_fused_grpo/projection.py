@@ -171,7 +171,9 @@ class Gradients:
             self.weight.zero_()
         work = self.work
         pairs = (self.hidden, work.hidden), (self.weight, work.weight), (self.bias, work.bias), (self.up, work.up)
-        return tuple(None if grad is None else self._finished(grad, owner.dtype) for grad, owner in pairs)
+        return tuple(
+            None if grad is None or owner is None else self._finished(grad, owner.dtype) for grad, owner in pairs
+        )
 
     def _finished(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         if self._pending is None:

@@ -114,5 +114,6 @@ def _with_ratio_from_training(
 def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:
     if not getattr(trainer, "_entropy_bonus_enabled", False):
         return 0.0
-    gated = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
+    args: Any = trainer.args
+    gated = trainer.use_adaptive_entropy and trainer._last_world_entropy > args.entropy_target
     return 0.0 if gated else trainer.entropy_coef

@@ -42,7 +42,7 @@ def recomputed_gradients(
     def pick(values: Tensor | None) -> Tensor | None:
         return values if values is None or every_row else values.index_select(0, rows)
 
-    hidden = pick(work.hidden).to(work.compute_dtype)  # [M, H + r]
+    hidden = work.rows_of_hidden(slice(None) if every_row else rows)  # [M, H + r]
     per_row = [pick(t) for t in (work.targets, lse, entropies, grad_logps, grad_entropies)]  # [M]
     grad_hidden = torch.empty_like(hidden, dtype=acc_dtype) if needs[0] else None  # [M, H + r]
     owners = zip((work.weight, work.bias, work.up), needs[1:4], strict=True)

@@ -32,6 +32,7 @@ def token_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
     if name == "sequence_mean":
         return weights / count / mask.sum(-1, keepdim=True).clamp(min=1.0)
     if name == "fixed_length":
+        assert objective.max_completion_length is not None
         return weights / (count * objective.max_completion_length)
     if name == "sequence_sum":
         return weights / count
@@ -52,6 +53,7 @@ def reduced(objective: GRPOObjective, batch: GRPOBatch, loss: Tensor, entropies:
     """The scalar loss, from the term `[B, T]` or `[B, 1]` and, with an entropy bonus, the entropy `[B, T]` of each."""
     total = (loss * token_weights(objective, batch)).sum()
     if objective.entropy_coef != 0.0:
+        assert entropies is not None, "an entropy bonus needs entropies"
         total = total + (entropies * entropy_weights(objective, batch)).sum()
     return total
 

@@ -127,9 +127,10 @@ class DeferredRowForecast:
     sampling_logps: Tensor
     live_rows: int
 
-    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         ratio = self.correction.ratio(logps, self.sampling_logps[rows], torch.ones_like(logps))
         terms = self.without_ratio.terms
+        assert terms.on_policy is not None, "the ratio comes from training on-policy only"
         without_kl = replace(self.without_ratio, terms=replace(terms, kl_weights=None))
         policy, entropy_grads = without_kl(rows, logps, entropies)
         if terms.kl_weights is None:

@@ -13,6 +13,7 @@ from .fused_forward import FusedRequest
 from .fused_linear import FusedStats
 from .layout import Layout, LayoutName
 from .packed_attention import packed_call
+from .sampling import DeferredForecast
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,14 @@ class Question:
     Args:
         mask (`Tensor`): `[B, T]`: the positions whose log-probability is read.
         fill (`Tensor`, *optional*): `[B, T]`: stands where nothing is projected; zero without.
-        forecast ([`BatchForecast`], *optional*): the gradients that will come back.
+        forecast ([`BatchForecast`] or [`DeferredForecast`], *optional*): the gradients that will come back.
         entropy_grad (`bool`): whether entropies will receive a gradient.
         skip_dead (`bool`): whether sequences that can receive no gradient are left out of the model.
     """
 
     mask: Tensor
     fill: Tensor | None = None
-    forecast: BatchForecast | None = None
+    forecast: BatchForecast | DeferredForecast | None = None
     entropy_grad: bool = False
     skip_dead: bool = False
 

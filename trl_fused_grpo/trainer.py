@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from . import _trl_compat as compat
 from .aux_loss import why_no_aux_loss
@@ -42,11 +42,14 @@ class FusedGRPOTrainer(GRPOTrainer):
         `ValueError`: in the constructor, when model or options cannot be fused; the message says what to change.
     """
 
-    _tag_names: ClassVar[list[str]] = [*getattr(GRPOTrainer, "_tag_names", []), "fused-grpo"]
+    args: GRPOConfig
+    model: nn.Module
+    _tag_names: ClassVar[list[str]] = [*getattr(GRPOTrainer, "_tag_names", []), "fused-grpo"]  # ty: ignore[incompatible-attribute-override]
 
     def __init__(self, *args: Any, **kwargs: Any):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
-        config, model = given.get("args"), given.get("model")
+        config: Any = given.get("args")
+        model = given.get("model")
         layer_kernels = getattr(config, "use_liger_kernel", False)
         self.use_liger_loss = bool(getattr(config, "use_liger_loss", False) or layer_kernels)
         self._loss_question: Question | None = None
@@ -72,15 +75,16 @@ class FusedGRPOTrainer(GRPOTrainer):
         self._check_aux_loss()
         if layer_kernels:
             compat.apply_liger_layer_kernels(self._causal_lm(self.model), config)
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                head = output_projection(self._causal_lm(model))
+        policies: tuple[Any, ...] = (self.model, self.ref_model)
+        for policy in policies:
+            if policy is not None:
+                head = output_projection(self._causal_lm(policy))
                 if has_adapter(head) and self.args.cast_lm_head_to_fp32:
                     raise ValueError(
                         "cast_lm_head_to_fp32=True does not go with a PEFT adapter on lm_head: remove 'lm_head' from "
                         "target_modules, or set cast_lm_head_to_fp32=False."
                     )
-                attach(self._causal_lm(model))
+                attach(self._causal_lm(policy))
 
     @property
     def fused_stats(self) -> FusedStats:
@@ -109,6 +113,7 @@ class FusedGRPOTrainer(GRPOTrainer):
                 return self._compute_loss(model, inputs)
             with kl_left_out(self):
                 loss = self._compute_loss(model, inputs)
+            assert self._loss_logps is not None, "the host asked for log-probabilities"
             return loss + kl_term(self, inputs, self._loss_logps)
         finally:
             self._loss_question = self._loss_inputs = self._loss_logps = None
@@ -150,6 +155,10 @@ class FusedGRPOTrainer(GRPOTrainer):
         """An option of [`FusedGRPOConfig`], which the arguments need not be."""
         return getattr(self.args, name, default)
 
+    @property
+    def _steps_per_generation(self) -> int:
+        return int(self.args.steps_per_generation or 1)  # the host's configuration has filled it in
+
     def _unwrapped(self, model: nn.Module) -> nn.Module:
         # `unwrap_model` looks for DeepSpeed on the disk each time, where it is not installed
         bare = isinstance(model, PreTrainedModel) or compat.is_peft_model(model)
@@ -157,9 +166,9 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     def _causal_lm(self, model: nn.Module) -> PreTrainedModel:
         """The causal language model inside its wrappers, looked up at every call: FSDP and PEFT replace it."""
-        model = self._unwrapped(model)
-        model = getattr(model, "_orig_mod", model)  # torch.compile
-        return model.get_base_model() if compat.is_peft_model(model) else model
+        unwrapped: Any = self._unwrapped(model)
+        unwrapped = getattr(unwrapped, "_orig_mod", unwrapped)  # torch.compile
+        return unwrapped.get_base_model() if compat.is_peft_model(unwrapped) else unwrapped
 
     @compat.profiling_decorator
     def _get_per_token_logps_and_entropies(
@@ -198,7 +207,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             question = Question(torch.ones_like(completion_mask) if padding_counts(self) else completion_mask)
         causal_lm = self._causal_lm(model)
         attach(causal_lm)
-        head = output_projection(causal_lm)
+        head: Any = output_projection(causal_lm)
         # Between forwards the weight may be a shard
         vocab_size = getattr(head, "out_features", head.weight.shape[0])
         check_token_ids(completion_ids, question.mask, vocab_size)
@@ -235,16 +244,17 @@ class FusedGRPOTrainer(GRPOTrainer):
         if torch.is_grad_enabled():
             self._stats += scores.stats
         inputs = self._loss_inputs
-        if DEFERRED not in inputs:
+        if inputs is None or DEFERRED not in inputs:
             return
         mask = compat.loss_mask(self, inputs)
         values = scores.logps.detach(), inputs["sampling_per_token_logps"], mask
         correction = compat.sampling_correction(self)
         inputs["importance_sampling_ratio"] = ratio = correction.ratio(*values)
-        place = self._step % (self.args.steps_per_generation * self.num_iterations)
-        if place < self.args.steps_per_generation:  # later iterations see the same sequences again
+        steps = self._steps_per_generation
+        place = self._step % (steps * self.num_iterations)
+        if place < steps:  # later iterations see the same sequences again
             self._sampling_metrics.add(correction, *values, ratio)
-        if place == self.args.steps_per_generation - 1:
+        if place == steps - 1:
             for name, value in self._sampling_metrics.gathered(self.accelerator).items():
                 self._metrics["train"][name].append(value)
             self._sampling_metrics = SamplingMetrics()
@@ -269,14 +279,15 @@ class FusedGRPOTrainer(GRPOTrainer):
         output[DEFERRED] = torch.tensor(True)
         return output
 
-    def _prepare_inputs(self, generation_batch):
+    def _prepare_inputs(self, generation_batch):  # ty: ignore[lost-keyword-for-regular-parameter] - the host's name
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         fresh = self.use_liger_loss and self.model.training and self._buffered_inputs is not before
         if not fresh or not self._option("fused_balance", False) or why_not_balanced(self) is not None:
             return inputs
-        self._buffered_inputs = balance(self._buffered_inputs, self._layout(self.model))
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        buffered: Any = self._buffered_inputs
+        self._buffered_inputs = buffered = balance(buffered, self._layout(self.model))
+        return buffered[self._step % self._steps_per_generation]
 
     def _layout(self, model: nn.Module, is_multimodal: bool = False) -> LayoutName:
         """

@@ -15,7 +15,7 @@ def why_old_logps_are_needed(trainer: GRPOTrainer) -> str | None:
     Why old log-probs must be computed before training, or `None` where the training pass computes the same numbers: the
     weights do not move between generation and loss.
     """
-    args = trainer.args
+    args: Any = trainer.args
     if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
         return "the host decides"
     if has_own_objective(trainer):
@@ -27,7 +27,7 @@ def why_old_logps_are_needed(trainer: GRPOTrainer) -> str | None:
 
 def why_not_balanced(trainer: GRPOTrainer) -> str | None:
     """Why sequences may not be dealt into micro-batches by length; `None` where the cut does not matter."""
-    args = trainer.args
+    args: Any = trainer.args
     if has_own_objective(trainer):
         return "a subclass's objective may depend on the cut"
     if args.gradient_accumulation_steps % args.steps_per_generation != 0:

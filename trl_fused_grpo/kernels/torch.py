@@ -93,6 +93,7 @@ def logits_grad_(
     if grad_entropies is None:
         grad = log_p.exp_().mul_(-grad_logps.unsqueeze(-1))  # [n, v]
     else:
+        assert entropies is not None, "a gradient of the entropies needs them"
         # -g p - ge p (log p + H) = -p (g + ge (log p + H))
         log_p.clamp_(min=_LOG_ZERO)
         weight = (log_p + entropies.unsqueeze(-1)).mul_(grad_entropies.unsqueeze(-1)).add_(grad_logps.unsqueeze(-1))

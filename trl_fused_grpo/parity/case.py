@@ -43,7 +43,7 @@ class Batch:
     token_advantages: bool = False
     empty_rows: tuple[int, ...] = ()
     empty_micro_batches: tuple[int, ...] = ()
-    images: Literal["qwen2.5-vl", "gemma3-vl"] | None = None
+    images: str | None = None
 
 
 @dataclass(frozen=True)
