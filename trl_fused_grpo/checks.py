@@ -3,6 +3,42 @@
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+
+from .aux_loss import why_no_aux_loss
+from .question import objective_of
+
+
+def check_way(trainer: GRPOTrainer, way: str) -> None:
+    """
+    Raise when a forecast is forced where none exists.
+
+    Raises:
+        `ValueError`: naming the options to change.
+    """
+    if way == "forecast" and not objective_of(trainer).is_tokenwise(False):
+        raise ValueError(
+            "fused_way='forecast' needs an objective whose gradient follows from each token alone: set "
+            "fused_way='auto', or off_policy_mask_threshold=None and top_entropy_quantile=1.0."
+        )
+
+
+def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:
+    """
+    Raise when an auxiliary loss is asked of a model that has none.
+
+    Raises:
+        `ValueError`: with the reason and the option to change.
+    """
+    if not getattr(trainer, "aux_loss_enabled", False):
+        return
+    reason = why_no_aux_loss(causal_lm)
+    if reason is not None:
+        raise ValueError(
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef} asks for the auxiliary loss of "
+            f"{type(causal_lm).__name__}, but {reason}: set router_aux_loss_coef=0.0."
+        )
 
 
 def check_shapes(inputs: dict[str, Any]) -> None:

@@ -11,14 +11,13 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _trl_compat as compat
-from .aux_loss import why_no_aux_loss
-from .checks import check_shapes, check_token_ids
+from .checks import check_aux_loss, check_shapes, check_token_ids, check_way
 from .fused_forward import BordersIgnoredError, attach
 from .fused_linear import FusedStats
 from .kl import kl_left_out, kl_term, replaces_kl
 from .layout import LayoutName, why_not_aligned, why_not_packed
 from .lm_head import has_adapter, output_projection
-from .question import DEFERRED, ask_for_loss, objective_of, padding_counts
+from .question import DEFERRED, ask_for_loss, padding_counts
 from .sampling import SAMPLING_METRICS, SamplingMetrics
 from .scoring import Question, Scores, ScoringOptions, score
 from .window import balance, why_not_balanced, why_old_logps_are_needed
@@ -71,8 +70,8 @@ class FusedGRPOTrainer(GRPOTrainer):
             output_projection(model)  # before the host fails on it with less to say
         with compat.liger_flag_lowered(config), compat.adapter_on_head_allowed():
             super().__init__(*args, **kwargs)
-        self._check_way()
-        self._check_aux_loss()
+        check_way(self, self._option("fused_way", "auto"))
+        check_aux_loss(self, self._causal_lm(self.model))
         if layer_kernels:
             compat.apply_liger_layer_kernels(self._causal_lm(self.model), config)
         policies: tuple[Any, ...] = (self.model, self.ref_model)
@@ -132,24 +131,6 @@ class FusedGRPOTrainer(GRPOTrainer):
     def _ask_for_loss(self, inputs: dict[str, Any]) -> Question:
         skip_dead = self._option("fused_skip_dead_sequences", False) and not getattr(self, "aux_loss_enabled", False)
         return ask_for_loss(self, inputs, skip_dead)
-
-    def _check_way(self) -> None:
-        if self._option("fused_way", "auto") == "forecast" and not objective_of(self).is_tokenwise(False):
-            raise ValueError(
-                "fused_way='forecast' needs an objective whose gradient follows from each token alone: set "
-                "fused_way='auto', or off_policy_mask_threshold=None and top_entropy_quantile=1.0."
-            )
-
-    def _check_aux_loss(self) -> None:
-        if not getattr(self, "aux_loss_enabled", False):
-            return
-        causal_lm = self._causal_lm(self.model)
-        reason = why_no_aux_loss(causal_lm)
-        if reason is not None:
-            raise ValueError(
-                f"router_aux_loss_coef={self.router_aux_loss_coef} asks for the auxiliary loss of "
-                f"{type(causal_lm).__name__}, but {reason}: set router_aux_loss_coef=0.0."
-            )
 
     def _option(self, name: str, default: Any) -> Any:
         """An option of [`FusedGRPOConfig`], which the arguments need not be."""
