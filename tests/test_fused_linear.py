@@ -8,21 +8,11 @@ import torch
 from trl_fused_grpo import FusedStats, LMHead, fused_linear_logps, projection, recompute
 from trl_fused_grpo.fused_linear import choose_way, rows_per_chunk
 
-from .oracle import dense_logps, relative_error
+from .oracle import KnownGradients, dense_logps, relative_error
 
 
 N, H, V = 252, 123, 507
 LIVE = 200
-
-
-class KnownGradients:
-    """A forecast that says what it was told."""
-
-    def __init__(self, grad_logps, grad_entropies=None, live_rows=N):
-        self.grad_logps, self.grad_entropies, self.live_rows = grad_logps, grad_entropies, live_rows
-
-    def __call__(self, rows, logps, entropies):
-        return self.grad_logps[rows], None if self.grad_entropies is None else self.grad_entropies[rows]
 
 
 class Problem:

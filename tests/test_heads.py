@@ -11,25 +11,13 @@ from trl_fused_grpo import FusedGRPOTrainer, FusedStats, LMHead, fused_linear_lo
 from trl_fused_grpo.lm_head import LowRank, output_projection
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
-from .oracle import dense_logps, relative_error
+from .oracle import KnownGradients, dense_logps, relative_error
 from .tiny_training import loss_and_gradients, make_inputs, make_trainer
 
 
 peft = pytest.importorskip("peft")
 
 N, H, V, R = 37, 24, 83, 4
-
-
-class Known:
-    """A forecast that says what it was told."""
-
-    live_rows = N
-
-    def __init__(self, grads):
-        self.grads = grads
-
-    def __call__(self, rows, logps, entropies):
-        return self.grads[rows], None
 
 
 class LowRankProblem:
@@ -81,7 +69,7 @@ class LowRankProblem:
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_low_rank_terms_are_exact_and_trained(way, train_weight, bias):
     problem = LowRankProblem(bias, train_weight)
-    values, stats = problem.ours(way, Known(problem.grads) if way == "forecast" else None)
+    values, stats = problem.ours(way, KnownGradients(problem.grads) if way == "forecast" else None)
     errors = [relative_error(value, truth) for value, truth in zip(values, problem.truth(), strict=True)]
     assert max(errors) <= 2e-6, errors
     assert (stats.way, stats.recomputed) == (way, 0 if way == "forecast" else N)
@@ -92,7 +80,7 @@ def test_a_frozen_weight_beside_low_rank_terms_costs_no_gradient_of_its_size(mon
     add = projection.add_product
     monkeypatch.setattr(projection, "add_product", lambda a, b, out: (shapes.append(tuple(out.shape)), add(a, b, out)))
     problem = LowRankProblem()
-    problem.ours(forecast=Known(problem.grads))
+    problem.ours(forecast=KnownGradients(problem.grads))
     assert set(shapes) == {(V, R + 3)}
 
 
@@ -421,7 +409,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 @pytest.mark.parametrize("way", ["forecast", "recompute"])
 def test_low_rank_terms_on_a_gpu(way, dtype):
     problem = LowRankProblem(dtype=dtype, device="cuda")
-    values, stats = problem.ours(way, Known(problem.grads) if way == "forecast" else None)
+    values, stats = problem.ours(way, KnownGradients(problem.grads) if way == "forecast" else None)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     errors = [relative_error(value, truth) for value, truth in zip(values, problem.truth(), strict=True)]
     assert max(errors) <= tolerance, errors

@@ -9,7 +9,7 @@ from trl_fused_grpo import trainer as trainer_module
 from trl_fused_grpo._trl_compat import TRL
 
 from .oracle import relative_error
-from .tiny_training import loss_and_gradients, make_inputs, make_trainer
+from .tiny_training import dense_log_probs, loss_and_gradients, make_inputs, make_trainer
 
 
 def inputs_with_reference(trainer):
@@ -78,10 +78,7 @@ def test_an_estimator_adds_its_own_term_as_forecast(tmp_path, estimator, old_log
     # the difference of the two is the term alone, from the model's own logits in float64
     model = plain.model.double()
     model.zero_grad()
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    log_p = model(input_ids=ids, attention_mask=mask).logits[:, 2:-1].log_softmax(-1)
-    logps = log_p.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    logps, _ = dense_log_probs(model, inputs)
     gap = logps - inputs["ref_per_token_logps"]
     ratio = (logps - inputs.get("old_per_token_logps", logps.detach())).exp()
     kl = {"k1": gap, "k2": gap**2 / 2, "k4": ratio * gap}[estimator]

@@ -11,7 +11,7 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 
 from .oracle import relative_error
-from .tiny_training import loss_and_gradients, make_inputs, make_trainer
+from .tiny_training import dense_log_probs, loss_and_gradients, make_inputs, make_trainer
 
 
 def history(trainer):
@@ -124,10 +124,7 @@ def test_a_subclass_with_its_own_objective_trains_that_objective(tmp_path):
 
     model = trainer.model.double()
     model.zero_grad()
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    log_p = model(input_ids=ids, attention_mask=mask).logits[:, 2:-1].log_softmax(-1)
-    logps = log_p.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    logps, log_p = dense_log_probs(model, inputs)
     entropies = -(log_p.exp() * log_p).sum(-1)
     terms = -inputs["advantages"].unsqueeze(1) * logps * logps.detach().exp() + 0.01 * entropies**2
     truth = (terms * inputs["completion_mask"]).sum()

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from trl_fused_grpo import kernels
 from trl_fused_grpo.fused_forward import sheltered
 from trl_fused_grpo.fused_linear import fused_linear_logps
 from trl_fused_grpo.lm_head import LMHead
 
+from .oracle import KnownGradients
 from .test_triton import CUDA, DEVICE, TRANSFORMS, dense, error, gpu, kernels_run, on_gpu, triton_kernels
 
 
@@ -19,16 +19,6 @@ DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=on_gpu)]
 @pytest.fixture(autouse=True)
 def triton_on_every_device(monkeypatch):
     monkeypatch.setattr(kernels, "for_device", lambda device: triton_kernels)
-
-
-class KnownGradients:
-    """A forecast made of vectors."""
-
-    def __init__(self, grad_logps: Tensor, grad_entropies: Tensor | None):
-        self.grad_logps, self.grad_entropies, self.live_rows = grad_logps, grad_entropies, len(grad_logps)
-
-    def __call__(self, rows, logps, entropies):
-        return self.grad_logps[rows], None if self.grad_entropies is None else self.grad_entropies[rows]
 
 
 def projected_rows(dtype, shape=(252 if CUDA else 12, 507, 123)):

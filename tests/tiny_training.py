@@ -73,3 +73,12 @@ def loss_and_gradients(trainer, inputs):
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
     return loss.detach(), gradients
+
+
+def dense_log_probs(model, inputs):
+    """Log-probabilities `[B, T]` of a micro-batch's completions, and of all tokens in their place `[B, T, V]`."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    before = inputs["prompt_ids"].shape[1] - 1  # each token is predicted by the one before it
+    log_p = model(input_ids=ids, attention_mask=mask).logits[:, before:-1].log_softmax(-1)
+    return log_p.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1), log_p

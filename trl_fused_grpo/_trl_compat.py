@@ -126,6 +126,11 @@ def is_peft_model(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def without_adapter(model: Any) -> Any:
+    """The model inside PEFT's wrapper, or the model itself."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
 def is_prompt_learning(model: nn.Module) -> bool:
     """Whether PEFT puts virtual tokens before each row."""
     config: Any = getattr(model, "active_peft_config", None)

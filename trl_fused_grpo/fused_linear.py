@@ -207,9 +207,10 @@ class FusedLinearLogProb(torch.autograd.Function):
             work.kernels.fold(logits, targets[rows], call.transform, logps[rows], lse[rows], row_entropies)
             if prepaid is not None and rows.start < live_rows:
                 # A frozen head's rows each get a unit gradient, which backward multiplies by the true one
-                expected = torch.ones_like(logps[rows]), None
                 if call.way == "forecast" and call.forecast is not None:
                     expected = call.forecast(rows, logps[rows], row_entropies)
+                else:
+                    expected = torch.ones_like(logps[rows]), None
                 row_grads = prepaid.noted(rows, *expected)
                 prepaid.gradients.add(rows, logits, lse[rows], row_entropies, *row_grads)
 

@@ -43,9 +43,7 @@ def why_not_aligned(model: nn.Module, is_multimodal: bool, reads_padding: bool) 
         return "its inputs are multimodal"
     if reads_padding:
         return "TRL's LUSPO of this version reads padding"
-    causal_lm: Any = model
-    if compat.is_peft_model(model):
-        causal_lm = causal_lm.get_base_model()
+    causal_lm = compat.without_adapter(model)
     if compat.is_prompt_learning(model):
         return "a prompt-learning adapter puts virtual tokens before the row"
     if causal_lm.config.get_text_config() is not causal_lm.config:

@@ -62,8 +62,7 @@ class Projection:
     def chunks(self, border: int) -> Iterator[slice]:
         """Slices of at most `chunk_rows` rows that cover all of them; none crosses `border`."""
         for first, last in ((0, border), (border, len(self.targets))):
-            for start in range(first, last, self.chunk_rows):
-                yield slice(start, min(start + self.chunk_rows, last))
+            yield from slices(first, last, self.chunk_rows)
 
     def rows_of_hidden(self, rows: slice | Tensor) -> Tensor:
         """Hidden states of `rows` in the compute dtype `[n, H + r]`."""
@@ -180,6 +179,11 @@ class Gradients:
             return grad.to(dtype)
         out = grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
         return torch.mul(grad, self._pending, out=out)
+
+
+def slices(first: int, last: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` from `first` up to `last`."""
+    return (slice(start, min(start + size, last)) for start in range(first, last, size))
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:

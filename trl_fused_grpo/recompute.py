@@ -4,12 +4,12 @@ of the head is whole when the loop leaves it, so that no `[V, H]` buffer in floa
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .projection import Projection, add_product, product
+from .projection import Projection, add_product, product, slices
 
 
 # Narrower tiles read the hidden states' gradient too often, wider ones bring a large buffer back
@@ -46,7 +46,8 @@ def recomputed_gradients(
     per_row = [pick(t) for t in (work.targets, lse, entropies, grad_logps, grad_entropies)]  # [M]
     grad_hidden = torch.empty_like(hidden, dtype=acc_dtype) if needs[0] else None  # [M, H + r]
     owners = zip((work.weight, work.bias, work.up), needs[1:4], strict=True)
-    grads = [torch.zeros_like(owner) if owner is not None and needed else None for owner, needed in owners]
+    like = torch.empty_like if len(rows) else torch.zeros_like  # every tile is written, where there are rows
+    grads = [like(owner) if owner is not None and needed else None for owner, needed in owners]
     grad_weight, grad_bias, grad_up = grads  # [V, H], [V], [V, r]
 
     vocab_size, width = work.weight.shape
@@ -54,11 +55,11 @@ def recomputed_gradients(
     inputs = hidden[:, 0 if needs[1] else width : None if needs[3] else width]
     height, columns = _tile(len(rows), vocab_size, work.chunk_rows)
     buffer = hidden.new_empty(height * columns)
-    for tile in _slices(vocab_size, columns) if len(rows) else ():
+    for tile in slices(0, vocab_size, columns) if len(rows) else ():
         weight, bias = work.operands(tile)  # [v, H + r], [v]
         grad_tile = weight.new_empty(len(weight), inputs.shape[1], dtype=acc_dtype)
-        grad_bias_tile = weight.new_zeros(len(weight), dtype=acc_dtype)
-        for piece in _slices(len(rows), height):
+        grad_bias_tile = None if grad_bias is None else weight.new_zeros(len(weight), dtype=acc_dtype)
+        for piece in slices(0, len(rows), height):
             shape = piece.stop - piece.start, len(weight)
             logits = buffer[: math.prod(shape)].view(shape)
             product(hidden[piece], weight.t(), out=logits)  # [n, H + r] @ [H + r, v]
@@ -71,13 +72,13 @@ def recomputed_gradients(
                 (add_product if tile.start else product)(logits, weight, out=grad_hidden[piece])  # [n, v] @ [v, H + r]
             if inputs.shape[1]:
                 (add_product if piece.start else product)(logits.t(), inputs[piece], out=grad_tile)  # [v, n] @ [n, .]
-            if grad_bias is not None:
+            if grad_bias_tile is not None:
                 grad_bias_tile += logits.sum(0, dtype=acc_dtype)
         if grad_weight is not None:
             grad_weight[tile] = grad_tile[:, :width]
         if grad_up is not None:
             grad_up[tile] = grad_tile[:, -grad_up.shape[1] :]
-        if grad_bias is not None:
+        if grad_bias is not None and grad_bias_tile is not None:
             grad_bias[tile] = grad_bias_tile
 
     if grad_hidden is not None:
@@ -85,10 +86,6 @@ def recomputed_gradients(
         if not every_row:
             grad_hidden = torch.zeros_like(work.hidden).index_copy_(0, rows, grad_hidden)
     return grad_hidden, *grads
-
-
-def _slices(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def _tile(rows: int, vocab_size: int, chunk_rows: int) -> tuple[int, int]:

@@ -147,9 +147,8 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     def _causal_lm(self, model: nn.Module) -> PreTrainedModel:
         """The causal language model inside its wrappers, looked up at every call: FSDP and PEFT replace it."""
-        unwrapped: Any = self._unwrapped(model)
-        unwrapped = getattr(unwrapped, "_orig_mod", unwrapped)  # torch.compile
-        return unwrapped.get_base_model() if compat.is_peft_model(unwrapped) else unwrapped
+        unwrapped = self._unwrapped(model)
+        return compat.without_adapter(getattr(unwrapped, "_orig_mod", unwrapped))  # torch.compile
 
     @compat.profiling_decorator
     def _get_per_token_logps_and_entropies(
