@@ -43,7 +43,9 @@ LEVERS = (
     Contender("aligned rows instead of packed", options={"fused_layout": "aligned"}),
     Contender("host's rows instead of packed", options={"fused_layout": "host"}),
     Contender("with an old log-prob pass", options={"fused_skip_old_logps": False}),
-    Contender("balanced by length", options={"fused_balance": True}),
+    Contender("every copy of a prompt", options={"fused_share_prompts": False}),
+    Contender("TRL's cut into micro-batches", options={"fused_balance": False}),
+    Contender("both of these", options={"fused_share_prompts": False, "fused_balance": False}),
     Contender(
         "ratio per sequence, TRL's default",
         options={"vllm_importance_sampling_mode": "sequence_mask"},

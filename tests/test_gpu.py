@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from trl import GRPOTrainer
 
-from trl_fused_grpo.packed_attention import _packed_attention
+from trl_fused_grpo.packed_attention import _packed_attention, sequence_borders
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 
 from .oracle import relative_error
@@ -51,16 +51,24 @@ def test_use_liger_kernel_means_the_fused_loss_and_the_layer_kernels(tmp_path):
     assert all(relative_error(gradients[name], expected[name]) < 1e-3 for name in expected)
 
 
+# Three sequences of 7, 1 and 12 tokens, apart; and the first 4 tokens of the first seen by the second too
+APART = ([7, 1, 12], [7, 1, 12], None)
+SHARED = ([7, 1, 12], [7, 5, 12], [*range(7), *range(4), *range(7, 20)])
+
+
 @pytest.mark.parametrize("window", [None, 5], ids=["full", "sliding-window"])
-def test_attention_over_packed_rows_stays_within_each_sequence(window):
+@pytest.mark.parametrize("sequences", [APART, SHARED], ids=["apart", "shared-prompt"])
+def test_attention_over_packed_rows_stays_within_each_sequence(sequences, window):
     heads, key_heads, width = 4, 2, 64
     generator = torch.Generator("cuda").manual_seed(0)
     query, key, value = (
         torch.randn(1, n, 20, width, device="cuda", generator=generator, dtype=torch.bfloat16).requires_grad_()
         for n in (heads, key_heads, key_heads)
     )
-    borders = torch.tensor([0, 7, 8, 20], dtype=torch.int32, device="cuda")
-    call = {"cu_seq_lens_q": borders, "max_length_q": 12, "scaling": 0.1, "sliding_window": window}
+    *lengths, index = sequences
+    device = torch.device("cuda")
+    borders = sequence_borders(*lengths, None if index is None else torch.tensor(index, device=device), device)
+    call = {**borders, "scaling": 0.1, "sliding_window": window}
     weight = torch.randn(1, 20, heads, width, device="cuda", generator=generator, dtype=torch.bfloat16)
     output = _packed_attention(None, query, key, value, **call)
     gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))

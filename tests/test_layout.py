@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from trl import GRPOTrainer
@@ -23,6 +25,14 @@ def every_length(**extra):
     lengths = torch.arange(9) % 3 + 1
     inputs["prompt_mask"] = (torch.arange(3) >= 3 - lengths[:, None]).long()
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    return inputs
+
+
+def with_repeated_prompts(inputs):
+    """The same micro-batch with three prompts, of which one has completions on both sides of another's."""
+    prompt = torch.tensor([0, 1, 0, 1, 1, 2, 2, 2, 0])
+    for name in ("prompt_ids", "prompt_mask"):
+        inputs[name] = inputs[name][prompt]
     return inputs
 
 
@@ -51,6 +61,36 @@ def test_each_layout_under_gradient_checkpointing(tmp_path, name):
     assert_same(trainer, make_trainer(tmp_path, GRPOTrainer), every_length())
 
 
+@pytest.mark.parametrize("kind", ["llama", "tied", "moe"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient-checkpointing"])
+def test_a_prompt_that_completions_share_trains_what_its_copies_train(tmp_path, kind, checkpointing):
+    trainer = make_trainer(tmp_path, kind=kind, gradient_checkpointing=checkpointing)
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = with_repeated_prompts(every_length(old_per_token_logps=torch.full((9, 8), -6.9)))
+    assert_same(trainer, make_trainer(tmp_path, GRPOTrainer, kind=kind), inputs)
+
+
+def test_packed_rows_hold_a_shared_prompt_once(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(layout, "packed", lambda *args, _=layout.packed: seen.append(_(*args)) or seen[-1])
+    inputs = with_repeated_prompts(every_length())
+    for shares in (True, False):
+        loss_and_gradients(make_trainer(tmp_path, fused_share_prompts=shares), inputs)
+    lengths, scored = inputs["prompt_mask"].sum(1), inputs["completion_mask"].any(1)
+    once, each = lengths[[1, 2, 5]].sum(), lengths[scored].sum()
+    tokens = [layout.model_inputs["input_ids"].shape[1] for layout in seen]
+    assert tokens == [inputs["completion_mask"].sum() + prompts for prompts in (once, each)]
+
+
+def test_the_auxiliary_loss_sees_every_copy_of_a_prompt(tmp_path):
+    if not _trl_compat.SEAM_RETURNS_AUX_LOSS:
+        pytest.skip("this TRL has no auxiliary loss")
+    options = {"kind": "moe", "router_aux_loss_coef": 0.5}
+    ours, stock = make_trainer(tmp_path, **options), make_trainer(tmp_path, GRPOTrainer, **options)
+    assert_same(ours, stock, with_repeated_prompts(every_length()))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", ["tied", "moe"])
 def test_each_layout_on_other_models(tmp_path, name, kind):
@@ -61,8 +101,9 @@ def test_each_layout_on_other_models(tmp_path, name, kind):
     )
 
 
+@pytest.mark.parametrize("repeated", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_each_layout_respects_sliding_windows(tmp_path, name):
+def test_each_layout_respects_sliding_windows(tmp_path, name, repeated):
     config = model_config("tied").to_dict()
     config.update(use_sliding_window=True, sliding_window=3, max_window_layers=0, layer_types=["sliding_attention"] * 2)
     models = []
@@ -73,7 +114,8 @@ def test_each_layout_respects_sliding_windows(tmp_path, name):
         make_trainer(tmp_path, model=models[0], fused_layout=name),
         make_trainer(tmp_path, GRPOTrainer, model=models[1]),
     )
-    assert_same(ours, stock, every_length())
+    inputs = every_length()
+    assert_same(ours, stock, with_repeated_prompts(inputs) if repeated else inputs)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -86,16 +128,17 @@ def test_absolute_positions_keep_the_host_s_positions(tmp_path, name):
         torch.manual_seed(0)
         models.append(AutoModelForCausalLM.from_config(config))
     ours, stock = (
-        make_trainer(tmp_path, model=models[0], fused_layout="aligned"),
+        make_trainer(tmp_path, model=models[0], fused_layout=name),
         make_trainer(tmp_path, GRPOTrainer, model=models[1]),
     )
-    assert_same(ours, stock, every_length())
+    assert_same(ours, stock, with_repeated_prompts(every_length()))
 
 
+@pytest.mark.parametrize("repeated", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_log_probs_by_sub_batches_come_back_in_order(tmp_path, name):
+def test_log_probs_by_sub_batches_come_back_in_order(tmp_path, name, repeated):
     trainer, stock = make_trainer(tmp_path, fused_layout=name), make_trainer(tmp_path, GRPOTrainer)
-    inputs = every_length()
+    inputs = with_repeated_prompts(every_length()) if repeated else every_length()
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     with torch.no_grad():
@@ -176,3 +219,19 @@ def test_dealing_gives_every_part_its_share(lengths, parts, size):
     assert len(hands) == parts and all(1 <= len(hand) <= size for hand in hands)
     tokens = [sum(lengths[i] for i in hand) for hand in hands]
     assert max(tokens) - min(tokens) <= max(lengths)
+
+
+@given(st.data())
+def test_dealing_keeps_sequences_of_a_prompt_together(data):
+    size, group = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    groups = data.draw(st.integers(1, 6))
+    count = groups * group
+    lengths = data.draw(st.lists(st.integers(0, 99), min_size=count, max_size=count))
+    prompts = data.draw(st.permutations([index // group for index in range(count)]))
+    parts = -(-count // size)
+    hands = layout.deal(lengths, parts, size, prompts)
+    assert sorted(index for hand in hands for index in hand) == list(range(count))
+    assert len(hands) == parts and all(1 <= len(hand) <= size for hand in hands)
+    if size % group == 0 or group % size == 0:  # no prompt needs to be cut, or no part to be shared
+        copies = sum(len({prompts[index] for index in hand}) for hand in hands)
+        assert copies == max(groups, parts if group % size == 0 else groups)

@@ -72,10 +72,10 @@ def test_a_window_without_old_log_probs_trains_and_logs_what_stock_does(tmp_path
         assert not theirs.keys() - ours.keys()
 
 
-@pytest.mark.parametrize("option", ["fused_skip_old_logps", "fused_balance"])
-def test_each_lever_can_be_switched_and_trains_the_same(tmp_path, option):
+@pytest.mark.parametrize("option", ["fused_skip_old_logps", "fused_balance", "fused_share_prompts"])
+def test_each_lever_can_be_switched_off_and_trains_the_same(tmp_path, option):
     expected, _, _ = train(tmp_path, FusedGRPOTrainer)
-    weights, log, forwards = train(tmp_path, FusedGRPOTrainer, **{option: option == "fused_balance"})
+    weights, log, forwards = train(tmp_path, FusedGRPOTrainer, **{option: False})
     assert all(relative_error(weights[name], weight) < 1e-5 for name, weight in expected.items())
     assert all(name in log[0] for name in SAMPLING_METRICS)
     assert all(forwards) == (option != "fused_skip_old_logps")
@@ -129,10 +129,11 @@ def test_micro_batches_are_balanced_only_where_the_cut_does_not_matter(tmp_path,
     assert given is None if reason is None else reason in given
 
 
+@pytest.mark.parametrize("shares_prompts", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("layout", ["packed", "aligned"])
-def test_balancing_moves_whole_sequences(layout):
+def test_balancing_moves_whole_sequences(layout, shares_prompts):
     batches = [make_inputs(seed=seed, tool_mask=torch.ones(4, 8)) for seed in range(3)]
-    dealt = balance(batches, layout)
+    dealt = balance(batches, layout, shares_prompts)
 
     def sequences(batches):
         keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "tool_mask")
@@ -145,9 +146,19 @@ def test_balancing_moves_whole_sequences(layout):
     assert spread <= 3 if layout == "packed" else tokens == sorted(tokens)
 
 
+def test_sequences_of_a_prompt_are_dealt_into_one_micro_batch():
+    batches = [make_inputs(seed=seed) for seed in range(4)]
+    for number, batch in enumerate(batches):
+        prompts = (torch.arange(4) + number) % 4 + 5  # each micro-batch has one completion of each prompt
+        batch["prompt_ids"] = prompts.unsqueeze(1).expand(4, 3).clone()
+        batch["prompt_mask"] = torch.ones(4, 3, dtype=torch.long)
+    dealt = balance(batches, "packed", share_prompts=True)
+    assert [len(batch["prompt_ids"].unique()) for batch in dealt] == [1, 1, 1, 1]
+
+
 def test_batches_with_anything_but_rows_are_not_dealt():
     batches = [make_inputs(seed=seed, pixel_values=torch.ones(7, 3)) for seed in range(2)]
-    assert balance(batches, "packed") is batches
+    assert balance(batches, "packed", True) is batches
 
 
 @pytest.mark.parametrize("layout", ["packed", "aligned"])

@@ -80,9 +80,12 @@ class FusedGRPOConfig(GRPOConfig):
         fused_skip_old_logps (`bool`, *optional*, defaults to `True`):
             With vLLM and on-policy steps, take the importance ratio from the training pass instead of computing old
             log-probs in a forward of their own.
-        fused_balance (`bool`, *optional*, defaults to `False`):
-            Deal sequences into micro-batches by length where the loss does not depend on the cut. Logged means over
-            micro-batches (`entropy`, `kl`, `clip_ratio/*`) follow the cut, so they then differ a little from stock's.
+        fused_share_prompts (`bool`, *optional*, defaults to `True`):
+            Run the prompt of several completions in a packed micro-batch through the model once. Needs
+            `attn_implementation="sdpa"`.
+        fused_balance (`bool`, *optional*, defaults to `True`):
+            Deal sequences into micro-batches by prompt and length where the loss does not depend on the cut, instead of
+            at random. Logged means over micro-batches (`entropy`, `kl`, `clip_ratio/*`) follow the cut.
         fused_skip_dead_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
             metric then covers the others only.
@@ -107,7 +110,12 @@ class FusedGRPOConfig(GRPOConfig):
     fused_skip_old_logps: bool = field(
         default=True, metadata={"help": "Take vLLM's importance ratio from the training pass when on-policy."}
     )
-    fused_balance: bool = field(default=False, metadata={"help": "Deal sequences into micro-batches by length."})
+    fused_share_prompts: bool = field(
+        default=True, metadata={"help": "Run a prompt through the model once for its completions in a micro-batch."}
+    )
+    fused_balance: bool = field(
+        default=True, metadata={"help": "Deal sequences into micro-batches by prompt and length."}
+    )
     fused_skip_dead_sequences: bool = field(
         default=False, metadata={"help": "Leave sequences without gradient out of the model."}
     )

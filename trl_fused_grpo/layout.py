@@ -76,6 +76,11 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     return None
 
 
+def keys_may_repeat(causal_lm: PreTrainedModel) -> bool:
+    """Whether sequences of a packed row may attend to a prompt before another: torch's attention is called here."""
+    return causal_lm.config._attn_implementation == "sdpa"
+
+
 @functools.cache
 def _takes_position_ids(backbone: Any) -> bool:
     return "position_ids" in inspect.signature(backbone.forward).parameters
@@ -87,7 +92,9 @@ def _has_sinks(causal_lm: PreTrainedModel) -> bool:
     return _SINKS[causal_lm]
 
 
-def packed(input_ids: Tensor, attention_mask: Tensor, completion_length: int, wanted: Tensor) -> Layout:
+def packed(
+    input_ids: Tensor, attention_mask: Tensor, completion_length: int, wanted: Tensor, share_prompts: bool
+) -> Layout:
     """
     The micro-batch as one row without padding, each sequence where it starts.
 
@@ -95,19 +102,55 @@ def packed(input_ids: Tensor, attention_mask: Tensor, completion_length: int, wa
         input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
         completion_length (`int`): `T`.
         wanted (`Tensor`): sequences that are scored at all `[B]`, bool; the others are left out.
+        share_prompts (`bool`):
+            Whether a prompt stands in the row once, before the first of its completions. The others attend to it there.
     """
-    wanted = wanted | (torch.arange(len(wanted), device=wanted.device) == 0) & ~wanted.any()  # never an empty row
+    size, width = input_ids.shape
+    start = width - completion_length
+    rows = torch.arange(size, device=input_ids.device)
+    wanted = wanted | (rows == 0) & ~wanted.any()  # never an empty row
     mask = attention_mask.bool() & wanted.unsqueeze(1)  # [B, L]
-    index = mask.flatten().nonzero().squeeze(-1)  # [S]
-    lengths = mask.sum(1)
-    place = mask.flatten().cumsum(0).view_as(mask) - 1  # [B, L], position of each token in the packed row
+    kept, owner = mask, rows
+    if share_prompts and size > 1:
+        owner = _first_with_the_prompt(input_ids[:, :start], mask[:, :start], mask[:, start:].any(1))  # [B]
+        kept = mask & ((owner == rows).unsqueeze(1) | (torch.arange(width, device=rows.device) >= start))
+    # The one time that the device is waited for
+    lengths, key_lengths = torch.stack([kept.sum(1), mask.sum(1)]).tolist()
+    place = kept.flatten().cumsum(0).view_as(mask) - 1  # [B, L], position of each token in the packed row
+    index = _where(kept, sum(lengths))  # [S]
+    # Where to find the tokens that each sequence sees, its prompt with the prompt's owner
+    seen_at = torch.cat([place[owner, :start], place[:, start:]], dim=1)  # [B, L]
+    has_shared = lengths != key_lengths
+    borders = sequence_borders(
+        [length for length in lengths if length],
+        [keys for length, keys in zip(lengths, key_lengths, strict=True) if length],
+        seen_at.flatten()[_where(mask, sum(key_lengths))] if has_shared else None,
+        input_ids.device,
+    )
     model_inputs = {
         "input_ids": input_ids.flatten()[index].unsqueeze(0),
         # The host's own columns: the same distances for rotary models, the same positions for absolute ones
-        "position_ids": (index % input_ids.shape[1]).unsqueeze(0),
-        **sequence_borders(lengths[lengths > 0]),
+        "position_ids": (index % width).unsqueeze(0),
+        **borders,
     }
-    return Layout("packed", model_inputs, place[:, -completion_length:] - 1)
+    first = seen_at[:, start - 1 : start] if start else place[:, :1] - 1
+    return Layout("packed", model_inputs, torch.cat([first, place[:, start:-1]], dim=1))
+
+
+def _first_with_the_prompt(prompt_ids: Tensor, prompt_mask: Tensor, has_completion: Tensor) -> Tensor:
+    """The first sequence with the prompt of each `[B]`: itself if there is none before, or if it ends in its prompt."""
+    prompts = prompt_ids.masked_fill(~prompt_mask, -1)  # [B, P]
+    same = (prompts.unsqueeze(1) == prompts).all(-1)  # [B, B]
+    rows = torch.arange(len(prompts), device=prompts.device)
+    return torch.where(has_completion, same.byte().argmax(1), rows)
+
+
+def _where(mask: Tensor, count: int) -> Tensor:
+    """Flat positions of the `count` true entries, without waiting for the device `[count]`."""
+    flat = mask.flatten()
+    places = torch.where(flat, flat.cumsum(0) - 1, count)
+    index = torch.empty(count + 1, dtype=torch.long, device=mask.device)
+    return index.scatter_(0, places, torch.arange(len(flat), device=mask.device))[:count]
 
 
 def aligned(input_ids: Tensor, attention_mask: Tensor, completion_length: int, needs_mask: bool) -> Layout:
@@ -133,27 +176,73 @@ def aligned(input_ids: Tensor, attention_mask: Tensor, completion_length: int, n
     return Layout("aligned", model_inputs, row * width + place - 1)
 
 
-def deal(lengths: list[int], parts: int, size: int) -> list[list[int]]:
+def deal(lengths: list[int], parts: int, size: int, prompts: list[int] | None = None) -> list[list[int]]:
     """
     Deal sequences into `parts` of at most `size` with about equal numbers of tokens: the longest first, each to the
     lightest part that has room.
+
+    Args:
+        lengths (`list[int]`): tokens of each sequence.
+        parts, size (`int`): `parts * size` is at least the number of sequences.
+        prompts (`list[int]`, *optional*):
+            Number of each sequence's prompt. Sequences of one prompt then go together, as far as a part has room.
 
     Returns:
         `list[list[int]]`: indices of each part, in rising order.
     """
     hands: list[list[int]] = [[] for _ in range(parts)]
     weights = [0] * parts
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        lightest = min((p for p in range(parts) if len(hands[p]) < size), key=lambda p: (weights[p], p))
-        hands[lightest].append(index)
-        weights[lightest] += lengths[index]
+
+    def weight(indices: list[int]) -> int:
+        return sum(lengths[i] for i in indices)
+
+    together = [[i] for i in range(len(lengths))] if prompts is None else _families(lengths, prompts, size)
+    waiting = sorted(together, key=lambda indices: (-len(indices), -weight(indices), indices))
+    while waiting:
+        indices = waiting.pop(0)
+        roomy = [part for part in range(parts) if len(hands[part]) + len(indices) <= size]
+        if not roomy:
+            waiting += sorted(([i] for i in indices), key=weight, reverse=True)
+            continue
+        lightest = min(roomy, key=lambda part: (weights[part], part))
+        hands[lightest] += indices
+        weights[lightest] += weight(indices)
     return [sorted(hand) for hand in hands]
 
 
-def sub_batches(attention_mask: Tensor, batch_size: int, layout: LayoutName) -> list[Tensor]:
+def _families(lengths: list[int], prompts: list[int], size: int) -> list[list[int]]:
+    """Sequences of one prompt together; those of a prompt that has more than `size`, in parts of about equal tokens."""
+    families: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        families.setdefault(prompt, []).append(index)
+    result = []
+    for family in families.values():
+        family.sort(key=lambda i: -lengths[i])
+        full = len(family) // size
+        many, rest = family[: full * size], family[full * size :]
+        result += [[many[i] for i in hand] for hand in deal([lengths[i] for i in many], full, size)]
+        result += [rest] if rest else []
+    return result
+
+
+def prompt_numbers(prompt_ids: Tensor, prompt_mask: Tensor) -> list[int]:
+    """Number sequences by their prompts `[B, P]`: the same for the same prompt."""
+    prompts = prompt_ids.masked_fill(~prompt_mask.bool(), -1)
+    return torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()
+
+
+def sub_batches(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    completion_length: int,
+    batch_size: int,
+    layout: LayoutName,
+    share_prompts: bool,
+) -> list[Tensor]:
     """
     Cut a batch into as many sub-batches as the host would, `[rows]` indices each: as they come in the host's layout,
-    neighbours in length together where rows are padded to the longest, equal in tokens where they are packed.
+    neighbours in length together where rows are padded to the longest, equal in tokens where they are packed, those of
+    one prompt together where they share it.
     """
     count, device = len(attention_mask), attention_mask.device
     if layout == "host" or count <= batch_size:
@@ -161,6 +250,9 @@ def sub_batches(attention_mask: Tensor, batch_size: int, layout: LayoutName) -> 
     lengths = attention_mask.sum(1)
     if layout == "aligned":
         return list(lengths.argsort(descending=True, stable=True).split(batch_size))
+    prompts = None
+    if share_prompts:
+        prompts = prompt_numbers(input_ids[:, :-completion_length], attention_mask[:, :-completion_length])
     parts = -(-count // batch_size)
     # Every sub-batch gets a sequence on every process, whatever the lengths
-    return [torch.tensor(hand, device=device) for hand in deal(lengths.tolist(), parts, batch_size)]
+    return [torch.tensor(hand, device=device) for hand in deal(lengths.tolist(), parts, batch_size, prompts)]

@@ -1,10 +1,12 @@
 """Attention over several sequences packed into one row, for models that take transformers' attention interface."""
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,22 +41,46 @@ def packed_call() -> Generator[PackedCall, None, None]:
         _call.reset(token)
 
 
-def sequence_borders(lengths: Tensor) -> dict[str, Tensor | int]:
+def sequence_borders(
+    lengths: Sequence[int], key_lengths: Sequence[int], key_index: Tensor | None, device: torch.device
+) -> dict[str, Any]:
     """
     Keyword arguments that tell attention layers where packed sequences begin, under transformers' names. They pass
     through every layer, so that gradient checkpointing finds them again in backward.
 
     Args:
-        lengths (`Tensor`): tokens of each sequence `[S]`.
+        lengths (`Sequence[int]`): tokens of each sequence in the row, `S` in all.
+        key_lengths (`Sequence[int]`): tokens that each attends to, itself last, `K` in all.
+        key_index (`Tensor`, *optional*):
+            `[K]`: where they are in the row. Without it each sequence attends to itself alone.
+        device (`torch.device`): of the model's inputs.
     """
-    cu_seq_lens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))  # [S + 1]
-    longest = int(lengths.max())
+    cu_seq_lens = [0, *accumulate(lengths)]
+    borders = torch.tensor([cu_seq_lens, [0, *accumulate(key_lengths)]], dtype=torch.int32).to(device)
     return {
-        "cu_seq_lens_q": cu_seq_lens,
-        "cu_seq_lens_k": cu_seq_lens,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "cu_seq_lens_q": borders[0],
+        "cu_seq_lens_k": borders[1],
+        "max_length_q": max(lengths),
+        "max_length_k": max(key_lengths),
+        **({} if key_index is None else {"packed_key_index": key_index}),
     }
+
+
+class _Repeated(torch.autograd.Function):
+    """Rows of `[S, heads, D]` at the places of `[K]`, whose gradients add up in float32 where a row is repeated."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, *grads: Any) -> tuple[Tensor, None]:
+        (grad,), (index,) = grads, ctx.saved_tensors
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=dtype)
+        return total.index_add_(0, index, grad.to(dtype)).to(grad.dtype), None
 
 
 @functools.cache
@@ -94,24 +120,33 @@ def _packed_attention(
     key: Tensor,  # [1, key heads, S, D]
     value: Tensor,  # [1, key heads, S, D]
     cu_seq_lens_q: Tensor,  # [sequences + 1]
+    cu_seq_lens_k: Tensor,  # [sequences + 1]
     max_length_q: int,
+    max_length_k: int,
+    packed_key_index: Tensor | None = None,  # [K]
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_,
 ) -> Tensor:
-    """Causal attention within each sequence; returns `[1, S, heads, D]`."""
+    """Causal attention of each sequence to its keys, the last of which is its own last; returns `[1, S, heads, D]`."""
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
         # As autocast does for SDPA: under float32 weights, norms and rotations leave float32 queries and keys
         query, key, value = (t.to(torch.get_autocast_dtype(device_type)) for t in (query, key, value))
+    queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [S, heads, D]
+    if packed_key_index is not None:
+        keys, values = (_Repeated.apply(t, packed_key_index) for t in (keys, values))  # [K, key heads, D]
     if _flash_takes(query, value):
-        rows = [t.squeeze(0).transpose(0, 1) for t in (query, key, value)]  # [S, heads, D]
-        borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         # FlashAttention counts the tokens left of the query, transformers the query too
         left = None if sliding_window is None else sliding_window - 1
         output, *_ = _flash_attention(
-            *rows,
-            *borders,
+            queries,
+            keys,
+            values,
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            max_length_q,
+            max_length_k,
             dropout_p=0.0,
             is_causal=left is None,
             return_debug_mask=False,
@@ -122,10 +157,11 @@ def _packed_attention(
         return output.unsqueeze(0)
 
     pieces = []
-    lengths = cu_seq_lens_q.diff().tolist()
-    for q, k, v in zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True):
-        windowed = sliding_window is not None and q.shape[2] > sliding_window
-        mask = _causal_window(q.shape[2], sliding_window, q.device) if windowed else None
+    lengths, key_lengths = cu_seq_lens_q.diff().tolist(), cu_seq_lens_k.diff().tolist()
+    parts = queries.split(lengths), keys.split(key_lengths), values.split(key_lengths)
+    for q, k, v in zip(*([t.transpose(0, 1).unsqueeze(0) for t in part] for part in parts), strict=True):
+        masked = q.shape[2] < k.shape[2] or (sliding_window is not None and k.shape[2] > sliding_window)
+        mask = _causal_window(q.shape[2], k.shape[2], sliding_window, q.device) if masked else None
         piece = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -156,6 +192,7 @@ def _widest_head(device: torch.device) -> int:
     return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192
 
 
-def _causal_window(length: int, window: int, device: torch.device) -> Tensor:
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < window)  # [s, s]
+def _causal_window(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of its `keys` each of the last `length` tokens of a sequence attends to `[length, keys]`."""
+    distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < (keys if window is None else window))

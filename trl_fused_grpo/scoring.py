@@ -45,6 +45,7 @@ class ScoringOptions:
     way: str
     logits_mib: float | None
     layout: LayoutName
+    share_prompts: bool
 
 
 @dataclass
@@ -87,7 +88,8 @@ def score(
     """
     # How images go with rows is the host's business: it is asked for the whole batch at once
     size = len(input_ids) if batch_size is None or host_inputs is not None else batch_size
-    parts = layouts.sub_batches(attention_mask, size, options.layout)
+    shares = options.share_prompts and not compute_aux_loss  # the auxiliary loss counts every token
+    parts = layouts.sub_batches(input_ids, attention_mask, completion_length, size, options.layout, shares)
     pieces, stats = [], []
     for rows in parts:
         sub = _SubBatch(question, rows)
@@ -96,7 +98,7 @@ def score(
         else:
             wanted = sub.wanted | compute_aux_loss  # the auxiliary loss counts every sequence
             args = input_ids[rows], attention_mask[rows], completion_length
-            layout = _lay_out(options.layout, *args, wanted, compute_aux_loss)
+            layout = _lay_out(options.layout, *args, wanted, shares, compute_aux_loss)
         request = FusedRequest(
             sub.positions,
             input_ids[rows, -completion_length:],
@@ -129,10 +131,11 @@ def _lay_out(
     attention_mask: Tensor,
     completion_length: int,
     wanted: Tensor,
+    share_prompts: bool,
     compute_aux_loss: bool,
 ) -> Layout:
     if name == "packed":
-        return layouts.packed(input_ids, attention_mask, completion_length, wanted)
+        return layouts.packed(input_ids, attention_mask, completion_length, wanted, share_prompts)
     if name == "aligned":
         return layouts.aligned(input_ids, attention_mask, completion_length, needs_mask=compute_aux_loss)
     if input_ids.is_cuda:

@@ -15,7 +15,7 @@ from .checks import check_aux_loss, check_shapes, check_token_ids, check_way
 from .fused_forward import BordersIgnoredError, attach
 from .fused_linear import FusedStats
 from .kl import kl_left_out, kl_term, replaces_kl
-from .layout import LayoutName, why_not_aligned, why_not_packed
+from .layout import LayoutName, keys_may_repeat, why_not_aligned, why_not_packed
 from .lm_head import has_adapter, output_projection
 from .question import DEFERRED, ask_for_loss, padding_counts
 from .sampling import SAMPLING_METRICS, SamplingMetrics
@@ -57,7 +57,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         self._loss_logps: Tensor | None = None
         self._defers_next_pass = False
         self._sampling_metrics = SamplingMetrics()
-        self._borders_ignored = False
+        self._borders_ignored = self._dealt = False
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
             return
@@ -201,6 +201,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             way=self._option("fused_way", "auto"),
             logits_mib=self._option("fused_logits_mib", None),
             layout=self._layout(model, bool(multimodal)),
+            share_prompts=self._shares_prompts(model),
         )
         with self.accelerator.autocast():
             host_inputs = (lambda: compat.host_model_inputs(*host_call)) if multimodal else None
@@ -263,11 +264,15 @@ class FusedGRPOTrainer(GRPOTrainer):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         fresh = self.use_liger_loss and self.model.training and self._buffered_inputs is not before
-        if not fresh or not self._option("fused_balance", False) or why_not_balanced(self) is not None:
+        if not fresh or not self._option("fused_balance", True) or why_not_balanced(self) is not None:
             return inputs
-        buffered: Any = self._buffered_inputs
-        self._buffered_inputs = buffered = balance(buffered, self._layout(self.model))
-        return buffered[self._step % self._steps_per_generation]
+        cut: Any = self._buffered_inputs
+        dealt = balance(cut, self._layout(self.model), self._shares_prompts(self.model))
+        self._buffered_inputs, self._dealt = dealt, dealt is not cut
+        return dealt[self._step % self._steps_per_generation]
+
+    def _shares_prompts(self, model: nn.Module) -> bool:
+        return self._option("fused_share_prompts", True) and keys_may_repeat(self._causal_lm(model))
 
     def _layout(self, model: nn.Module, is_multimodal: bool = False) -> LayoutName:
         """

@@ -109,6 +109,8 @@ class Case:
             purpose, `"any"` where the objective has no forecast.
         wrong_forecast (`bool`):
             Whether the fused trainer gets a wrong forecast.
+        fused (`Mapping[str, Any]`):
+            `FusedGRPOConfig` options of the fused trainer.
         smooth (`bool`):
             `False` where rounding takes decisions, as in the routing of experts: bfloat16 then says nothing, and skips.
     """
@@ -129,6 +131,7 @@ class Case:
     since: str = "0.27.2"
     recomputed: Literal["none", "some", "any"] = "none"
     wrong_forecast: bool = False
+    fused: Mapping[str, Any] = field(default_factory=dict)
     smooth: bool = True
 
 

@@ -41,6 +41,20 @@ def schedule() -> list[Case]:
 
     return [
         Case("accumulation", "four micro-batches of one generation batch", steps(4, 4), Rollout()),
+        Case(
+            "accumulation-host-cut",
+            "the same in TRL's own micro-batches, with its means over them",
+            steps(4, 4),
+            Rollout(),
+            fused={"fused_balance": False},
+        ),
+        Case(
+            "accumulation-repeated-prompts",
+            "the same with every copy of a prompt run",
+            steps(4, 4),
+            Rollout(),
+            fused={"fused_share_prompts": False},
+        ),
         Case("generation-below", "two generation batches in one accumulation window", steps(4, 2), Rollout()),
         Case(
             "generation-above",

@@ -85,7 +85,9 @@ def _relative(distance: float, size: float) -> float:
     return distance / size if size else math.inf
 
 
-def differing_metrics(theirs: dict[str, list[float]], ours: dict[str, list[float]], values: bool = True) -> list[str]:
+def differing_metrics(
+    theirs: dict[str, list[float]], ours: dict[str, list[float]], values: bool = True, names_only: tuple[str, ...] = ()
+) -> list[str]:
     """
     Names of metrics that one side lacks or that differ in value.
 
@@ -96,6 +98,8 @@ def differing_metrics(theirs: dict[str, list[float]], ours: dict[str, list[float
             The fused trainer's.
         values (`bool`):
             Whether to compare values too: 1e-4 relative, 1e-6 absolute, NaN equal to NaN.
+        names_only (`tuple[str, ...]`):
+            Beginnings of names whose values are not compared.
 
     Returns:
         `list[str]`:
@@ -105,7 +109,8 @@ def differing_metrics(theirs: dict[str, list[float]], ours: dict[str, list[float
     found += [f"{name} (extra)" for name in ours.keys() - theirs.keys()]
     for name in theirs.keys() & ours.keys():
         same_count = len(theirs[name]) == len(ours[name])
-        if not same_count or (values and not all(map(_close, theirs[name], ours[name]))):
+        compared = values and not name.startswith(names_only)
+        if not same_count or (compared and not all(map(_close, theirs[name], ours[name]))):
             found.append(name)
     return sorted(found)
 

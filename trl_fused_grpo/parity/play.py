@@ -37,6 +37,8 @@ class Outcome:
             Rows of these that backward computed a second time.
         layout (`str`, *optional*):
             How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"host"`.
+        dealt (`bool`):
+            Whether the fused trainer dealt sequences into micro-batches of its own.
     """
 
     loss: float = 0.0
@@ -45,6 +47,7 @@ class Outcome:
     rows: int | None = None
     recomputed: int | None = None
     layout: str | None = None
+    dealt: bool = False
 
     @property
     def norm(self) -> float:
@@ -119,6 +122,7 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 outcome.tensors[f"{name} (window {window})" if window else name] = gradient.detach().cpu().clone()
         _collect_metrics(trainer, "train", outcome)
+        outcome.dealt |= getattr(trainer, "_dealt", False)
         if case.update:
             _move(trainer, window, dtype)
     return outcome

@@ -118,7 +118,12 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def _construct(
-    cls: Callable[..., Trainer], case: Case, settings: Settings, dtype: torch.dtype, **extra: Any
+    cls: Callable[..., Trainer],
+    case: Case,
+    settings: Settings,
+    dtype: torch.dtype,
+    config: Callable[..., GRPOConfig] = GRPOConfig,
+    **extra: Any,
 ) -> Trainer:
     try:
         checkpoint = save_checkpoint(case.model, settings.folder, settings.dtype)
@@ -132,7 +137,7 @@ def _construct(
         **host_options(case.config),
         **extra,
     }
-    args = GRPOConfig(
+    args = config(
         output_dir=str(settings.folder / "output"),
         report_to="none",
         disable_tqdm=True,
@@ -190,11 +195,13 @@ def stock(case: Case, settings: Settings) -> Trainer:
 
 def fused(case: Case, settings: Settings) -> Trainer:
     """The trainer under test."""
-    from trl_fused_grpo import FusedGRPOTrainer
+    from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 
     cls = settings.ours or FusedGRPOTrainer
+    config = FusedGRPOConfig if case.fused else GRPOConfig  # users need no more than the host's
     with _own_mixed_precision():
-        return _finish(_construct(cls, case, settings, settings.dtype, use_liger_loss=True), case)
+        trainer = _construct(cls, case, settings, settings.dtype, config, use_liger_loss=True, **case.fused)
+        return _finish(trainer, case)
 
 
 def stock_liger(case: Case, settings: Settings) -> Trainer:
@@ -205,7 +212,7 @@ def stock_liger(case: Case, settings: Settings) -> Trainer:
         [`RefusedError`]:
             When TRL's guards refuse the case.
     """
-    liger = {"use_liger_kernel": True, "liger_kernel_config": _NO_LAYER_KERNELS}
+    liger: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": _NO_LAYER_KERNELS}
     with _own_mixed_precision():
         try:
             trainer = _construct(StockGRPOTrainer, case, settings, settings.dtype, **liger)
