@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from trl import GRPOTrainer
 
-from trl_fused_grpo.packed_attention import _packed_attention, sequence_borders
+from trl_fused_grpo.packed_attention import SharedKeys, _packed_attention, sequence_borders
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 
 from .oracle import relative_error
@@ -67,7 +67,8 @@ def test_attention_over_packed_rows_stays_within_each_sequence(sequences, window
     )
     *lengths, index = sequences
     device = torch.device("cuda")
-    borders = sequence_borders(*lengths, None if index is None else torch.tensor(index, device=device), device)
+    shared = None if index is None else SharedKeys.at(torch.tensor(index, device=device), 20)
+    borders = sequence_borders(*lengths, shared, device)
     call = {**borders, "scaling": 0.1, "sliding_window": window}
     weight = torch.randn(1, 20, heads, width, device="cuda", generator=generator, dtype=torch.bfloat16)
     output = _packed_attention(None, query, key, value, **call)

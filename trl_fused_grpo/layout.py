@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _trl_compat as compat
-from .packed_attention import sequence_borders
+from .packed_attention import SharedKeys, sequence_borders
 
 
 LayoutName = Literal["packed", "aligned", "host"]
@@ -120,13 +120,11 @@ def packed(
     index = _where(kept, sum(lengths))  # [S]
     # Where to find the tokens that each sequence sees, its prompt with the prompt's owner
     seen_at = torch.cat([place[owner, :start], place[:, start:]], dim=1)  # [B, L]
-    has_shared = lengths != key_lengths
-    borders = sequence_borders(
-        [length for length in lengths if length],
-        [keys for length, keys in zip(lengths, key_lengths, strict=True) if length],
-        seen_at.flatten()[_where(mask, sum(key_lengths))] if has_shared else None,
-        input_ids.device,
-    )
+    shared = None
+    if lengths != key_lengths:
+        shared = SharedKeys.at(seen_at.flatten()[_where(mask, sum(key_lengths))], len(index))
+    key_lengths = [keys for length, keys in zip(lengths, key_lengths, strict=True) if length]
+    borders = sequence_borders([length for length in lengths if length], key_lengths, shared, input_ids.device)
     model_inputs = {
         "input_ids": input_ids.flatten()[index].unsqueeze(0),
         # The host's own columns: the same distances for rotary models, the same positions for absolute ones

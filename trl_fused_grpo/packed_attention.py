@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ def packed_call() -> Generator[PackedCall, None, None]:
 
 
 def sequence_borders(
-    lengths: Sequence[int], key_lengths: Sequence[int], key_index: Tensor | None, device: torch.device
+    lengths: Sequence[int], key_lengths: Sequence[int], shared: "SharedKeys | None", device: torch.device
 ) -> dict[str, Any]:
     """
     Keyword arguments that tell attention layers where packed sequences begin, under transformers' names. They pass
@@ -51,8 +51,7 @@ def sequence_borders(
     Args:
         lengths (`Sequence[int]`): tokens of each sequence in the row, `S` in all.
         key_lengths (`Sequence[int]`): tokens that each attends to, itself last, `K` in all.
-        key_index (`Tensor`, *optional*):
-            `[K]`: where they are in the row. Without it each sequence attends to itself alone.
+        shared ([`SharedKeys`], *optional*): where they are. Without it each sequence attends to itself alone.
         device (`torch.device`): of the model's inputs.
     """
     cu_seq_lens = [0, *accumulate(lengths)]
@@ -62,25 +61,51 @@ def sequence_borders(
         "cu_seq_lens_k": borders[1],
         "max_length_q": max(lengths),
         "max_length_k": max(key_lengths),
-        **({} if key_index is None else {"packed_key_index": key_index}),
+        **({} if shared is None else {"shared_keys": shared}),
     }
 
 
+class SharedKeys(NamedTuple):
+    """
+    Where the keys of each sequence are, when several attend to the same ones.
+
+    Args:
+        index (`Tensor`): `[K]`: position in the row of `S` tokens.
+        copies (`Tensor`): `[K]`: for each position in turn, where in `index` it stands.
+        starts (`Tensor`): `[S + 1]`: where in `copies` each position begins.
+    """
+
+    index: Tensor
+    copies: Tensor
+    starts: Tensor
+
+    @classmethod
+    def at(cls, index: Tensor, count: int) -> "SharedKeys":
+        """From the positions `[K]` in a row of `count` tokens, each of which occurs."""
+        positions, copies = index.sort(stable=True)
+        starts = torch.searchsorted(positions, torch.arange(count + 1, device=index.device))
+        return cls(index, copies, starts)
+
+
 class _Repeated(torch.autograd.Function):
-    """Rows of `[S, heads, D]` at the places of `[K]`, whose gradients add up in float32 where a row is repeated."""
+    """Keys and values `[S, heads, D]` as each sequence sees them `[K, heads, D]`; copies add up their gradients."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.count = len(rows)
-        return rows.index_select(0, index)
+    def forward(ctx, keys: Tensor, values: Tensor, shared: SharedKeys) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(shared.copies, shared.starts)
+        return keys.index_select(0, shared.index), values.index_select(0, shared.index)
 
     @staticmethod
-    def backward(ctx, *grads: Any) -> tuple[Tensor, None]:
-        (grad,), (index,) = grads, ctx.saved_tensors
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=dtype)
-        return total.index_add_(0, index, grad.to(dtype)).to(grad.dtype), None
+    def backward(ctx, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        copies, starts = ctx.saved_tensors
+
+        def total(grad: Tensor) -> Tensor:
+            # Sums of rows, accumulated in float32 on CUDA
+            rows, *_ = torch.embedding_bag(grad.flatten(1), copies, starts, mode=0, include_last_offset=True)
+            return rows.unflatten(1, grad.shape[1:])
+
+        grad_keys, grad_values = grads
+        return total(grad_keys), total(grad_values), None
 
 
 @functools.cache
@@ -123,7 +148,7 @@ def _packed_attention(
     cu_seq_lens_k: Tensor,  # [sequences + 1]
     max_length_q: int,
     max_length_k: int,
-    packed_key_index: Tensor | None = None,  # [K]
+    shared_keys: SharedKeys | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_,
@@ -134,8 +159,8 @@ def _packed_attention(
         # As autocast does for SDPA: under float32 weights, norms and rotations leave float32 queries and keys
         query, key, value = (t.to(torch.get_autocast_dtype(device_type)) for t in (query, key, value))
     queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [S, heads, D]
-    if packed_key_index is not None:
-        keys, values = (_Repeated.apply(t, packed_key_index) for t in (keys, values))  # [K, key heads, D]
+    if shared_keys is not None:
+        keys, values = _Repeated.apply(keys, values, shared_keys)  # [K, key heads, D]
     if _flash_takes(query, value):
         # FlashAttention counts the tokens left of the query, transformers the query too
         left = None if sliding_window is None else sliding_window - 1
