@@ -11,6 +11,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _trl_compat as compat
+from .checkpointing import lean_checkpoints
 from .checks import check_aux_loss, check_shapes, check_token_ids, check_way
 from .fused_forward import BordersIgnoredError, attach
 from .fused_linear import FusedStats
@@ -203,7 +204,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             layout=self._layout(model, bool(multimodal)),
             share_prompts=self._shares_prompts(model),
         )
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), lean_checkpoints(self._unwrapped(model)):
             host_inputs = (lambda: compat.host_model_inputs(*host_call)) if multimodal else None
             batch = (model, input_ids, attention_mask, logits_to_keep, batch_size)
             wanted = (compute_entropy, compute_aux_loss, host_inputs)
