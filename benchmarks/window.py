@@ -12,6 +12,7 @@ the same window in float32 if `--truth` asks for it.
 
 import json
 import os
+import time
 import warnings
 from dataclasses import asdict
 from importlib import metadata
@@ -39,6 +40,9 @@ app = typer.Typer(add_completion=False)
 console = Console(width=170)
 
 
+# Further options than `use_reentrant` keep the trainer's hands off; this one is torch's default
+TORCHS_OWN = {"use_reentrant": False, "determinism_check": "default"}
+
 LEVERS = (
     Contender("aligned rows instead of packed", options={"fused_layout": "aligned"}),
     Contender("host's rows instead of packed", options={"fused_layout": "host"}),
@@ -46,6 +50,7 @@ LEVERS = (
     Contender("every copy of a prompt", options={"fused_share_prompts": False}),
     Contender("TRL's cut into micro-batches", options={"fused_balance": False}),
     Contender("both of these", options={"fused_share_prompts": False, "fused_balance": False}),
+    Contender("torch's gradient checkpointing", options={"gradient_checkpointing_kwargs": TORCHS_OWN}),
     Contender(
         "ratio per sequence, TRL's default",
         options={"vllm_importance_sampling_mode": "sequence_mask"},
@@ -79,6 +84,20 @@ def enlarged(course: Course, limit: float | None) -> Contender:
         if peak <= limit:
             return contender
     return candidates[-1]
+
+
+def launch_us() -> float:
+    """Time of one launch of a small kernel: small models in small micro-batches wait for these."""
+    tensor, launches = torch.ones(8, device="cuda"), 5000
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(launches):
+            tensor * 2
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) / launches * 1e6
 
 
 def profile(course: Course, contender: Contender, path: Path) -> None:
@@ -219,6 +238,7 @@ def main(
     warnings.simplefilter("ignore", FutureWarning)
     record: dict[str, Any] = {**surroundings(device, commit), "seed": seed, "sampling_mode": MODE, "results": []}
     record["versions"] |= {"accelerate": metadata.version("accelerate")}
+    record["launch_us"] = launch_us() if device == "cuda" else None
     record["lengths"] = {name: asdict(LENGTHS.get(name, Lengths())) for name in size}
     for name in size:
         if profile_path is not None:

@@ -8,7 +8,7 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from trl import GRPOTrainer
 
-from trl_fused_grpo import _trl_compat, layout
+from trl_fused_grpo import _trl_compat, checkpointing, layout
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
 from .oracle import relative_error
@@ -55,10 +55,14 @@ def test_each_layout_trains_what_stock_trains(tmp_path, name, old_logps):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_each_layout_under_gradient_checkpointing(tmp_path, name):
+def test_each_layout_under_gradient_checkpointing(tmp_path, name, monkeypatch):
     trainer = make_trainer(tmp_path, fused_layout=name, gradient_checkpointing=True)
     trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    calls = []
+    original = checkpointing.checkpoint
+    monkeypatch.setattr(checkpointing, "checkpoint", lambda *args: calls.append(args) or original(*args))
     assert_same(trainer, make_trainer(tmp_path, GRPOTrainer), every_length())
+    assert len(calls) == trainer.model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "moe"])

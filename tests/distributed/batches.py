@@ -61,10 +61,12 @@ def _micro_batch(model: torch.nn.Module, generator: torch.Generator, masked: boo
         return torch.tensor(levels)[integers(0, len(levels), *shape)]
 
     prompt_lengths, lengths = integers(2, 7, ROWS), integers(3, 13, ROWS)
+    prompt_lengths[-1] = prompt_lengths[0]
     P, T = int(prompt_lengths.max()), int(lengths.max())
     prompt_mask = (torch.arange(P) >= P - prompt_lengths.unsqueeze(1)).long()  # [B, P]
     completion_mask = (torch.arange(T) < lengths.unsqueeze(1)).long()  # [B, T]
     prompt_ids = integers(FIRST_WORD_ID, VOCAB_SIZE, ROWS, P).masked_fill(prompt_mask == 0, PAD_ID)
+    prompt_ids[-1] = prompt_ids[0]  # completions of one prompt
     completion_ids = integers(FIRST_WORD_ID, VOCAB_SIZE, ROWS, T).masked_fill(completion_mask == 0, PAD_ID)
     completion_ids[:, 0] = EOS_ID  # one token that several rows share
     current = _log_probs(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
