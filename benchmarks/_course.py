@@ -185,10 +185,11 @@ class Course:
         bad = not_finite(gradients)
         grad_norm = norm(gradients)
         record: dict[str, Any] = {"not_finite": bad, "tensors": len(gradients), "grad_norm": None if bad else grad_norm}
-        if not contender.fused and not bad:
+        is_reference = not contender.fused and contender.backend is None
+        if is_reference and not bad:
             self.stock = [gradient.clone() for gradient in gradients]
         if contender.comparable and not bad:
-            if contender.fused and self.stock is not None:
+            if not is_reference and self.stock is not None:
                 expected = norm(self.stock)
                 record["norm_difference"] = abs(grad_norm - expected) / expected
                 record["distance"] = distance(gradients, self.stock)
