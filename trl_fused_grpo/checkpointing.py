@@ -76,7 +76,7 @@ class _Enough(Exception):  # noqa: N818 - not an error
 
 
 class _Forgotten:
-    """The tensors that one call saved for backward, by number: their shapes, and while backward runs themselves."""
+    """The tensors that one call saved for backward, by number: their sizes, and while backward runs themselves."""
 
     def __init__(self, function: Callable, args: tuple[Any, ...]):
         self.function, self.args = function, args
@@ -87,15 +87,15 @@ class _Forgotten:
         ]
         self.caches_casts = torch.is_autocast_cache_enabled()
         self.states_before: list[Tensor] | None = None
-        self.shapes: list[torch.Size] = []
+        self.sizes: list[int] = []  # plain numbers: thousands of shapes would keep the garbage collector busy
         self.tensors: list[Tensor | None] = []
 
     def random_states(self) -> list[Tensor]:
         return [torch.get_rng_state(), *get_device_states(*self.args)[1]]
 
     def forget(self, tensor: Tensor) -> int:
-        self.shapes.append(tensor.shape)
-        return len(self.shapes) - 1
+        self.sizes.append(tensor.numel())
+        return len(self.sizes) - 1
 
     def remember(self, number: int) -> Tensor:
         if not self.tensors or self.tensors[number] is None:
@@ -106,7 +106,7 @@ class _Forgotten:
 
     def _again(self) -> list[Tensor | None]:
         tensors: list[Tensor | None] = []
-        last = len(self.shapes)
+        last = len(self.sizes)
 
         def keep(tensor: Tensor) -> None:
             tensors.append(tensor.detach())
@@ -118,7 +118,7 @@ class _Forgotten:
             stack.enter_context(saved_tensors_hooks(keep, _never))
             with suppress(_Enough):
                 self.function(*self.args)
-        if [tensor.shape for tensor in tensors if tensor is not None] != self.shapes:
+        if [tensor.numel() for tensor in tensors if tensor is not None] != self.sizes:
             raise CheckpointError(
                 "the recomputation of a checkpointed layer saved other tensors than its forward: set "
                 "gradient_checkpointing_kwargs={'use_reentrant': False, 'determinism_check': 'default'}, and torch's "
