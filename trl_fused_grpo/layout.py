@@ -16,6 +16,7 @@ from .packed_attention import SharedKeys, sequence_borders
 
 LayoutName = Literal["packed", "aligned", "host"]
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_HASH_BASE = 6364136223846793005  # any odd number of 64 bits
 _SINKS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
@@ -138,9 +139,12 @@ def packed(
 def _first_with_the_prompt(prompt_ids: Tensor, prompt_mask: Tensor, has_completion: Tensor) -> Tensor:
     """The first sequence with the prompt of each `[B]`: itself if there is none before, or if it ends in its prompt."""
     prompts = prompt_ids.masked_fill(~prompt_mask, -1)  # [B, P]
-    same = (prompts.unsqueeze(1) == prompts).all(-1)  # [B, B]
+    # A polynomial of the token ids, modulo 2^64, finds candidates; what counts is whether they are the same
+    powers = torch.full_like(prompts[0], _HASH_BASE).cumprod(0)
+    hashes = (prompts * powers).sum(1)  # [B]
+    first = (hashes.unsqueeze(1) == hashes).byte().argmax(1)
     rows = torch.arange(len(prompts), device=prompts.device)
-    return torch.where(has_completion, same.byte().argmax(1), rows)
+    return torch.where(has_completion & (prompts[first] == prompts).all(1), first, rows)
 
 
 def _where(mask: Tensor, count: int) -> Tensor:
