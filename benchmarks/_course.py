@@ -108,9 +108,11 @@ class Course:
         self.rollout = Rollout.make(LENGTHS.get(size, Lengths()), ROWS // GROUP, GROUP, SHAPES[size][-1], seed)
         self.stock: list[torch.Tensor] | None = None
         self.truth: list[torch.Tensor] | None = None
-        scorer = self.build(Contender("scorer"))
-        with self.host.running(scorer):
-            self.rollout.score(scorer, seed)
+        # In float32: a sampler that rounds as one of the contenders does would leave no noise in that one's ratios
+        with self.host.in_float32():
+            scorer = self.build(Contender("scorer"))
+            with self.host.running(scorer):
+                self.rollout.score(scorer, seed)
         self.model_bytes = allocated() - before  # with the work space of libraries
 
     def build(self, contender: Contender) -> Any:
@@ -125,15 +127,13 @@ class Course:
 
     def find_truth(self) -> None:
         """Stock's gradients with weights and everything else in float32: what all others round."""
-        dtype = next(self.host.model.parameters()).dtype
-        self.host.cast(torch.float32)
-        trainer = self.build(Contender("truth", fused=False, micro_batch=1))
-        self.rollout.serve(trainer)
-        with self.host.running(trainer):
-            self._window(trainer, Stopwatch(trainer, self.device))
-        self.truth = [gradient.clone() for gradient in self.host.gradients()]
-        self.host.drop_gradients()
-        self.host.cast(dtype)
+        with self.host.in_float32():
+            trainer = self.build(Contender("truth", fused=False, micro_batch=1))
+            self.rollout.serve(trainer)
+            with self.host.running(trainer):
+                self._window(trainer, Stopwatch(trainer, self.device))
+            self.truth = [gradient.clone() for gradient in self.host.gradients()]
+            self.host.drop_gradients()
 
     def run(self, contender: Contender, repeats: int) -> dict[str, Any]:
         """One window that does not count, then `repeats` that do; what they took, and the gradients of the last."""

@@ -138,9 +138,18 @@ class Host:
             if forward is not None:
                 module.forward = forward
 
-    def cast(self, dtype: torch.dtype) -> None:
-        """Change the dtype of the weights; buffers, which are float32 in any model, stay."""
-        for parameter in self.model.parameters():
+    @contextmanager
+    def in_float32(self) -> Generator[None, None, None]:
+        """While it lasts, the weights are float32, as the buffers of any model are; trainers are built accordingly."""
+        dtypes = [parameter.dtype for parameter in self.model.parameters()]
+        self._cast([torch.float32] * len(dtypes))
+        try:
+            yield
+        finally:
+            self._cast(dtypes)
+
+    def _cast(self, dtypes: list[torch.dtype]) -> None:
+        for parameter, dtype in zip(self.model.parameters(), dtypes, strict=True):
             parameter.data = parameter.data.to(dtype)
 
     def trained(self) -> list[nn.Parameter]:
