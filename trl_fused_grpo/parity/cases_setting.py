@@ -40,7 +40,7 @@ def schedule() -> list[Case]:
         return {"gradient_accumulation_steps": accumulation, "steps_per_generation": generation, **options}
 
     return [
-        Case("accumulation", "four micro-batches of one generation batch", steps(4, 4), Rollout()),
+        Case("accumulation", "four micro-batches of one generation batch, dealt anew", steps(4, 4), Rollout()),
         Case(
             "accumulation-host-cut",
             "the same in TRL's own micro-batches, with its means over them",
