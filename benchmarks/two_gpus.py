@@ -14,10 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+import _course
 import torch
 import torch.distributed as dist
 import typer
-from _course import reward
 from _host import SHAPES, make_model
 from _measure import surroundings
 from _rollout import Lengths, Rollout
@@ -33,7 +33,7 @@ from trl_fused_grpo.parity.tiny import tokenizer
 
 
 ROWS, MICRO_BATCH, GROUP, STEPS = 16, 4, 8, 3
-LENGTHS = {"thin": Lengths(prompts=(20, 60), median=120, longest=512), "tiny": Lengths((4, 10), 20, longest=64)}
+LENGTHS = {**_course.LENGTHS, "thin": Lengths(prompts=(20, 60), median=120, longest=512)}
 # Rounding noise of three numbers: ours may be this many times as far from float32 as stock, or this far
 SLACK, FLOOR = 3.0, 1e-3
 
@@ -72,7 +72,7 @@ def train(cls: type, size: str, backend: str, precision: str, device: str, seed:
     )
     trainer: Any = cls(
         model=make_model(size, device, torch.float32),
-        reward_funcs=reward,
+        reward_funcs=_course.reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * 2 * ROWS}),
         processing_class=tokenizer(),

@@ -12,7 +12,6 @@ the same window in float32 if `--truth` asks for it.
 
 import json
 import os
-import time
 import warnings
 from dataclasses import asdict
 from importlib import metadata
@@ -23,7 +22,7 @@ import torch
 import typer
 from _course import LENGTHS, MODE, ROWS, Contender, Course, Stopwatch
 from _host import SHAPES, clear_memory
-from _measure import surroundings
+from _measure import surroundings, timed
 from _rollout import Lengths
 from rich.console import Console
 from rich.table import Table
@@ -90,15 +89,12 @@ def enlarged(course: Course, limit: float | None) -> Contender:
 def launch_us() -> float:
     """Time of one launch of a small kernel: small models in small micro-batches wait for these."""
     tensor, launches = torch.ones(8, device="cuda"), 5000
-    seconds = []
-    for _ in range(3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+
+    def launch() -> None:
         for _ in range(launches):
             tensor * 2
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds) / launches * 1e6
+
+    return min(timed(launch, lambda: None, "cuda", lead_in=1) for _ in range(3)) / launches * 1e3
 
 
 def profile(course: Course, contender: Contender, path: Path) -> None:

@@ -117,13 +117,14 @@ def packed(
         kept = mask & ((owner == rows).unsqueeze(1) | (torch.arange(width, device=rows.device) >= start))
     # The one time that the device is waited for
     lengths, key_lengths = torch.stack([kept.sum(1), mask.sum(1)]).tolist()
-    place = kept.flatten().cumsum(0).view_as(mask) - 1  # [B, L], position of each token in the packed row
-    index = _where(kept, sum(lengths))  # [S]
+    place = _running_number(kept)  # [B, L], position of each token in the packed row
+    index = _where(kept, place, sum(lengths))  # [S]
     # Where to find the tokens that each sequence sees, its prompt with the prompt's owner
     seen_at = torch.cat([place[owner, :start], place[:, start:]], dim=1)  # [B, L]
     shared = None
     if lengths != key_lengths:
-        shared = SharedKeys.at(seen_at.flatten()[_where(mask, sum(key_lengths))], len(index))
+        keys = _where(mask, _running_number(mask), sum(key_lengths))  # [K]
+        shared = SharedKeys.at(seen_at.flatten()[keys], len(index))
     key_lengths = [keys for length, keys in zip(lengths, key_lengths, strict=True) if length]
     borders = sequence_borders([length for length in lengths if length], key_lengths, shared, input_ids.device)
     model_inputs = {
@@ -147,12 +148,16 @@ def _first_with_the_prompt(prompt_ids: Tensor, prompt_mask: Tensor, has_completi
     return torch.where(has_completion & (prompts[first] == prompts).all(1), first, rows)
 
 
-def _where(mask: Tensor, count: int) -> Tensor:
-    """Flat positions of the `count` true entries, without waiting for the device `[count]`."""
-    flat = mask.flatten()
-    places = torch.where(flat, flat.cumsum(0) - 1, count)
+def _running_number(mask: Tensor) -> Tensor:
+    """Number of the last true entry up to each, counted row by row `[B, L]`; -1 before the first."""
+    return mask.flatten().cumsum(0).view_as(mask) - 1
+
+
+def _where(mask: Tensor, number: Tensor, count: int) -> Tensor:
+    """Flat positions of the `count` true entries `[count]`, from their running `number`: no wait for the device."""
+    places = torch.where(mask, number, count).flatten()
     index = torch.empty(count + 1, dtype=torch.long, device=mask.device)
-    return index.scatter_(0, places, torch.arange(len(flat), device=mask.device))[:count]
+    return index.scatter_(0, places, torch.arange(len(places), device=mask.device))[:count]
 
 
 def aligned(input_ids: Tensor, attention_mask: Tensor, completion_length: int, needs_mask: bool) -> Layout:

@@ -186,7 +186,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         if not is_loss_pass:
             completion_mask = attention_mask[:, -logits_to_keep:]
             question = Question(torch.ones_like(completion_mask) if padding_counts(self) else completion_mask)
-        causal_lm = self._causal_lm(model)
+        unwrapped = self._unwrapped(model)
+        causal_lm = self._causal_lm(unwrapped)
         attach(causal_lm)
         head: Any = output_projection(causal_lm)
         # Between forwards the weight may be a shard
@@ -201,10 +202,10 @@ class FusedGRPOTrainer(GRPOTrainer):
             fp32=self.args.cast_lm_head_to_fp32,
             way=self._option("fused_way", "auto"),
             logits_mib=self._option("fused_logits_mib", None),
-            layout=self._layout(model, bool(multimodal)),
-            share_prompts=self._shares_prompts(model),
+            layout=self._layout(unwrapped, bool(multimodal)),
+            share_prompts=self._shares_prompts(unwrapped),
         )
-        with self.accelerator.autocast(), lean_checkpoints(self._unwrapped(model)):
+        with self.accelerator.autocast(), lean_checkpoints(unwrapped):
             host_inputs = (lambda: compat.host_model_inputs(*host_call)) if multimodal else None
             batch = (model, input_ids, attention_mask, logits_to_keep, batch_size)
             wanted = (compute_entropy, compute_aux_loss, host_inputs)
