@@ -42,11 +42,14 @@ console = Console(width=170)
 # Further options than `use_reentrant` keep the trainer's hands off; this one is torch's default
 TORCHS_OWN = {"use_reentrant": False, "determinism_check": "default"}
 
+ALONE = {"fused_pass_tokens": 0}
+
 LEVERS = (
     Contender("aligned rows instead of packed", options={"fused_layout": "aligned"}),
     Contender("host's rows instead of packed", options={"fused_layout": "host"}),
     Contender("with an old log-prob pass", options={"fused_skip_old_logps": False}),
     Contender("every copy of a prompt", options={"fused_share_prompts": False}),
+    Contender("every micro-batch alone in the model", options=ALONE),
     Contender("TRL's cut into micro-batches", options={"fused_balance": False}),
     Contender("both of these", options={"fused_share_prompts": False, "fused_balance": False}),
     Contender("torch's gradient checkpointing", options={"gradient_checkpointing_kwargs": TORCHS_OWN}),
@@ -240,7 +243,7 @@ def main(
     record["lengths"] = {name: asdict(LENGTHS.get(name, Lengths())) for name in size}
     for name in size:
         if profile_path is not None:
-            profile(Course(name, lora, device, seed), Contender("ours"), profile_path)
+            profile(Course(name, lora, device, seed), Contender("ours", options=ALONE), profile_path)
             continue
         records = compare(name, lora, device, repeats, stock_repeats, levers, truth, seed)
         print_records(records, f"{name}{' LoRA' if lora else ''}, one window of {ROWS} completions")

@@ -8,7 +8,7 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from trl import GRPOTrainer
 
-from trl_fused_grpo import _trl_compat, checkpointing, layout
+from trl_fused_grpo import _trl_compat, checkpointing, dealing, layout
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
 from .oracle import relative_error
@@ -201,7 +201,7 @@ def test_left_to_choose_such_a_model_is_trained_on_aligned_rows(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.model.config.num_hidden_layers = 3
     assert_same(trainer, make_trainer(tmp_path, GRPOTrainer), every_length())
-    assert trainer._layout(trainer.model) == "aligned"
+    assert trainer._scorer.layout(trainer.model) == "aligned"
 
 
 def test_generation_still_works_after_packed_training(tmp_path):
@@ -218,7 +218,7 @@ def test_generation_still_works_after_packed_training(tmp_path):
     [([9, 1, 5, 5], 2, 2), ([7, 7, 1, 1, 1, 1], 2, 3), ([3], 1, 4), ([5, 4, 3, 2, 1], 3, 2), ([0, 0, 0], 2, 2)],
 )
 def test_dealing_gives_every_part_its_share(lengths, parts, size):
-    hands = layout.deal(lengths, parts, size)
+    hands = dealing.deal(lengths, parts, size)
     assert sorted(index for hand in hands for index in hand) == list(range(len(lengths)))
     assert len(hands) == parts and all(1 <= len(hand) <= size for hand in hands)
     tokens = [sum(lengths[i] for i in hand) for hand in hands]
@@ -234,7 +234,7 @@ def test_dealing_keeps_sequences_of_a_prompt_together(data):
     lengths = data.draw(st.lists(st.integers(0, 99), min_size=count, max_size=count))
     prompts = data.draw(st.permutations([index // group for index in range(count)]))
     parts = -(-count // size)
-    hands = layout.deal(lengths, parts, size, prompts)
+    hands = dealing.deal(lengths, parts, size, prompts)
     assert sorted(index for hand in hands for index in hand) == list(range(count))
     assert len(hands) == parts and all(1 <= len(hand) <= size for hand in hands)
     if size % group == 0 or group % size == 0:  # no prompt needs to be cut, or no part to be shared

@@ -7,8 +7,9 @@ import torch
 from trl import GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo.dealing import balance
 from trl_fused_grpo.sampling import SAMPLING_METRICS, SamplingCorrection
-from trl_fused_grpo.window import balance, why_not_balanced, why_old_logps_are_needed
+from trl_fused_grpo.window import why_not_balanced, why_old_logps_are_needed
 
 from .oracle import relative_error
 from .tiny_training import loss_and_gradients, make_inputs, make_trainer
@@ -56,12 +57,16 @@ def train(tmp_path, cls, **options):
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
-@pytest.mark.parametrize("layout", ["packed", "aligned"])
+@pytest.mark.parametrize(
+    "fused",
+    [{}, {"fused_pass_tokens": 0}, {"fused_pass_tokens": 10_000}, {"fused_layout": "aligned"}],
+    ids=["packed", "micro-batches-alone", "one-pass", "aligned"],
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_window_without_old_log_probs_trains_and_logs_what_stock_does(tmp_path, mode, layout):
+def test_a_window_without_old_log_probs_trains_and_logs_what_stock_does(tmp_path, mode, fused):
     options = {"vllm_importance_sampling_mode": mode}
     expected, expected_log, _ = train(tmp_path, GRPOTrainer, **options)
-    weights, log, forwards = train(tmp_path, FusedGRPOTrainer, fused_layout=layout, **options)
+    weights, log, forwards = train(tmp_path, FusedGRPOTrainer, **fused, **options)
     assert all(forwards)  # no forward without gradient: the old log-probs were never computed
     for name, weight in expected.items():
         assert relative_error(weights[name], weight) < 1e-5, name

@@ -1,4 +1,7 @@
-"""Everything that depends on the version of TRL or transformers. Each entry says what, since when and until when."""
+"""
+Everything that depends on the version of TRL, transformers or accelerate. Each entry says what, since when and until
+when.
+"""
 
 import inspect
 import sys
@@ -9,6 +12,7 @@ from typing import Any
 
 import transformers
 import trl
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -77,6 +81,9 @@ _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 # Families whose own forward depends on where the padding is: OPT counts positions from the mask, RecurrentGemma lets
 # padding into its state; so do LFM2 and Zamba2 before transformers 5
 PADDING_MATTERS = {"opt", "recurrent_gemma", *(("lfm2", "zamba2") if _TRANSFORMERS_4 else ())}
+
+# accelerate before its pull request 3630 (2025): every backward steps DeepSpeed's engine, which counts them
+DEEPSPEED_STEPS_WITH_BACKWARD = "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
 
 
 def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:

@@ -37,14 +37,45 @@ class GradientTerms:
             picked[field.name] = None if values is None else values.reshape(-1).index_select(0, index)
         return GradientTerms(**picked)
 
+    def scaled(self, factor: Tensor) -> "GradientTerms":
+        """The terms of `factor` times the gradients, a scalar tensor."""
+        names = ("scale", "on_policy", "kl_weights", "entropy_grads")
+        linear = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: values * factor for name, values in linear.items() if values is not None})
+
+    @classmethod
+    def joined(cls, parts: list["GradientTerms"]) -> "GradientTerms":
+        """The terms of several micro-batches, one after the other."""
+        joined: dict[str, Any] = {}
+        for field in fields(cls):
+            values = [getattr(part, field.name) for part in parts]
+            joined[field.name] = None if values[0] is None else torch.cat(values)
+        return cls(**joined)
+
 
 @dataclass(frozen=True)
 class BatchForecast:
-    """The forecast before rows are chosen; `live` `[B, T]` marks the positions that can receive a gradient."""
+    """
+    The forecast before rows are chosen.
+
+    Args:
+        objective ([`GRPOObjective`]): what is minimised.
+        live (`Tensor`): `[B, T]`: the positions that can receive a gradient.
+        terms ([`GradientTerms`]): what their gradients follow from, times `unit`.
+        unit (`Tensor`): a power of two, a scalar.
+    """
 
     objective: GRPOObjective
     live: Tensor
     terms: GradientTerms
+    unit: Tensor
+
+    @classmethod
+    def joined(cls, parts: list["BatchForecast"]) -> "BatchForecast":
+        """The forecast of several micro-batches of one accumulation window, one after the other."""
+        unit = torch.stack([part.unit for part in parts]).min()
+        terms = [part.terms.scaled(unit / part.unit) for part in parts]
+        return cls(parts[0].objective, torch.cat([part.live for part in parts]), GradientTerms.joined(terms), unit)
 
     def at(self, index: Tensor, live_rows: int) -> "RowForecast":
         """Pick the rows at the flat positions `index` `[N]`, of which the first `live_rows` are live."""
@@ -137,7 +168,7 @@ def forecast(objective: GRPOObjective, batch: GRPOBatch) -> BatchForecast | None
         kl_weights=kl_weights,
         entropy_grads=entropy_grads,
     )
-    return BatchForecast(objective, live, terms)
+    return BatchForecast(objective, live, terms, unit)
 
 
 def _on_policy_gradient(objective: GRPOObjective, batch: GRPOBatch, weights: Tensor) -> Tensor:

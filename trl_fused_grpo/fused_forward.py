@@ -2,8 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from .aux_loss import load_balancing_loss
 from .forecast import DistantForecast
 from .fused_linear import Forecast, FusedStats, fused_linear_logps
 from .lm_head import LMHead, output_projection, weight_holders
+from .replacing import replaced
 
 
 class BordersIgnoredError(RuntimeError):
@@ -137,21 +137,8 @@ def sheltered(result: Tensor) -> Tensor:
 
 def _call_as(module: nn.Module, forward: Callable, *args: Any) -> Any:
     """Call a module, hooks and all, with another forward."""
-    with _forward_replaced(module, forward):
+    with replaced(module, "forward", forward):
         return module(*args)
-
-
-@contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable) -> Generator[None, None, None]:
-    previous = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if previous is None:
-            del module.forward
-        else:
-            module.forward = previous
 
 
 def attach(causal_lm: PreTrainedModel) -> None:

@@ -9,10 +9,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from . import _trl_compat as compat
 from .packed_attention import SharedKeys, sequence_borders
 
+
+logger = logging.get_logger(__name__)
 
 LayoutName = Literal["packed", "aligned", "host"]
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -80,6 +83,40 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
 def keys_may_repeat(causal_lm: PreTrainedModel) -> bool:
     """Whether sequences of a packed row may attend to a prompt before another: torch's attention is called here."""
     return causal_lm.config._attn_implementation == "sdpa"
+
+
+def choose(
+    wanted: str,
+    model: nn.Module,
+    causal_lm: PreTrainedModel,
+    is_multimodal: bool,
+    reads_padding: bool,
+    borders_ignored: bool,
+) -> LayoutName:
+    """
+    The layout that is wanted, or with `"auto"` the first of packed, aligned and host that a model allows.
+
+    Args:
+        wanted (`str`): a layout's name or `"auto"`.
+        model (`nn.Module`): in no wrapper but PEFT's.
+        causal_lm (`PreTrainedModel`): the causal language model in it.
+        is_multimodal, reads_padding (`bool`): whether its inputs are, and whether its objective does.
+        borders_ignored (`bool`): whether it was found to run over packed sequences as if they were one.
+
+    Raises:
+        `ValueError`: when the one wanted is not allowed, with the reason.
+    """
+    reasons = {"aligned": why_not_aligned(model, is_multimodal, reads_padding), "host": None}
+    reasons["packed"] = reasons["aligned"] or why_not_packed(causal_lm)
+    if borders_ignored:
+        reasons["packed"] = "its attention ignores the borders of packed sequences"
+    if wanted != "auto" and reasons[wanted] is not None:
+        raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
+    names: tuple[LayoutName, ...] = ("packed", "aligned", "host")
+    name = next(name for name in names if name == wanted or (wanted == "auto" and reasons[name] is None))
+    if name == "host" and wanted == "auto":
+        logger.warning_once(f"Rows keep the padding of the host, because {reasons['aligned']}.")
+    return name
 
 
 @functools.cache
@@ -181,85 +218,3 @@ def aligned(input_ids: Tensor, attention_mask: Tensor, completion_length: int, n
     row = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
     place = attention_mask.cumsum(1)[:, -completion_length:] - 1  # [B, T]
     return Layout("aligned", model_inputs, row * width + place - 1)
-
-
-def deal(lengths: list[int], parts: int, size: int, prompts: list[int] | None = None) -> list[list[int]]:
-    """
-    Deal sequences into `parts` of at most `size` with about equal numbers of tokens: the longest first, each to the
-    lightest part that has room.
-
-    Args:
-        lengths (`list[int]`): tokens of each sequence.
-        parts, size (`int`): `parts * size` is at least the number of sequences.
-        prompts (`list[int]`, *optional*):
-            Number of each sequence's prompt. Sequences of one prompt then go together, as far as a part has room.
-
-    Returns:
-        `list[list[int]]`: indices of each part, in rising order.
-    """
-    hands: list[list[int]] = [[] for _ in range(parts)]
-    weights = [0] * parts
-
-    def weight(indices: list[int]) -> int:
-        return sum(lengths[i] for i in indices)
-
-    together = [[i] for i in range(len(lengths))] if prompts is None else _families(lengths, prompts, size)
-    waiting = sorted(together, key=lambda indices: (-len(indices), -weight(indices), indices))
-    while waiting:
-        indices = waiting.pop(0)
-        roomy = [part for part in range(parts) if len(hands[part]) + len(indices) <= size]
-        if not roomy:
-            waiting += sorted(([i] for i in indices), key=weight, reverse=True)
-            continue
-        lightest = min(roomy, key=lambda part: (weights[part], part))
-        hands[lightest] += indices
-        weights[lightest] += weight(indices)
-    return [sorted(hand) for hand in hands]
-
-
-def _families(lengths: list[int], prompts: list[int], size: int) -> list[list[int]]:
-    """Sequences of one prompt together; those of a prompt that has more than `size`, in parts of about equal tokens."""
-    families: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        families.setdefault(prompt, []).append(index)
-    result = []
-    for family in families.values():
-        family.sort(key=lambda i: -lengths[i])
-        full = len(family) // size
-        many, rest = family[: full * size], family[full * size :]
-        result += [[many[i] for i in hand] for hand in deal([lengths[i] for i in many], full, size)]
-        result += [rest] if rest else []
-    return result
-
-
-def prompt_numbers(prompt_ids: Tensor, prompt_mask: Tensor) -> list[int]:
-    """Number sequences by their prompts `[B, P]`: the same for the same prompt."""
-    prompts = prompt_ids.masked_fill(~prompt_mask.bool(), -1)
-    return torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()
-
-
-def sub_batches(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    completion_length: int,
-    batch_size: int,
-    layout: LayoutName,
-    share_prompts: bool,
-) -> list[Tensor]:
-    """
-    Cut a batch into as many sub-batches as the host would, `[rows]` indices each: as they come in the host's layout,
-    neighbours in length together where rows are padded to the longest, equal in tokens where they are packed, those of
-    one prompt together where they share it.
-    """
-    count, device = len(attention_mask), attention_mask.device
-    if layout == "host" or count <= batch_size:
-        return list(torch.arange(count, device=device).split(batch_size))
-    lengths = attention_mask.sum(1)
-    if layout == "aligned":
-        return list(lengths.argsort(descending=True, stable=True).split(batch_size))
-    prompts = None
-    if share_prompts:
-        prompts = prompt_numbers(input_ids[:, :-completion_length], attention_mask[:, :-completion_length])
-    parts = -(-count // batch_size)
-    # Every sub-batch gets a sequence on every process, whatever the lengths
-    return [torch.tensor(hand, device=device) for hand in deal(lengths.tolist(), parts, batch_size, prompts)]

@@ -107,6 +107,12 @@ class DeferredForecast:
     correction: SamplingCorrection
     sampling_logps: Tensor
 
+    @classmethod
+    def joined(cls, parts: list["DeferredForecast"]) -> "DeferredForecast":
+        """The forecast of several micro-batches of one accumulation window, one after the other."""
+        without_ratio = BatchForecast.joined([part.without_ratio for part in parts])
+        return cls(without_ratio, parts[0].correction, torch.cat([part.sampling_logps for part in parts]))
+
     @property
     def live(self) -> Tensor:
         return self.without_ratio.live

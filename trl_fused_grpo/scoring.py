@@ -1,13 +1,14 @@
 """From a host's padded batch to its log-probabilities: layout, sub-batches, projection, and back into place."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import layout as layouts
+from .dealing import sub_batches
 from .forecast import BatchForecast, live_first
 from .fused_forward import FusedRequest
 from .fused_linear import FusedStats
@@ -35,6 +36,20 @@ class Question:
     entropy_grad: bool = False
     skip_dead: bool = False
 
+    @classmethod
+    def joined(cls, parts: list["Question"]) -> "Question":
+        """The questions of several micro-batches of one accumulation window, alike but for their tensors."""
+        if len(parts) == 1:
+            return parts[0]
+        fills = [part.fill for part in parts if part.fill is not None]
+        forecasts: list[Any] = [part.forecast for part in parts if part.forecast is not None]
+        return replace(
+            parts[0],
+            mask=torch.cat([part.mask for part in parts]),
+            fill=torch.cat(fills) if fills else None,
+            forecast=type(forecasts[0]).joined(forecasts) if forecasts else None,
+        )
+
 
 @dataclass(frozen=True)
 class ScoringOptions:
@@ -48,6 +63,35 @@ class ScoringOptions:
     share_prompts: bool
 
 
+@dataclass(frozen=True)
+class HostCall:
+    """
+    A call of the host's log-prob seam, under its names.
+
+    Args:
+        model (`nn.Module`): in all its wrappers; it takes the keyword `fused`.
+        input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
+        logits_to_keep (`int`): `T`.
+        batch_size (`int`, *optional*): sequences in a sub-batch; all without.
+        compute_entropy, compute_aux_loss (`bool`): what to compute beside log-probabilities.
+        multimodal (`dict`): pixels and what goes with them.
+    """
+
+    model: nn.Module
+    input_ids: Tensor
+    attention_mask: Tensor
+    logits_to_keep: int
+    batch_size: int | None
+    compute_entropy: bool
+    compute_aux_loss: bool
+    multimodal: dict[str, Any]
+
+    @property
+    def completion_ids(self) -> Tensor:
+        """`[B, T]`."""
+        return self.input_ids[:, -self.logits_to_keep :]
+
+
 @dataclass
 class Scores:
     """Log-probabilities and entropies `[B, T]`, the auxiliary loss (a scalar), and statistics of each sub-batch."""
@@ -57,18 +101,17 @@ class Scores:
     aux_loss: Tensor | None
     stats: list[FusedStats] = field(default_factory=list)
 
+    def split(self, sizes: list[int]) -> list["Scores"]:
+        """The scores of several micro-batches as those of each; the first has the statistics."""
+        entropies = [None] * len(sizes) if self.entropies is None else self.entropies.split(sizes)
+        pairs = zip(self.logps.split(sizes), entropies, strict=True)
+        return [
+            Scores(logps, entropy, self.aux_loss, [] if i else self.stats) for i, (logps, entropy) in enumerate(pairs)
+        ]
+
 
 def score(
-    question: Question,
-    options: ScoringOptions,
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    completion_length: int,
-    batch_size: int | None,
-    compute_entropy: bool,
-    compute_aux_loss: bool,
-    host_inputs: Callable[[], dict[str, Any]] | None,
+    question: Question, options: ScoringOptions, call: HostCall, host_inputs: Callable[[], dict[str, Any]] | None
 ) -> Scores:
     """
     Score the asked positions of a batch.
@@ -76,20 +119,15 @@ def score(
     Args:
         question ([`Question`]): what to score.
         options ([`ScoringOptions`]): how.
-        model (`nn.Module`): the model in all its wrappers; it takes the keyword `fused`.
-        input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
-        completion_length (`int`): `T`.
-        batch_size (`int`, *optional*): sequences in a sub-batch; all without.
-        compute_entropy, compute_aux_loss (`bool`): what to compute beside log-probabilities.
+        call ([`HostCall`]): the batch, the model, and what else to compute.
         host_inputs (`Callable`, *optional*): gives the keyword arguments of a multimodal model for the whole batch.
-
-    Returns:
-        [`Scores`].
     """
+    input_ids, attention_mask, completion_length = call.input_ids, call.attention_mask, call.logits_to_keep
+    compute_aux_loss = call.compute_aux_loss
     # How images go with rows is the host's business: it is asked for the whole batch at once
-    size = len(input_ids) if batch_size is None or host_inputs is not None else batch_size
+    size = len(input_ids) if call.batch_size is None or host_inputs is not None else call.batch_size
     shares = options.share_prompts and not compute_aux_loss  # the auxiliary loss counts every token
-    parts = layouts.sub_batches(input_ids, attention_mask, completion_length, size, options.layout, shares)
+    parts = sub_batches(input_ids, attention_mask, completion_length, size, options.layout, shares)
     pieces, stats = [], []
     for rows in parts:
         sub = _SubBatch(question, rows)
@@ -101,7 +139,7 @@ def score(
             layout = _lay_out(options.layout, *args, wanted, shares, compute_aux_loss)
         request = FusedRequest(
             sub.positions,
-            input_ids[rows, -completion_length:],
+            call.completion_ids[rows],
             options.temperature,
             sub.forecast,
             predictors=None if layout.predictors is None else layout.predictors.flatten()[sub.positions],
@@ -109,17 +147,17 @@ def score(
             aux_loss=compute_aux_loss,
             way=options.way,
             logits_mib=options.logits_mib,
-            entropy=compute_entropy,
+            entropy=call.compute_entropy,
             entropy_grad=question.entropy_grad,
         )
-        pieces.append(sub.in_place(_run(model, layout, request), compute_entropy))
+        pieces.append(sub.in_place(_run(call.model, layout, request), call.compute_entropy))
         stats.append(request.stats)
 
     back = torch.cat(parts).argsort()
     logps, entropies, aux_losses = zip(*pieces, strict=True)
     return Scores(
         logps=torch.cat(logps)[back],
-        entropies=torch.cat(entropies)[back] if compute_entropy else None,
+        entropies=torch.cat(entropies)[back] if call.compute_entropy else None,
         aux_loss=torch.stack(aux_losses).mean() if compute_aux_loss else None,
         stats=stats,
     )

@@ -1,30 +1,27 @@
 """`FusedGRPOTrainer`: TRL's `GRPOTrainer` with its log-probabilities taken from the fused linear function."""
 
 import inspect
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _trl_compat as compat
-from .checkpointing import lean_checkpoints
-from .checks import check_aux_loss, check_shapes, check_token_ids, check_way
-from .fused_forward import BordersIgnoredError, attach
+from .checks import check_aux_loss, check_shapes, check_way
+from .dealing import balance
+from .fused_forward import attach
 from .fused_linear import FusedStats
 from .kl import kl_left_out, kl_term, replaces_kl
-from .layout import LayoutName, keys_may_repeat, why_not_aligned, why_not_packed
 from .lm_head import has_adapter, output_projection
+from .passes import LossPass, pass_ends, token_limit
 from .question import DEFERRED, ask_for_loss, padding_counts
+from .replacing import replaced
 from .sampling import SAMPLING_METRICS, SamplingMetrics
-from .scoring import Question, Scores, ScoringOptions, score
-from .window import balance, why_not_balanced, why_old_logps_are_needed
-
-
-logger = logging.get_logger(__name__)
+from .scorer import Scorer
+from .scoring import HostCall, Question, Scores
+from .window import why_not_balanced, why_old_logps_are_needed, why_passes_are_not_shared
 
 
 class FusedGRPOTrainer(GRPOTrainer):
@@ -52,13 +49,15 @@ class FusedGRPOTrainer(GRPOTrainer):
         model = given.get("model")
         layer_kernels = getattr(config, "use_liger_kernel", False)
         self.use_liger_loss = bool(getattr(config, "use_liger_loss", False) or layer_kernels)
-        self._loss_question: Question | None = None
         self._stats: list[FusedStats] = []
-        self._loss_inputs: dict[str, Any] | None = None
+        self._loss_pass: LossPass | None = None
         self._loss_logps: Tensor | None = None
+        self._waiting: list[dict[str, Any]] = []
+        self._pass_ends: list[int] = []
         self._defers_next_pass = False
         self._sampling_metrics = SamplingMetrics()
-        self._borders_ignored = self._dealt = False
+        self._scorer = Scorer(self)
+        self._dealt = False
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
             return
@@ -71,31 +70,42 @@ class FusedGRPOTrainer(GRPOTrainer):
             output_projection(model)  # before the host fails on it with less to say
         with compat.liger_flag_lowered(config), compat.adapter_on_head_allowed():
             super().__init__(*args, **kwargs)
-        check_way(self, self._option("fused_way", "auto"))
-        check_aux_loss(self, self._causal_lm(self.model))
+        check_way(self, self._scorer.option("fused_way", "auto"))
+        check_aux_loss(self, self._scorer.causal_lm(self.model))
         if layer_kernels:
-            compat.apply_liger_layer_kernels(self._causal_lm(self.model), config)
+            compat.apply_liger_layer_kernels(self._scorer.causal_lm(self.model), config)
         policies: tuple[Any, ...] = (self.model, self.ref_model)
         for policy in policies:
             if policy is not None:
-                head = output_projection(self._causal_lm(policy))
+                head = output_projection(self._scorer.causal_lm(policy))
                 if has_adapter(head) and self.args.cast_lm_head_to_fp32:
                     raise ValueError(
                         "cast_lm_head_to_fp32=True does not go with a PEFT adapter on lm_head: remove 'lm_head' from "
                         "target_modules, or set cast_lm_head_to_fp32=False."
                     )
-                attach(self._causal_lm(policy))
+                attach(self._scorer.causal_lm(policy))
 
     @property
     def fused_stats(self) -> FusedStats:
         """What the fused function did in the last loss pass; its backward fills in `recomputed`."""
         return self._stats[-1] if self._stats else FusedStats()
 
+    def train(self, *args, **kwargs):
+        self._waiting = []  # of a training that was interrupted
+        return super().train(*args, **kwargs)
+
     @compat.profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.use_liger_loss or return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return self.compute_liger_loss(model, inputs)
+        if self._may_wait(inputs):
+            self._waiting.append(inputs)
+            self._stats = []
+            return torch.zeros((), device=self.accelerator.device)
+        if not self._waiting:
+            return self.compute_liger_loss(model, inputs)
+        micro_batches, self._waiting = [*self._waiting, inputs], []
+        return self._loss_of_pass(model, micro_batches)
 
     def compute_liger_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """
@@ -104,23 +114,42 @@ class FusedGRPOTrainer(GRPOTrainer):
         Importance ratios, tool mask, normalizer, delta and bias-corrected KL go to the extended Liger loss, which
         answers with the gradient that each token will receive.
         """
-        check_shapes(inputs)
+        return self._loss_of_pass(model, [inputs])
+
+    def _loss_of_pass(self, model: nn.Module, micro_batches: list[dict[str, Any]]) -> Tensor:
+        """Sum of the losses of micro-batches that share one forward of the model."""
+        for inputs in micro_batches:
+            check_shapes(inputs)
         self._stats = []
-        self._loss_inputs = inputs = dict(inputs)
-        self._loss_question = self._ask_for_loss(inputs)
+        micro_batches = [dict(inputs) for inputs in micro_batches]
+        questions = [self._ask_for_loss(inputs) for inputs in micro_batches]
+        self._loss_pass = loss_pass = LossPass(micro_batches, questions, self._step)
         try:
-            if not replaces_kl(self):
-                return self._compute_loss(model, inputs)
-            with kl_left_out(self):
-                loss = self._compute_loss(model, inputs)
-            assert self._loss_logps is not None, "the host asked for log-probabilities"
-            return loss + kl_term(self, inputs, self._loss_logps)
+            losses = [self._host_loss(model, loss_pass.turn_to(i)) for i in range(len(micro_batches))]
+            return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         finally:
-            self._loss_question = self._loss_inputs = self._loss_logps = None
+            self._loss_pass = self._loss_logps = None
+
+    def _host_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if not replaces_kl(self):
+            return self._compute_loss(model, inputs)
+        with kl_left_out(self):
+            loss = self._compute_loss(model, inputs)
+        assert self._loss_logps is not None, "the host asked for log-probabilities"
+        return loss + kl_term(self, inputs, self._loss_logps)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        output = super().training_step(model, inputs, num_items_in_batch)
-        if self.use_liger_loss:
+        if not self.use_liger_loss:
+            return super().training_step(model, inputs, num_items_in_batch)
+        backward = self.accelerator.backward
+
+        def backward_of_pass(loss: Tensor, **options: Any) -> None:
+            if not self._waiting:  # what waits has no graph yet
+                backward(loss, **options)
+
+        with replaced(self.accelerator, "backward", backward_of_pass):
+            output = super().training_step(model, inputs, num_items_in_batch)
+        if not self._waiting:
             counts = [sum(s.recomputed for s in self._stats), sum(s.rows for s in self._stats)]
             if self.accelerator.num_processes > 1:
                 local = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device)
@@ -130,26 +159,13 @@ class FusedGRPOTrainer(GRPOTrainer):
         return output
 
     def _ask_for_loss(self, inputs: dict[str, Any]) -> Question:
-        skip_dead = self._option("fused_skip_dead_sequences", False) and not getattr(self, "aux_loss_enabled", False)
+        has_aux_loss = getattr(self, "aux_loss_enabled", False)
+        skip_dead = self._scorer.option("fused_skip_dead_sequences", False) and not has_aux_loss
         return ask_for_loss(self, inputs, skip_dead)
-
-    def _option(self, name: str, default: Any) -> Any:
-        """An option of [`FusedGRPOConfig`], which the arguments need not be."""
-        return getattr(self.args, name, default)
 
     @property
     def _steps_per_generation(self) -> int:
         return int(self.args.steps_per_generation or 1)  # the host's configuration has filled it in
-
-    def _unwrapped(self, model: nn.Module) -> nn.Module:
-        # `unwrap_model` looks for DeepSpeed on the disk each time, where it is not installed
-        bare = isinstance(model, PreTrainedModel) or compat.is_peft_model(model)
-        return model if bare else self.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
-
-    def _causal_lm(self, model: nn.Module) -> PreTrainedModel:
-        """The causal language model inside its wrappers, looked up at every call: FSDP and PEFT replace it."""
-        unwrapped = self._unwrapped(model)
-        return compat.without_adapter(getattr(unwrapped, "_orig_mod", unwrapped))  # torch.compile
 
     @compat.profiling_decorator
     def _get_per_token_logps_and_entropies(
@@ -181,60 +197,34 @@ class FusedGRPOTrainer(GRPOTrainer):
             nothing = torch.zeros_like(completion_ids, dtype=torch.float32)
             return compat.seam_result(nothing, None, None)
 
-        question = self._loss_question
-        is_loss_pass = question is not None and question.mask.shape == completion_ids.shape
-        if not is_loss_pass:
+        multimodal = {name: value for name, value in multimodal.items() if value is not None}
+        flags = (compute_entropy, compute_aux_loss, multimodal)
+        call = HostCall(model, input_ids, attention_mask, logits_to_keep, batch_size, *flags)
+        host_seam = super()._get_per_token_logps_and_entropies
+        loss_pass = self._loss_pass
+        if loss_pass is not None and loss_pass.asks_for(completion_ids):
+            scores = loss_pass.scores(lambda question, call: self._scorer.scores(question, call, host_seam), call)
+            self._finish_loss_pass(loss_pass, scores)
+        else:
             completion_mask = attention_mask[:, -logits_to_keep:]
             question = Question(torch.ones_like(completion_mask) if padding_counts(self) else completion_mask)
-        unwrapped = self._unwrapped(model)
-        causal_lm = self._causal_lm(unwrapped)
-        attach(causal_lm)
-        head: Any = output_projection(causal_lm)
-        # Between forwards the weight may be a shard
-        vocab_size = getattr(head, "out_features", head.weight.shape[0])
-        check_token_ids(completion_ids, question.mask, vocab_size)
-
-        multimodal = {name: value for name, value in multimodal.items() if value is not None}
-        host_seam = super()._get_per_token_logps_and_entropies
-        host_call = (host_seam, input_ids, attention_mask, logits_to_keep, multimodal)
-        options = ScoringOptions(
-            temperature=self.temperature,
-            fp32=self.args.cast_lm_head_to_fp32,
-            way=self._option("fused_way", "auto"),
-            logits_mib=self._option("fused_logits_mib", None),
-            layout=self._layout(unwrapped, bool(multimodal)),
-            share_prompts=self._shares_prompts(unwrapped),
-        )
-        with self.accelerator.autocast(), lean_checkpoints(unwrapped):
-            host_inputs = (lambda: compat.host_model_inputs(*host_call)) if multimodal else None
-            batch = (model, input_ids, attention_mask, logits_to_keep, batch_size)
-            wanted = (compute_entropy, compute_aux_loss, host_inputs)
-            try:
-                scores = score(question, options, *batch, *wanted)
-            except BordersIgnoredError as error:
-                if self._option("fused_layout", "auto") != "auto":
-                    raise
-                logger.warning(f"Rows are aligned instead of packed from now on, because {error}")
-                self._borders_ignored = True
-                scores = score(question, replace(options, layout="aligned"), *batch, *wanted)
-        if is_loss_pass:
-            self._finish_loss_pass(scores)
+            scores = self._scorer.scores(question, call, host_seam)
         return compat.seam_result(scores.logps, scores.entropies, scores.aux_loss)
 
-    def _finish_loss_pass(self, scores: Scores) -> None:
+    def _finish_loss_pass(self, loss_pass: LossPass, scores: Scores) -> None:
         """Give the host the importance ratio that generation left out, before it reads it."""
         self._loss_logps = scores.logps
         if torch.is_grad_enabled():
             self._stats += scores.stats
-        inputs = self._loss_inputs
-        if inputs is None or DEFERRED not in inputs:
+        inputs = loss_pass.inputs
+        if DEFERRED not in inputs:
             return
         mask = compat.loss_mask(self, inputs)
         values = scores.logps.detach(), inputs["sampling_per_token_logps"], mask
         correction = compat.sampling_correction(self)
         inputs["importance_sampling_ratio"] = ratio = correction.ratio(*values)
         steps = self._steps_per_generation
-        place = self._step % (steps * self.num_iterations)
+        place = loss_pass.step % (steps * self.num_iterations)
         if place < steps:  # later iterations see the same sequences again
             self._sampling_metrics.add(correction, *values, ratio)
         if place == steps - 1:
@@ -243,7 +233,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             self._sampling_metrics = SamplingMetrics()
 
     def _generate_and_score_completions(self, inputs):
-        defers = self.use_liger_loss and self.model.training and self._option("fused_skip_old_logps", True)
+        defers = self.use_liger_loss and self.model.training and self._scorer.option("fused_skip_old_logps", True)
         if not defers or why_old_logps_are_needed(self) is not None:
             return super()._generate_and_score_completions(inputs)
         metrics = self._metrics["train"]
@@ -265,33 +255,36 @@ class FusedGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch):  # ty: ignore[lost-keyword-for-regular-parameter] - the host's name
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        fresh = self.use_liger_loss and self.model.training and self._buffered_inputs is not before
-        if not fresh or not self._option("fused_balance", True) or why_not_balanced(self) is not None:
+        if not self.use_liger_loss or not self.model.training or self._buffered_inputs is before:
             return inputs
-        cut: Any = self._buffered_inputs
-        dealt = balance(cut, self._layout(self.model), self._shares_prompts(self.model))
-        self._buffered_inputs, self._dealt = dealt, dealt is not cut
-        return dealt[self._step % self._steps_per_generation]
+        batches: Any = self._buffered_inputs
+        layout, shares_prompts = self._scorer.layout(self.model), self._scorer.shares_prompts(self.model)
+        if self._scorer.option("fused_balance", True) and why_not_balanced(self) is None:
+            self._buffered_inputs = dealt = balance(batches, layout, shares_prompts)
+            self._dealt = dealt is not batches
+            batches, inputs = dealt, dealt[self._step % self._steps_per_generation]
+        may_share = layout == "packed" and self._loss_is_ours and why_passes_are_not_shared(self) is None
+        self._pass_ends = self._planned_passes(batches, shares_prompts) if may_share else []
+        return inputs
 
-    def _shares_prompts(self, model: nn.Module) -> bool:
-        return self._option("fused_share_prompts", True) and keys_may_repeat(self._causal_lm(model))
+    @property
+    def _loss_is_ours(self) -> bool:
+        return type(self).compute_liger_loss is FusedGRPOTrainer.compute_liger_loss
 
-    def _layout(self, model: nn.Module, is_multimodal: bool = False) -> LayoutName:
-        """
-        The layout of this call's rows: the one asked for, or the first that the model allows.
+    def _planned_passes(self, batches: list[dict[str, Any]], shares_prompts: bool) -> list[int]:
+        """For each micro-batch of a generation batch, the last that may share a pass which begins there."""
+        limit = self._scorer.option("fused_pass_tokens", None)
+        ends = pass_ends(batches, token_limit(batches) if limit is None else limit, shares_prompts)
+        if self.accelerator.num_processes == 1:
+            return ends
+        # Every process must call the model at the same steps
+        return self.accelerator.gather(torch.tensor([ends], device=self.accelerator.device)).amin(0).tolist()
 
-        Raises:
-            `ValueError`: when the one asked for is not allowed, with the reason.
-        """
-        wanted = self._option("fused_layout", "auto")
-        unwrapped = self._unwrapped(model)
-        reasons = {"aligned": why_not_aligned(unwrapped, is_multimodal, padding_counts(self)), "host": None}
-        reasons["packed"] = reasons["aligned"] or why_not_packed(self._causal_lm(model))
-        if self._borders_ignored:
-            reasons["packed"] = "its attention ignores the borders of packed sequences"
-        if wanted != "auto" and reasons[wanted] is not None:
-            raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
-        name = wanted if wanted != "auto" else next(n for n in ("packed", "aligned", "host") if reasons[n] is None)
-        if name == "host" and wanted == "auto":
-            logger.warning_once(f"Rows keep the padding of the host, because {reasons['aligned']}.")
-        return name
+    def _may_wait(self, inputs: dict[str, Any]) -> bool:
+        """Whether a micro-batch waits for the next one, to share its pass of the model."""
+        place = self._step % self._steps_per_generation
+        batches: Any = self._buffered_inputs
+        is_planned = self._pass_ends and self.model.training and inputs is batches[place]
+        if not is_planned or self.accelerator.sync_gradients or self._scorer.borders_ignored:
+            return False
+        return self._pass_ends[place - len(self._waiting)] > place

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from trl import GRPOTrainer
 
-from .layout import LayoutName, deal, prompt_numbers
+from . import _trl_compat as compat
 from .question import has_own_objective
 
 
@@ -47,29 +45,14 @@ def why_not_balanced(trainer: GRPOTrainer) -> str | None:
     return None
 
 
-def balance(batches: list[dict[str, Any]], layout: LayoutName, share_prompts: bool) -> list[dict[str, Any]]:
-    """
-    Deal the sequences of a generation batch anew into its micro-batches, each as large as before: about equal in tokens
-    where rows are packed, those of one prompt together where they share it, and alike in length where they are padded
-    to the longest.
-
-    Batches with anything but one tensor row or scalar per sequence are returned as they are.
-    """
-    if layout == "host" or len(batches) == 1:
-        return batches
-    size = len(batches[0]["completion_ids"])
-    rows = {k for k, v in batches[0].items() if isinstance(v, Tensor) and v.dim() > 0}
-    others = {k for k, v in batches[0].items() if not isinstance(v, Tensor) and v is not None}
-    if others or any(len(batch[k]) != size for batch in batches for k in rows):
-        return batches
-    whole = {k: torch.cat([batch[k] for batch in batches]) for k in rows}
-    lengths = whole["prompt_mask"].sum(1) + whole["completion_mask"].sum(1)
-    if layout == "aligned":
-        hands = lengths.argsort(stable=True).view(len(batches), size).tolist()
-    else:
-        prompts = prompt_numbers(whole["prompt_ids"], whole["prompt_mask"]) if share_prompts else None
-        hands = deal(lengths.tolist(), len(batches), size, prompts)
-    return [
-        {**batch, **{k: whole[k][torch.tensor(hand, device=whole[k].device)] for k in rows}}
-        for batch, hand in zip(batches, hands, strict=True)
-    ]
+def why_passes_are_not_shared(trainer: GRPOTrainer) -> str | None:
+    """Why micro-batches of packed rows may not share a pass of the model; `None` where they may."""
+    if has_own_objective(trainer):
+        return "a subclass's objective may call the model"
+    if getattr(trainer, "_entropy_bonus_enabled", False):
+        return "the entropy bonus is adapted where an accumulation window ends"
+    if getattr(trainer, "aux_loss_enabled", False):
+        return "the auxiliary loss is computed in each micro-batch"
+    if trainer.is_deepspeed_enabled and compat.DEEPSPEED_STEPS_WITH_BACKWARD:
+        return "DeepSpeed counts backwards under this version of Accelerate"
+    return None

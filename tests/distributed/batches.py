@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_fused_grpo.parity.tiny import EOS_ID, FIRST_WORD_ID, PAD_ID, VOCAB_SIZE
 
-from .worker import ACCUMULATION, RANKS, ROWS, STEPS, Batch
+from .worker import ACCUMULATION, RANKS, ROWS, STEPS, Batch, join
 
 
 # (rank, micro-batch) whose every completion token is masked: one that accumulates, and one that ends a step
@@ -34,23 +34,7 @@ def make(checkpoint: Path) -> list[list[Batch]]:
 
 def union(given: list[list[Batch]]) -> list[Batch]:
     """The rows of all ranks in one micro-batch, padded to one width."""
-    return [_join(batches) for batches in zip(*given, strict=True)]
-
-
-def _join(batches: tuple[Batch, ...]) -> Batch:
-    joined = {"num_items_in_batch": batches[0]["num_items_in_batch"]}
-    for name in batches[0].keys() - joined.keys():
-        values = [batch[name] for batch in batches]
-        if name.startswith(("prompt", "completion", "old")):
-            width = max(value.shape[1] for value in values)
-            left = name.startswith("prompt")
-            values = [_pad(value, width - value.shape[1], left) for value in values]
-        joined[name] = torch.cat(values)
-    return joined
-
-
-def _pad(values: torch.Tensor, by: int, left: bool) -> torch.Tensor:
-    return torch.nn.functional.pad(values, (by, 0) if left else (0, by), value=PAD_ID)
+    return [join(batches) for batches in zip(*given, strict=True)]
 
 
 def _micro_batch(model: torch.nn.Module, generator: torch.Generator, masked: bool) -> Batch:

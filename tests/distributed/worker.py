@@ -10,6 +10,7 @@ rank saw, `<run>.json`, and how far each parameter moved, `<run>.safetensors`.
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,8 +27,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_fused_grpo import FusedGRPOTrainer
-from trl_fused_grpo.parity.tiny import tokenizer
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo.parity.tiny import PAD_ID, tokenizer
 
 from .wrong_forecast import misled
 
@@ -52,7 +53,8 @@ class Run:
             `"ddp"`, `"fsdp1"`, `"fsdp2"`, `"zero2"` or `"zero3"`.
         case (`str`):
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer's own passes
-            give old and reference log-probs; `"bf16"`: the same under mixed precision.
+            give old and reference log-probs; `"bf16"`: the same under mixed precision; `"window"`: the host cuts the
+            micro-batches itself, and those of a window share a pass.
         trainer (`str`):
             `"stock"`, `"fused"`, or `"misled"`: fused, and rank 1 alone is given a wrong forecast.
     """
@@ -82,14 +84,14 @@ def _runs(backend: str, *cases: str, misled: tuple[str, ...] = ()) -> list[Run]:
 # DDP first: Accelerate leaves in the environment that FSDP was used
 LAUNCHES = {
     "torch": [
-        *_runs("ddp", "untied", "tied", "lora", misled=("untied",)),
-        *_runs("fsdp2", "untied", "tied", "reference", "lora", misled=("untied", "tied")),
-        *_runs("fsdp1", "untied", "reference", misled=("untied",)),
+        *_runs("ddp", "untied", "tied", "lora", "window", misled=("untied",)),
+        *_runs("fsdp2", "untied", "tied", "reference", "lora", "window", misled=("untied", "tied")),
+        *_runs("fsdp1", "untied", "reference", "window", misled=("untied",)),
         *_runs("fsdp2", "bf16"),
     ],
     "deepspeed": [
-        *_runs("zero3", "untied", "tied", "reference", "lora", misled=("untied", "tied")),
-        *_runs("zero2", "untied"),
+        *_runs("zero3", "untied", "tied", "reference", "lora", "window", misled=("untied", "tied")),
+        *_runs("zero2", "untied", "window"),
     ],
 }
 
@@ -97,13 +99,18 @@ LAUNCHES = {
 class Fed(GRPOTrainer):
     """Trains on given micro-batches instead of generating some, and remembers what it saw."""
 
-    def feed(self, batches: list[Batch], own_passes: bool) -> None:
-        self.batches, self.own_passes = batches, own_passes
+    def feed(self, batches: list[Batch], own_passes: bool, own_cut: bool) -> None:
+        self.batches, self.own_passes, self.own_cut = batches, own_passes, own_cut
         self.losses: list[float] = []
         self.passes: list[list] = []
         self.recomputed: list[tuple[int, int]] = []
 
+    def _generate_and_score_completions(self, inputs: Any) -> Batch:
+        return join(self.batches[self._step : self._step + ACCUMULATION])
+
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        if self.own_cut:
+            return super()._prepare_inputs(generation_batch)
         batch = dict(self.batches[self._step])
         if self.own_passes:
             batch["old_per_token_logps"] = self._score(self.model, batch)
@@ -134,6 +141,23 @@ class FedFused(Fed, FusedGRPOTrainer):
     pass
 
 
+def join(batches: Sequence[Batch]) -> Batch:
+    """The rows of all batches in one, padded to one width."""
+    joined = {}
+    for name in batches[0].keys() - {"num_items_in_batch"}:
+        values = [batch[name] for batch in batches]
+        if name.startswith(("prompt", "completion", "old")):
+            width = max(value.shape[1] for value in values)
+            left = name.startswith("prompt")
+            values = [_pad(value, width - value.shape[1], left) for value in values]
+        joined[name] = torch.cat(values)
+    return {**joined, "num_items_in_batch": batches[0]["num_items_in_batch"]}  # the host counts rows in the first
+
+
+def _pad(values: torch.Tensor, by: int, left: bool) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (by, 0) if left else (0, by), value=PAD_ID)
+
+
 def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     """
     A trainer that takes one optimizer step for every two of `batches`.
@@ -141,7 +165,9 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     Plain SGD without clipping; the last step is so long that how far the parameters moved is its gradient, next to
     which their rounding is nothing.
     """
-    args = GRPOConfig(
+    shares_passes = run.case == "window" and run.trainer != "stock"
+    options |= {"fused_pass_tokens": 1000} if shares_passes else {}
+    args = (FusedGRPOConfig if shares_passes else GRPOConfig)(
         output_dir=str(folder / "output"),
         per_device_train_batch_size=len(batches[0]["completion_ids"]),
         gradient_accumulation_steps=ACCUMULATION,
@@ -179,7 +205,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
         peft_config=adapter,
     )
     trainer.use_vllm = True  # so that importance ratios count; the constructor would start vLLM
-    trainer.feed(batches, own_passes=run.refers)
+    trainer.feed(batches, own_passes=run.refers, own_cut=run.case == "window")
     return trainer
 
 

@@ -55,6 +55,27 @@ def schedule() -> list[Case]:
             Rollout(),
             fused={"fused_share_prompts": False},
         ),
+        Case(
+            "accumulation-own-passes",
+            "the same with each micro-batch alone in the model",
+            steps(4, 4),
+            Rollout(),
+            fused={"fused_pass_tokens": 0},
+        ),
+        Case(
+            "accumulation-one-pass",
+            "the same in one pass of the model",
+            steps(4, 4),
+            Rollout(),
+            fused={"fused_pass_tokens": 10_000},
+        ),
+        Case(
+            "accumulation-one-pass-bnpo",
+            "the same under bnpo, which divides by the tokens of each micro-batch",
+            steps(4, 4, loss_type="bnpo", vllm_importance_sampling_mode="token_truncate"),
+            Rollout(sampling="token"),
+            fused={"fused_pass_tokens": 10_000},
+        ),
         Case("generation-below", "two generation batches in one accumulation window", steps(4, 2), Rollout()),
         Case(
             "generation-above",

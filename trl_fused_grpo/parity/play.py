@@ -141,7 +141,7 @@ def _move(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
 def _count_rows(trainer: Trainer, case: Case, outcome: Outcome) -> None:
     stats = getattr(trainer, "fused_stats", None)
     if stats is not None:
-        outcome.layout = trainer._layout(trainer.model, bool(getattr(case.data, "images", None)))
+        outcome.layout = trainer._scorer.layout(trainer.model, bool(getattr(case.data, "images", None)))
         outcome.rows = (outcome.rows or 0) + stats.rows
         outcome.recomputed = (outcome.recomputed or 0) + stats.recomputed
 

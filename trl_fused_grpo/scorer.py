@@ -1,0 +1,103 @@
+"""The scores of a trainer's batches: which layout its model allows, and the call in its wrappers and precision."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+from trl import GRPOTrainer
+
+from . import _trl_compat as compat
+from .checkpointing import lean_checkpoints
+from .checks import check_token_ids
+from .fused_forward import BordersIgnoredError, attach
+from .layout import LayoutName, choose, keys_may_repeat
+from .lm_head import output_projection
+from .question import padding_counts
+from .scoring import HostCall, Question, Scores, ScoringOptions, score
+
+
+logger = logging.get_logger(__name__)
+
+
+class Scorer:
+    """
+    Scores batches as the options of a trainer say.
+
+    Args:
+        trainer (`GRPOTrainer`): whose models and options they are.
+    """
+
+    def __init__(self, trainer: GRPOTrainer):
+        self.trainer: Any = trainer  # its options depend on the host's version
+        self.borders_ignored = False
+
+    def option(self, name: str, default: Any) -> Any:
+        """An option of [`FusedGRPOConfig`], which the arguments need not be."""
+        return getattr(self.trainer.args, name, default)
+
+    def unwrapped(self, model: nn.Module) -> nn.Module:
+        """A model in no wrapper but PEFT's."""
+        # `unwrap_model` looks for DeepSpeed on the disk each time, where it is not installed
+        bare = isinstance(model, PreTrainedModel) or compat.is_peft_model(model)
+        return model if bare else self.trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+
+    def causal_lm(self, model: nn.Module) -> PreTrainedModel:
+        """The causal language model inside its wrappers, looked up at every call: FSDP and PEFT replace it."""
+        unwrapped = self.unwrapped(model)
+        return compat.without_adapter(getattr(unwrapped, "_orig_mod", unwrapped))  # torch.compile
+
+    def shares_prompts(self, model: nn.Module) -> bool:
+        """Whether a prompt stands in a packed row once."""
+        return self.option("fused_share_prompts", True) and keys_may_repeat(self.causal_lm(model))
+
+    def layout(self, model: nn.Module, is_multimodal: bool = False) -> LayoutName:
+        """
+        The layout of a model's rows: the one asked for, or the first that the model allows.
+
+        Raises:
+            `ValueError`: when the one asked for is not allowed, with the reason.
+        """
+        conditions = (is_multimodal, padding_counts(self.trainer), self.borders_ignored)
+        unwrapped, causal_lm = self.unwrapped(model), self.causal_lm(model)
+        return choose(self.option("fused_layout", "auto"), unwrapped, causal_lm, *conditions)
+
+    def scores(self, question: Question, call: HostCall, host_seam: Callable) -> Scores:
+        """
+        Log-probabilities of a batch, and what else the host asks for.
+
+        Args:
+            question ([`Question`]): which positions of the batch.
+            call ([`HostCall`]): the host's call.
+            host_seam (`Callable`): the host's own method for it, which knows how images go with rows.
+        """
+        trainer = self.trainer
+        unwrapped = self.unwrapped(call.model)
+        causal_lm = self.causal_lm(unwrapped)
+        attach(causal_lm)
+        head: Any = output_projection(causal_lm)
+        # Between forwards the weight may be a shard
+        vocab_size = getattr(head, "out_features", head.weight.shape[0])
+        check_token_ids(call.completion_ids, question.mask, vocab_size)
+
+        options = ScoringOptions(
+            temperature=trainer.temperature,
+            fp32=trainer.args.cast_lm_head_to_fp32,
+            way=self.option("fused_way", "auto"),
+            logits_mib=self.option("fused_logits_mib", None),
+            layout=self.layout(unwrapped, bool(call.multimodal)),
+            share_prompts=self.shares_prompts(unwrapped),
+        )
+        rows = (call.input_ids, call.attention_mask, call.logits_to_keep, call.multimodal)
+        host_inputs = (lambda: compat.host_model_inputs(host_seam, *rows)) if call.multimodal else None
+        with trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
+            try:
+                return score(question, options, call, host_inputs)
+            except BordersIgnoredError as error:
+                if self.option("fused_layout", "auto") != "auto":
+                    raise
+                logger.warning(f"Rows are aligned instead of packed from now on, because {error}")
+                self.borders_ignored = True
+                return score(question, replace(options, layout="aligned"), call, host_inputs)
