@@ -50,8 +50,8 @@ LEVERS = (
     Contender("with an old log-prob pass", options={"fused_skip_old_logps": False}),
     Contender("every copy of a prompt", options={"fused_share_prompts": False}),
     Contender("every micro-batch alone in the model", options=ALONE),
-    Contender("TRL's cut into micro-batches", options={"fused_balance": False}),
-    Contender("both of these", options={"fused_share_prompts": False, "fused_balance": False}),
+    Contender("dealt by prompt and length", options={"fused_balance": True}),
+    Contender("both of these", options={"fused_balance": True, **ALONE}),
     Contender("torch's gradient checkpointing", options={"gradient_checkpointing_kwargs": TORCHS_OWN}),
     Contender("the same, reentrant", options={"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
     Contender(

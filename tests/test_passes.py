@@ -63,7 +63,7 @@ def assert_same_training(ours, theirs, metrics=("loss", "grad_norm")):
 )
 def test_a_window_in_one_pass_trains_and_logs_what_stock_does(tmp_path, options):
     stock = train(tmp_path, GRPOTrainer, **options)
-    ours = train(tmp_path, fused_pass_tokens=PLENTY, fused_balance=False, **options)
+    ours = train(tmp_path, fused_pass_tokens=PLENTY, **options)
     means = ("entropy", "clip_ratio/region_mean", *(("kl",) if "beta" in options else ()))
     assert_same_training(ours, stock, ("loss", "grad_norm", *means))
     passes = len(stock[1])

@@ -40,7 +40,7 @@ def test_without_the_flag_training_is_stock_bit_for_bit(tmp_path):
     assert stock_log == our_log
 
 
-@pytest.mark.parametrize("balance", [True, False], ids=["", "host-cut"])
+@pytest.mark.parametrize("balance", [False, True], ids=["", "dealt"])
 def test_training_with_the_flag_follows_stock_and_logs_every_metric_of_it(tmp_path, balance):
     options = {
         "max_steps": 4,

@@ -83,9 +83,10 @@ class FusedGRPOConfig(GRPOConfig):
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed micro-batch through the model once. Needs
             `attn_implementation="sdpa"`.
-        fused_balance (`bool`, *optional*, defaults to `True`):
+        fused_balance (`bool`, *optional*, defaults to `False`):
             Deal sequences into micro-batches by prompt and length where the loss does not depend on the cut, instead of
-            at random. Logged means over micro-batches (`entropy`, `kl`, `clip_ratio/*`) follow the cut.
+            at random. Logged means over micro-batches (`entropy`, `kl`, `clip_ratio/*`) follow the cut. Worth it where
+            micro-batches do not share passes.
         fused_pass_tokens (`int`, *optional*):
             Run packed micro-batches of an accumulation window through the model together, up to this many tokens; the
             loss remains that of each. Defaults to the size of TRL's padded micro-batch, at most 16,384. 0 runs each
@@ -118,7 +119,7 @@ class FusedGRPOConfig(GRPOConfig):
         default=True, metadata={"help": "Run a prompt through the model once for its completions in a micro-batch."}
     )
     fused_balance: bool = field(
-        default=True, metadata={"help": "Deal sequences into micro-batches by prompt and length."}
+        default=False, metadata={"help": "Deal sequences into micro-batches by prompt and length."}
     )
     fused_pass_tokens: int | None = field(
         default=None, metadata={"help": "Tokens of the micro-batches that run together (default: a padded one's)."}

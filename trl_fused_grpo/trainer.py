@@ -259,7 +259,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             return inputs
         batches: Any = self._buffered_inputs
         layout, shares_prompts = self._scorer.layout(self.model), self._scorer.shares_prompts(self.model)
-        if self._scorer.option("fused_balance", True) and why_not_balanced(self) is None:
+        if self._scorer.option("fused_balance", False) and why_not_balanced(self) is None:
             self._buffered_inputs = dealt = balance(batches, layout, shares_prompts)
             self._dealt = dealt is not batches
             batches, inputs = dealt, dealt[self._step % self._steps_per_generation]

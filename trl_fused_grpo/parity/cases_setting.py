@@ -40,13 +40,13 @@ def schedule() -> list[Case]:
         return {"gradient_accumulation_steps": accumulation, "steps_per_generation": generation, **options}
 
     return [
-        Case("accumulation", "four micro-batches of one generation batch, dealt anew", steps(4, 4), Rollout()),
+        Case("accumulation", "four micro-batches of one generation batch", steps(4, 4), Rollout()),
         Case(
-            "accumulation-host-cut",
-            "the same in TRL's own micro-batches, with its means over them",
+            "accumulation-dealt",
+            "the same dealt anew by prompt and length; means over micro-batches follow",
             steps(4, 4),
             Rollout(),
-            fused={"fused_balance": False},
+            fused={"fused_balance": True},
         ),
         Case(
             "accumulation-repeated-prompts",
