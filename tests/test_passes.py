@@ -1,5 +1,6 @@
 """Micro-batches that share a pass of the model: which do, and that nothing but the number of forwards changes."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,13 @@ from .tiny_training import make_inputs, make_trainer
 
 
 PLENTY = 10_000
+
+
+@pytest.fixture
+def warnings_logged(caplog):
+    """How often a warning that begins so was logged in this test."""
+    type(logging.getLogger()).warning_once.cache_clear()
+    return lambda start: sum(record.message.startswith(start) for record in caplog.records)
 
 
 def train(tmp_path, cls=FusedGRPOTrainer, **options):
@@ -125,9 +133,16 @@ def test_a_loss_of_ones_own_gets_every_micro_batch(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["aligned", "host"])
-def test_padded_rows_share_no_pass(tmp_path, layout):
+def test_padded_rows_share_no_pass(tmp_path, layout, warnings_logged):
     _, _, forwards = train(tmp_path, fused_layout=layout, fused_pass_tokens=PLENTY)
     assert len(forwards) == 8
+    assert warnings_logged("fused_pass_tokens has no effect") == 1
+
+
+def test_what_was_asked_for_in_vain_is_said_once_and_what_was_not_is_not(tmp_path, warnings_logged):
+    train(tmp_path, fused_layout="aligned", fused_balance=True, loss_type="bnpo")
+    assert warnings_logged("fused_balance has no effect, because bnpo") == 1
+    assert warnings_logged("fused_pass_tokens") == 0
 
 
 def test_micro_batches_that_are_not_the_hosts_own_do_not_wait(tmp_path):

@@ -11,7 +11,7 @@ from .dealing import prompt_numbers
 from .scoring import HostCall, Question, Scores
 
 
-# More tokens than this at once gain nothing on one H200 (`benchmarks/NOTES.md`)
+# More tokens than this at once gain little on one H200 (`benchmarks/NOTES.md`)
 ENOUGH_TOKENS = 16_384
 
 

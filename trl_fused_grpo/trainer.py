@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _trl_compat as compat
@@ -22,6 +23,9 @@ from .sampling import SAMPLING_METRICS, SamplingMetrics
 from .scorer import Scorer
 from .scoring import HostCall, Question, Scores
 from .window import why_not_balanced, why_old_logps_are_needed, why_passes_are_not_shared
+
+
+logger = logging.get_logger(__name__)
 
 
 class FusedGRPOTrainer(GRPOTrainer):
@@ -259,21 +263,30 @@ class FusedGRPOTrainer(GRPOTrainer):
             return inputs
         batches: Any = self._buffered_inputs
         layout, shares_prompts = self._scorer.layout(self.model), self._scorer.shares_prompts(self.model)
-        if self._scorer.option("fused_balance", False) and why_not_balanced(self) is None:
+        if self._scorer.option("fused_balance", False) and self._is_free("fused_balance", why_not_balanced(self)):
             self._buffered_inputs = dealt = balance(batches, layout, shares_prompts)
             self._dealt = dealt is not batches
             batches, inputs = dealt, dealt[self._step % self._steps_per_generation]
-        may_share = layout == "packed" and self._loss_is_ours and why_passes_are_not_shared(self) is None
-        self._pass_ends = self._planned_passes(batches, shares_prompts) if may_share else []
+        limit = self._scorer.option("fused_pass_tokens", None)
+        may_share = self._is_free("fused_pass_tokens" if limit else None, self._why_passes_are_not_shared(layout))
+        self._pass_ends = self._planned_passes(batches, limit, shares_prompts) if may_share else []
         return inputs
 
-    @property
-    def _loss_is_ours(self) -> bool:
-        return type(self).compute_liger_loss is FusedGRPOTrainer.compute_liger_loss
+    def _is_free(self, asked_for: str | None, reason: str | None) -> bool:
+        """Whether there is no reason against something; where it was asked for, the reason is logged once."""
+        if reason is not None and asked_for is not None:
+            logger.warning_once(f"{asked_for} has no effect, because {reason}.")
+        return reason is None
 
-    def _planned_passes(self, batches: list[dict[str, Any]], shares_prompts: bool) -> list[int]:
+    def _why_passes_are_not_shared(self, layout: str) -> str | None:
+        if layout != "packed":
+            return f"the layout of the rows is {layout!r}, not 'packed'"
+        if type(self).compute_liger_loss is not FusedGRPOTrainer.compute_liger_loss:
+            return "a subclass's compute_liger_loss takes one micro-batch"
+        return why_passes_are_not_shared(self)
+
+    def _planned_passes(self, batches: list[dict[str, Any]], limit: int | None, shares_prompts: bool) -> list[int]:
         """For each micro-batch of a generation batch, the last that may share a pass which begins there."""
-        limit = self._scorer.option("fused_pass_tokens", None)
         ends = pass_ends(batches, token_limit(batches) if limit is None else limit, shares_prompts)
         if self.accelerator.num_processes == 1:
             return ends
