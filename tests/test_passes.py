@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOTrainer, _trl_compat
@@ -107,6 +108,27 @@ def test_the_last_window_of_an_epoch_may_be_short(tmp_path):
     stock = train(tmp_path, GRPOTrainer, **options)
     assert len(stock[2]) % 3 != 0
     assert_same_training(train(tmp_path, fused_pass_tokens=PLENTY, **options), stock)
+
+
+def test_an_evaluation_within_a_window_leaves_alone_what_waits(tmp_path):
+    class EvaluateOnce(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            waiting = list(trainer._waiting)
+            assert waiting
+            trainer.evaluate()
+            assert trainer._waiting == waiting
+
+    def make(cls=FusedGRPOTrainer, **options):
+        options |= {"gradient_accumulation_steps": 2, "max_steps": 1, "optim": "sgd", "learning_rate": 0.1}
+        return make_trainer(tmp_path, cls, **options)
+
+    stock = make(GRPOTrainer)
+    stock.train()
+    trainer = make(fused_pass_tokens=PLENTY)
+    trainer.add_callback(EvaluateOnce())
+    trainer.train()
+    for (name, weight), expected in zip(trainer.model.named_parameters(), stock.model.parameters(), strict=True):
+        assert relative_error(weight.detach(), expected.detach()) < 1e-5, name
 
 
 def test_nothing_waits_from_a_training_that_was_interrupted(tmp_path):

@@ -106,7 +106,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             self._waiting.append(inputs)
             self._stats = []
             return torch.zeros((), device=self.accelerator.device)
-        if not self._waiting:
+        if not self._waiting or not self.model.training:
             return self.compute_liger_loss(model, inputs)
         micro_batches, self._waiting = [*self._waiting, inputs], []
         return self._loss_of_pass(model, micro_batches)
