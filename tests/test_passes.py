@@ -80,6 +80,50 @@ def test_a_window_in_one_pass_trains_and_logs_what_stock_does(tmp_path, options)
     assert len(ours[2]) == passes
 
 
+@pytest.fixture(scope="module")
+def stock_and_ours(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    return [make_trainer(folder, cls, gradient_accumulation_steps=3) for cls in (GRPOTrainer, FusedGRPOTrainer)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 8), min_size=2, max_size=2), min_size=3, max_size=3),
+    prompts=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+    off_policy=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_a_pass_of_rows_of_any_length_has_the_gradients_of_its_micro_batches(
+    stock_and_ours, lengths, prompts, off_policy, seed
+):
+    stock, ours = stock_and_ours
+    batches = [make_inputs(rows=2, seed=seed + number) for number in range(3)]
+    some_prompts = torch.randint(3, 1000, (3, 3), generator=torch.Generator().manual_seed(seed))
+    for number, (batch, row_lengths) in enumerate(zip(batches, lengths, strict=True)):
+        batch["completion_mask"] = (torch.arange(8) < torch.tensor(row_lengths)[:, None]).long()
+        batch["prompt_ids"] = some_prompts[prompts[2 * number : 2 * number + 2]]
+        batch["prompt_mask"] = torch.ones(2, 3, dtype=torch.long)
+        batch["num_items_in_batch"] = torch.tensor(sum(map(sum, lengths)))
+        if off_policy:
+            batch["old_per_token_logps"] = torch.full((2, 8), -6.9)
+
+    def loss_and_gradients(trainer, loss_of):
+        trainer.model.train()
+        trainer.model.zero_grad()
+        trainer.current_gradient_accumulation_steps = 3
+        loss = loss_of()
+        loss.backward()
+        return loss.detach(), torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+
+    def stock_loss():
+        return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
+
+    loss, gradients = loss_and_gradients(ours, lambda: ours._loss_of_pass(ours.model, batches))
+    expected_loss, expected = loss_and_gradients(stock, stock_loss)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
+    assert (gradients - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_zero_tokens_run_every_micro_batch_alone(tmp_path):
     together, alone = (train(tmp_path, fused_pass_tokens=tokens) for tokens in (PLENTY, 0))
     assert len(alone[2]) == 4 * len(together[2])

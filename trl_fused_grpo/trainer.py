@@ -37,6 +37,9 @@ class FusedGRPOTrainer(GRPOTrainer):
     fused linear function; TRL's own `_compute_loss` turns them into the loss. With `use_liger_loss=False` it is the
     stock trainer. `use_liger_kernel=True` means the fused loss and Liger's layer kernels.
 
+    Micro-batches of an accumulation window may share a pass of the model (`fused_pass_tokens`). Those that wait for the
+    last of it return a loss of zero, which then comes with the loss of the last.
+
     Beside TRL's metrics it logs `fused/rows_recomputed`, the fraction of rows whose gradient was not as forecast.
 
     Raises:
