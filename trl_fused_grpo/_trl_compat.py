@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
+from trl.trainer.utils import use_adapter
 
 from .sampling import SamplingCorrection
 
@@ -63,6 +64,16 @@ def seam_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None
 
 # TRL >= 1.15: the host takes every family's auxiliary loss from Mixtral's function, before from the model's own forward
 AUX_LOSS_IS_MIXTRALS = hasattr(trl.trainer.utils, "add_fused_lm_head")
+
+# The methods that TRL's `_compute_loss` calls, by the version
+OBJECTIVE_METHODS = tuple(
+    name
+    for name in inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_names
+    if name != "_get_per_token_logps_and_entropies" and inspect.isfunction(getattr(GRPOTrainer, name, None))
+)
+
+# TRL < 1.15: log-probs come from the logits of the model's own forward, those of padding too; later they are zero there
+SCORES_THROUGH_LOGITS = not AUX_LOSS_IS_MIXTRALS
 
 # TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
 _RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
@@ -225,3 +236,27 @@ def host_model_inputs(
         not_the_backbones = ("labels", "logits_to_keep", "fused_lm_head", "use_cache")
         return {name: value for name, value in call.model_inputs.items() if name not in not_the_backbones}
     raise RuntimeError("the host computed log-probabilities without calling the model")
+
+
+def _tuner_layer(model: nn.Module) -> Any:
+    """The first layer of a model that PEFT adapts, or `None`."""
+    # Transformers' models have methods of this name
+    return next((m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)), None)
+
+
+def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
+    """Whether PEFT's adapters are switched off, and which are active otherwise; `None` without adapters."""
+    layer = _tuner_layer(model)
+    return None if layer is None else (bool(layer.disable_adapters), tuple(layer.active_adapters))
+
+
+@contextmanager
+def adapters_as(model: nn.Module, state: tuple[bool, tuple[str, ...]] | None) -> Generator[None, None, None]:
+    """While it lasts, a model's adapters are as [`adapter_state`] has found them at another time."""
+    if state is None or state == adapter_state(model):
+        yield
+        return
+    disabled, active = state
+    peft_model: Any = next(module for module in model.modules() if is_peft_model(module))
+    with use_adapter(peft_model, None if disabled else active[0]):
+        yield

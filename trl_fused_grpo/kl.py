@@ -11,14 +11,15 @@ from trl import GRPOTrainer
 
 from . import _trl_compat as compat
 from .batch import GRPOBatch, as_columns
+from .eligibility import replaced_objective
 from .objective import token_terms
-from .question import has_own_objective, objective_of
+from .question import objective_of
 from .reduction import token_weights
 
 
 def replaces_kl(trainer: GRPOTrainer) -> bool:
     """Whether the KL term is ours to compute; that of a subclass's own objective is not."""
-    return trainer.beta != 0.0 and objective_of(trainer).kl_estimator != "k3" and not has_own_objective(trainer)
+    return trainer.beta != 0.0 and objective_of(trainer).kl_estimator != "k3" and replaced_objective(trainer) is None
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 import trl
 from packaging.version import Version
 
-from trl_fused_grpo.window import MEANS_OVER_MICRO_BATCHES
+from trl_fused_grpo.eligibility import MEANS_OVER_MICRO_BATCHES
 
 from .case import Case
 from .errors import Errors, differing_metrics, measure
