@@ -8,8 +8,8 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.dealing import balance
-from trl_fused_grpo.sampling import SAMPLING_METRICS, SamplingCorrection
 from trl_fused_grpo.eligibility import why_not_balanced, why_old_logps_are_needed
+from trl_fused_grpo.sampling import SAMPLING_METRICS, SamplingCorrection
 
 from .oracle import relative_error
 from .tiny_training import loss_and_gradients, make_inputs, make_trainer
