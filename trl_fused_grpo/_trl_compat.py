@@ -104,6 +104,11 @@ def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     return inputs["completion_mask"] * inputs["tool_mask"]
 
 
+def temperature_of(trainer: GRPOTrainer) -> float:
+    """Temperature of the log-probs: TRL >= 1.15 gives it to the head when the trainer is made."""
+    return trainer.temperature if SCORES_THROUGH_LOGITS else trainer.args.temperature
+
+
 def window_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     """Tokens of one accumulation window per process: what DAPO, CISPO and VESPO divide by; a scalar tensor."""
     args: Any = trainer.args

@@ -14,7 +14,7 @@ from . import _trl_compat as compat
 
 # Libraries whose own wrappers, hooks and forwards leave a token's result what it is, wherever the token stands
 LIBRARIES = {"accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "torch", "transformers", "trl"}
-LIBRARIES |= {__name__.partition(".")[0]}
+_PACKAGE = __name__.partition(".")[0]
 
 # Every method of the trainer that sees a micro-batch between generation and backward
 MICRO_BATCH_METHODS = (
@@ -34,6 +34,12 @@ _GLOBAL_HOOKS = (
     torch_module._global_backward_hooks,
     torch_module._global_backward_pre_hooks,
 )
+
+
+def _is_library(home: str) -> bool:
+    """Whether a module belongs to a library or to this package, whose comparisons play the user."""
+    root, _, rest = home.partition(".")
+    return root in LIBRARIES or (root == _PACKAGE and not rest.startswith("parity"))
 
 
 def is_library_function(function: Any, stop: Any = None) -> bool:
@@ -56,7 +62,7 @@ def is_library_function(function: Any, stop: Any = None) -> bool:
         # A function's globals are those of the file that defines it; `functools.wraps` does not change them
         names = getattr(function, "__globals__", None)
         home = type(function).__module__ if names is None else names.get("__name__", "")
-        if home.partition(".")[0] not in LIBRARIES:
+        if not _is_library(home):
             return False
         function = getattr(function, "__wrapped__", None)
     return True
@@ -156,7 +162,7 @@ def _hooks(own: dict[str, Any]) -> Iterator[Any]:
 def _is_own_forward(cls: Any) -> bool:
     """Whether the forward of a library's class is a library's; a class of the user's has one of the user's."""
     home = next((base for base in cls.__mro__ if "forward" in vars(base)), cls)
-    return home.__module__.partition(".")[0] not in LIBRARIES or _is_library_forward(cls.forward)
+    return not _is_library(home.__module__) or _is_library_forward(cls.forward)
 
 
 _is_library_forward = functools.lru_cache(maxsize=4096)(is_library_function)

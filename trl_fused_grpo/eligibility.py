@@ -5,8 +5,19 @@ that nothing was replaced which could tell it from TRL's own, and is left where 
 
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+
 from . import _trl_compat as compat
-from .customisation import MICRO_BATCH_METHODS, gradient_hook, replaced_backward, replaced_method, watching_callback
+from .customisation import (
+    MICRO_BATCH_METHODS,
+    changed_head,
+    gradient_hook,
+    replaced_backward,
+    replaced_in_trl,
+    replaced_method,
+    watching_callback,
+)
 
 
 # Logged means over micro-batches, or how their names begin: they depend on the cut, which is a random one in TRL
@@ -28,6 +39,23 @@ def why_generation_is_seen(trainer: Any) -> str | None:
     """Why a generation batch may be read, or changed, by other code than TRL's before it is cut, or `None`."""
     found = replaced_method(trainer, ("_generate_and_score_completions",))
     return f"{found} may read or change generation batches" if found else None
+
+
+def why_not_fused(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel) -> str | None:
+    """
+    Why TRL's own log-prob method must run, or `None`.
+
+    Args:
+        trainer (`GRPOTrainer`): whose method was called.
+        model (`nn.Module`): the model that was given, in its wrappers.
+        causal_lm (`PreTrainedModel`): the causal language model inside.
+    """
+    found = replaced_in_trl("_get_per_token_logps_and_entropies")
+    if found is not None:
+        return f"{found} was replaced"
+    head: Any = causal_lm.get_output_embeddings()
+    found = changed_head(model, causal_lm, head.modules())
+    return f"{found} may read or change what TRL's own call returns" if found else None
 
 
 def why_padding_may_be_read(trainer: Any, is_trls_call: bool) -> str | None:

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 from . import _trl_compat as compat
 from .checkpointing import lean_checkpoints
 from .checks import check_token_ids
-from .customisation import changed_head, changed_module
+from .customisation import changed_module
 from .fused_forward import BordersIgnoredError, attach
 from .layout import LayoutName, choose, keys_may_repeat
 from .lm_head import output_projection
@@ -83,13 +83,6 @@ class Scorer:
         found = changed_module(self.unwrapped(model).modules())
         return f"{found} may depend on where a token stands" if found else None
 
-    def why_not_fused(self, model: nn.Module) -> str | None:
-        """Why TRL's own log-prob method is called for a model, or `None`."""
-        causal_lm = self.causal_lm(model)
-        head: Any = causal_lm.get_output_embeddings()
-        found = changed_head(model, causal_lm, head.modules())
-        return f"{found} may read or change what TRL's own call returns" if found else None
-
     def scores(
         self, question: Question, call: HostCall, host_seam: Callable, keeps_padding: str | None = None
     ) -> Scores:
@@ -112,7 +105,7 @@ class Scorer:
         check_token_ids(call.completion_ids, question.mask, vocab_size)
 
         options = ScoringOptions(
-            temperature=trainer.temperature,
+            temperature=compat.temperature_of(trainer),
             fp32=trainer.args.cast_lm_head_to_fp32,
             way=self.option("fused_way", "auto"),
             logits_mib=self.option("fused_logits_mib", None),

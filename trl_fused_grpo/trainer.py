@@ -17,7 +17,7 @@ from .checks import check_aux_loss, check_shapes, check_way
 from .customisation import replaced_in_trl, replaced_method
 from .dealing import balance
 from .deferral import LogpsDeferral
-from .eligibility import why_forwards_are_not_shared, why_not_balanced, why_padding_may_be_read
+from .eligibility import why_forwards_are_not_shared, why_not_balanced, why_not_fused, why_padding_may_be_read
 from .fused_forward import attach
 from .fused_linear import FusedStats
 from .kl import kl_left_out, kl_term, replaces_kl
@@ -127,7 +127,7 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     @compat.profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.use_liger_loss or return_outputs:
+        if not self.use_liger_loss or return_outputs or replaced_in_trl("compute_loss"):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return self.compute_liger_loss(model, inputs)
 
@@ -211,7 +211,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             return compat.seam_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
         is_own = replaced_method(self, ("_get_per_token_logps_and_entropies",)) is None
         is_of_loss = self._loss_inputs is not None and is_own
-        reason = self._scorer.why_not_fused(model)
+        reason = why_not_fused(self, model, self._scorer.causal_lm(model))
         if reason is not None:
             logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
             logps, entropies, *aux = trls_own()
