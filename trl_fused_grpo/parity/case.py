@@ -93,8 +93,8 @@ class Customisation:
         train (`Callable`, *optional*):
             Trains in the place of `trainer.train()`.
         forwards (`str`, *optional*):
-            `"merged"`: ours must have fewer forwards with gradient than stock, and with vLLM none without, or the case
-            proves nothing.
+            Of ours, or the case proves nothing: `"merged"`, fewer with gradient than stock's; `"once"`, these and none
+            without gradient.
     """
 
     of_class: Callable[[type], type] | None = None
@@ -102,7 +102,7 @@ class Customisation:
     of_model: Callable[[Path], Any] | None = None
     of_trainer: Callable[[Trainer], AbstractContextManager[Any] | None] | None = None
     train: Callable[[Trainer], Any] | None = None
-    forwards: Literal["merged"] | None = None
+    forwards: Literal["merged", "once"] | None = None
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ def _case(name: str, covers: str, done: Customisation, config: dict[str, Any] | 
 
 def controls() -> list[Case]:
     """Nothing is customised: forwards must be merged here, or the other cases prove nothing."""
-    merged = Customisation(forwards="merged")
+    merged, once = Customisation(forwards="merged"), Customisation(forwards="once")
     return [
         _case("control", "nothing customised: micro-batches share forwards", merged),
         _case("control-even", "the same, sequences of like lengths", Customisation(), data=PLAIN),
-        _case("control-vllm", "vLLM ratios, no pass for old log-probs", merged, VLLM, data=SAMPLED),
-        _case("control-sequence-mask", "vLLM as it comes: sequence_mask", merged, data=SAMPLED),
+        _case("control-vllm", "vLLM ratios, no pass for old log-probs", once, VLLM, data=SAMPLED),
+        _case("control-sequence-mask", "vLLM as it comes: sequence_mask", once, data=SAMPLED),
         _case("control-off-policy", "two windows of one generation batch", merged, OFF_POLICY),
         _case("control-num-iterations", "num_iterations 2", merged, {"num_iterations": 2, "max_steps": 4}),
         _case(

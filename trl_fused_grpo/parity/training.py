@@ -22,7 +22,7 @@ TRAINING = {
     "gradient_accumulation_steps": 4,
     "per_device_eval_batch_size": ROWS,
     "optim": "sgd",
-    "learning_rate": 0.05,
+    "learning_rate": 0.5,
     "lr_scheduler_type": "constant",
     "logging_steps": 1,
     "save_strategy": "no",
@@ -56,6 +56,8 @@ class Run:
     Attributes:
         change (`dict[str, torch.Tensor]`):
             By how much every parameter moved.
+        rounding (`dict[str, float]`):
+            What float32 makes of every parameter's weights as it rounds them after each step: a Euclidean norm.
         log (`list[dict[str, Any]]`):
             `state.log_history` without times and without what only the fused trainer logs.
         seen (`list`):
@@ -69,6 +71,7 @@ class Run:
     """
 
     change: dict[str, torch.Tensor] = field(default_factory=dict)
+    rounding: dict[str, float] = field(default_factory=dict)
     log: list[dict[str, Any]] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     forwards: int = 0
@@ -173,6 +176,9 @@ def _train(
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:
             run.change[name] = parameter.detach().cpu() - start[name]
+            # Uniform over a unit in the last place, which is 0.5 to 1 times eps of the weight; two trainings differ by two
+            unit = 0.75 * torch.finfo(torch.float32).eps * float(start[name].norm())
+            run.rounding[name] = unit * (2 * max(trainer.state.global_step, 1) / 12) ** 0.5
     shares = [entry["fused/rows_recomputed"] for entry in trainer.state.log_history if "fused/rows_recomputed" in entry]
     run.recomputed = sum(shares) / len(shares) if shares else None
     run.log = [_compared(entry) for entry in trainer.state.log_history]

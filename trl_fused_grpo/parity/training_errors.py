@@ -8,7 +8,8 @@ from .errors import Errors, close, measure
 from .training import Pair, Run
 
 
-UPDATE_TOLERANCE = 1e-5  # float32: the change of all weights and of each, relative to stock's
+# float32: the change of all weights and of each, relative to stock's, beside the rounding of the weights themselves
+UPDATE_TOLERANCE = 1e-5
 
 
 class Figures(Protocol):
@@ -43,18 +44,33 @@ def problems_of(case: Case, pair: Pair, figures: Figures) -> list[str]:
     problems: list[str] = []
     worst = -1.0
     for tokens, ours in pair.ours.items():
-        errors = measure([pair.stock.outcome], [ours.outcome])
-        update = _not_nan(max(errors.gradient, errors.parameters.get(errors.worst_parameter or "", 0.0)))
-        if update > worst:
-            worst = update
+        errors = update_errors(pair.stock, ours)
+        if _worst(errors) > worst:
+            worst = _worst(errors)
             _fill(figures, pair.stock, ours, errors)
         where = "" if tokens is None else f" (fused_pass_tokens={tokens})"
-        found = _problems_of_run(case, pair.stock, ours, errors, update)
+        found = _problems_of_run(case, pair.stock, ours, errors)
         problems += [problem + where for problem in found if problem not in problems]
     return problems
 
 
-def _not_nan(error: float) -> float:
+def update_errors(theirs: Run, ours: Run) -> Errors:
+    """
+    Errors of the change of weights, less what float32 loses when it rounds a weight after each step.
+
+    Where stock moves a weight by exactly nothing, any move is an infinite error.
+    """
+    errors = measure([theirs.outcome], [ours.outcome])
+    sizes = {name: float(change.double().norm()) for name, change in theirs.change.items()}
+    parameters = {
+        name: max(error - theirs.rounding[name] / sizes[name], 0.0) if sizes[name] else error
+        for name, error in errors.parameters.items()
+    }
+    return Errors(errors.loss, errors.gradient, parameters)
+
+
+def _worst(errors: Errors) -> float:
+    error = max(errors.gradient, errors.parameters.get(errors.worst_parameter or "", 0.0))
     return math.inf if math.isnan(error) else error
 
 
@@ -67,16 +83,22 @@ def _fill(figures: Figures, theirs: Run, ours: Run, errors: Errors) -> None:
     figures.recomputed, figures.layout = ours.recomputed, ours.layout
 
 
-def _problems_of_run(case: Case, theirs: Run, ours: Run, errors: Errors, update: float) -> list[str]:
+def _problems_of_run(case: Case, theirs: Run, ours: Run, errors: Errors) -> list[str]:
     problems = []
-    if not update <= UPDATE_TOLERANCE:
-        problems.append(f"update off by {errors.gradient:.1e}, of {errors.worst_parameter} by {update:.1e}")
+    if not _worst(errors) <= UPDATE_TOLERANCE:
+        worst = errors.parameters.get(errors.worst_parameter or "", 0.0)
+        problems.append(f"update off by {errors.gradient:.1e}, of {errors.worst_parameter} by {worst:.1e}")
     metrics = differing_entries(theirs.log, ours.log)
     if metrics:
         problems.append(f"metrics differ: {', '.join(metrics)}")
     seen = first_difference(theirs.seen, ours.seen)
     if seen is not None:
         problems.append(seen)
+    expected = None if case.customised is None else case.customised.forwards
+    if expected is not None and not ours.forwards < theirs.forwards:
+        problems.append(f"{ours.forwards} forwards, as many as stock's")
+    if expected == "once" and ours.forwards_without_gradient:
+        problems.append(f"{ours.forwards_without_gradient} forwards without gradient")
     return problems
 
 
