@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from . import _trl_compat as compat
-from .eligibility import why_old_logps_are_needed, why_reference_is_not_regrouped
+from .eligibility import why_generation_is_seen, why_old_logps_are_needed, why_reference_is_not_regrouped
 from .question import DEFERRED
 from .sampling import SAMPLING_METRICS, SamplingMetrics
 from .scoring import HostCall
 
+
+logger = logging.get_logger(__name__)
 
 # Computes the log-probabilities `[B, T]` of micro-batches that share a forward, without gradient
 LogpsOf = Callable[[list[dict[str, Any]], HostCall], Tensor]
@@ -50,6 +53,9 @@ class LogpsDeferral:
         """
         trainer = self.trainer
         is_training = trainer.model.training
+        seen = why_generation_is_seen(trainer)
+        if is_training and seen is not None and (trainer.use_vllm or trainer.beta != 0.0):
+            logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {seen}.")
         self.is_generating = True
         self._defers_old = is_training and skip_old and why_old_logps_are_needed(trainer, steps_left) is None
         self._defers_reference = is_training and why_reference_is_not_regrouped(trainer, layout) is None

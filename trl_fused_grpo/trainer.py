@@ -17,7 +17,13 @@ from .checks import check_aux_loss, check_shapes, check_way
 from .customisation import replaced_in_trl, replaced_method
 from .dealing import balance
 from .deferral import LogpsDeferral
-from .eligibility import why_forwards_are_not_shared, why_not_balanced, why_not_fused, why_padding_may_be_read
+from .eligibility import (
+    why_forwards_are_not_shared,
+    why_micro_batches_are_seen,
+    why_not_balanced,
+    why_not_fused,
+    why_padding_may_be_read,
+)
 from .fused_forward import attach
 from .fused_linear import FusedStats
 from .kl import kl_left_out, kl_term, replaces_kl
@@ -281,6 +287,9 @@ class FusedGRPOTrainer(GRPOTrainer):
             self._buffered_inputs = dealt = balance(batches, layout, shares_prompts)
             self._dealt = dealt is not batches
             batches = dealt
+        seen = why_micro_batches_are_seen(self)
+        if seen is not None:
+            logger.warning_once(f"Every micro-batch has a forward of its own, because {seen}.")
         limit = self._scorer.option("fused_pass_tokens", None)
         may_share = self._is_free("fused_pass_tokens" if limit else None, why_forwards_are_not_shared(self, layout))
         self._merger.plan(batches, self._planned_merges(batches, limit, shares_prompts) if may_share else [])
