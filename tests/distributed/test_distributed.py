@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from trl_fused_grpo.parity.tiny import save_checkpoint
 
 from . import batches
+from .adapters import HEADS, adapter, oracle
 from .worker import ACCUMULATION, LAUNCHES, RANKS, STEPS, Batch, Run, build, train
 
 
@@ -110,11 +111,11 @@ def _launch(launch: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def one_process(folder: Path) -> Callable[[str], tuple[dict[str, Any], Batch]]:
-    """What stock trains in this process on the rows of both ranks."""
+    """What stock trains in this process on the rows of both ranks, from dense logits where it refuses the adapter."""
 
     @cache
     def of(case: str) -> tuple[dict[str, Any], Batch]:
-        run = Run("none", case, "stock")
+        run = Run("none", case, oracle(case))
         union = batches.union(torch.load(folder / f"{run.model}.pt"))
         with mock.patch.dict(os.environ):  # the trainer leaves settings there
             return train(build(run, folder, union, use_cpu=True))
@@ -143,7 +144,8 @@ def _close(losses: list[float]) -> Any:
 @_each(("stock", "fused"))
 def test_two_processes_train_under_the_wrapper_that_was_asked_for(run: Run, outcome):
     result = outcome(run)
-    model = {"tied": "Qwen3ForCausalLM", "lora": "PeftModelForCausalLM"}.get(run.case, "LlamaForCausalLM")
+    bare = "Qwen3ForCausalLM" if run.model == "tied" else "LlamaForCausalLM"
+    model = bare if adapter(run.case) is None else "PeftModelForCausalLM"
     wrapper, parameters = {
         "ddp": ("DistributedDataParallel", ["Parameter"]),
         "fsdp1": ("FullyShardedDataParallel", ["Parameter"]),
@@ -197,6 +199,18 @@ def test_gradients_are_those_of_all_rows(run: Run, outcome, one_process):
     assert torch.tensor(ours.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
 
 
+@_each(("fused",), *HEADS)
+def test_a_head_with_an_adapter_trains_as_in_one_process(run: Run, outcome, one_process):
+    """PEFT's modules around the head gather what they hold, whichever of them the engine has wrapped."""
+    seen, moved = one_process(run.case)
+    ours = outcome(run)
+    distances = _distances(ours.moved, moved)
+    parts = ["modules_to_save.default"] if HEADS[run.case].saved else ["lora_A.default", "lora_B.default"]
+    assert [f"base_model.model.lm_head.{part}.weight" in distances for part in parts] == [True] * len(parts)
+    assert max(distances.values()) <= TOLERANCE, distances
+    assert torch.tensor(ours.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
+
+
 @_each(("fused",), "reference")
 def test_old_and_reference_passes_agree_with_stock(run: Run, outcome):
     """Passes without gradient, through the policy and through a reference model that is wrapped on its own."""
@@ -223,7 +237,7 @@ def test_mixed_precision_leaves_log_probs_in_float32(run: Run, outcome, one_proc
     assert _error(ours.moved, truth) < 1.1 * _error(theirs.moved, truth)
 
 
-@_each(("fused",), "untied", "tied", "lora")
+@_each(("fused",), "untied", "tied", "lora", *HEADS)
 def test_a_right_forecast_recomputes_nothing(run: Run, outcome):
     for rank, counts in enumerate(outcome(run).each_rank("recomputed")):
         assert all(recomputed == 0 for recomputed, _ in counts)
