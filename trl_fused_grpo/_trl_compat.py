@@ -10,8 +10,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import transformers
 import trl
+from accelerate.utils import fsdp_utils
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from packaging.version import Version
 from torch import Tensor, nn
@@ -95,6 +97,10 @@ PADDING_MATTERS = {"opt", "recurrent_gemma", *(("lfm2", "zamba2") if _TRANSFORME
 
 # accelerate before its pull request 3630 (2025): every backward steps DeepSpeed's engine, which counts them
 DEEPSPEED_STEPS_WITH_BACKWARD = "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
+
+
+# accelerate >= 1.14 has FSDP2 shard embedding and head apart, and torch >= 2.13 refuses a weight that both have
+FSDP2_FORBIDS_TIES_OF_HEADS = hasattr(fsdp_utils, "_find_final_norm") and Version(torch.__version__).release >= (2, 13)
 
 
 def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from .aux_loss import why_no_aux_loss
+from .lm_head import why_not_sharded
 from .question import objective_of
 
 
@@ -39,6 +41,21 @@ def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:
             f"router_aux_loss_coef={trainer.router_aux_loss_coef} asks for the auxiliary loss of "
             f"{type(causal_lm).__name__}, but {reason}: set router_aux_loss_coef=0.0."
         )
+
+
+def check_sharding(trainer: GRPOTrainer, causal_lm: PreTrainedModel) -> None:
+    """
+    Raise when FSDP cannot shard the output projection.
+
+    Raises:
+        `ValueError`: with the reason and what to change.
+    """
+    state = trainer.accelerator.state
+    if state.distributed_type != DistributedType.FSDP:
+        return
+    reason = why_not_sharded(causal_lm, getattr(state.fsdp_plugin, "fsdp_version", 1))
+    if reason is not None:
+        raise ValueError(f"the adapter on the output projection of {type(causal_lm).__name__} cannot train: {reason}.")
 
 
 def check_shapes(inputs: dict[str, Any]) -> None:

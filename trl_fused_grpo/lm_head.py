@@ -10,6 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from . import _trl_compat as compat
+
 
 _ADVICE = "train with use_liger_loss=False"
 
@@ -183,6 +185,29 @@ def head_modules(causal_lm: PreTrainedModel) -> list[nn.Module]:
         factors = [parts[name] for name in _adapters_in_force(layer) for parts in (layer.lora_A, layer.lora_B)]
         modules += [layer.base_layer, *factors]
     return modules
+
+
+def why_not_sharded(causal_lm: PreTrainedModel, fsdp_version: int) -> str | None:
+    """Why FSDP cannot shard the adapter on the head of a model with tied embeddings, and what to do, or `None`."""
+    head: Any = causal_lm.get_output_embeddings()
+    embedding: Any = causal_lm.get_input_embeddings()
+    if not all(parameter.is_contiguous() for parameter in head.parameters()):
+        reason = "ensure_weight_tying=True transposes LoRA's factors, which FSDP2 cannot shard: leave it out"
+        return reason if fsdp_version == 2 else None
+    copy = _saved_module(head)
+    if copy is head:
+        return None
+    if copy.weight is embedding.weight:
+        reason = "FSDP1 shards the embedding and the head, which train one weight, apart: use FSDP2"
+        return reason if fsdp_version == 1 else None
+    if fsdp_version == 1 or not compat.FSDP2_FORBIDS_TIES_OF_HEADS:
+        return None
+    if head.original_module.weight is getattr(embedding, "original_module", embedding).weight:
+        return (
+            "FSDP2 shards the embedding and the head apart, but the frozen weight beside the trained copy is the "
+            "embedding's: set ensure_weight_tying=True, use LoRA on lm_head, or train with DeepSpeed"
+        )
+    return None
 
 
 def has_adapter(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _trl_compat as compat
-from .checks import check_aux_loss, check_shapes, check_way
+from .checks import check_aux_loss, check_shapes, check_sharding, check_way
 from .customisation import replaced_in_trl, replaced_method
 from .dealing import balance
 from .deferral import LogpsDeferral
@@ -93,6 +93,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             super().__init__(*args, **kwargs)
         check_way(self, self._scorer.option("fused_way", "auto"))
         check_aux_loss(self, self._scorer.causal_lm(self.model))
+        check_sharding(self, self._scorer.causal_lm(self.model))
         if layer_kernels:
             compat.apply_liger_layer_kernels(self._scorer.causal_lm(self.model), config)
         policies: tuple[Any, ...] = (self.model, self.ref_model)

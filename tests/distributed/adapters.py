@@ -21,6 +21,8 @@ class Head:
             Whether the loss has a KL term towards the model with its adapters disabled.
         keeps_activations (`bool`):
             Whether gradient checkpointing is off.
+        together (`bool`):
+            Whether the embedding that is tied to it gets the same adapter (`ensure_weight_tying=True`).
         flat (`bool`):
             Whether FSDP1 trains flat parameters (`use_orig_params=False`).
     """
@@ -29,6 +31,7 @@ class Head:
     tied: bool = False
     refers: bool = False
     keeps_activations: bool = False
+    together: bool = False
     flat: bool = False
 
 
@@ -40,21 +43,26 @@ HEADS = {
     "saved-head-tied": Head(saved=True, tied=True),
     "saved-head-flat": Head(saved=True, flat=True, refers=True),
 }
+TOGETHER = {
+    "lora-head-together": Head(tied=True, together=True),
+    "saved-head-together": Head(saved=True, tied=True, together=True),
+}
 
 
 def adapter(case: str) -> Any:
     """The PEFT configuration of a case, or `None`."""
-    if case != "lora" and case not in HEADS:
+    head = HEADS.get(case) or TOGETHER.get(case)
+    if case != "lora" and head is None:
         return None
     from peft import LoraConfig
 
-    head = HEADS.get(case)
     targets, saved = ["q_proj", "v_proj"], None
     if head:
         targets, saved = (targets, ["lm_head"]) if head.saved else ([*targets, "lm_head"], None)
+    options = {"ensure_weight_tying": True} if head and head.together else {}
     # Neither factor starts at zero, so both get a gradient
     return LoraConfig(
-        r=4, target_modules=targets, modules_to_save=saved, init_lora_weights=False, task_type="CAUSAL_LM"
+        r=4, target_modules=targets, modules_to_save=saved, init_lora_weights=False, task_type="CAUSAL_LM", **options
     )
 
 

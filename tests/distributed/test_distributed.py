@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trl_fused_grpo import _trl_compat as compat
 from trl_fused_grpo.parity.tiny import save_checkpoint
 
 from . import batches
-from .adapters import HEADS, adapter, oracle
-from .worker import ACCUMULATION, LAUNCHES, RANKS, STEPS, Batch, Run, build, train
+from .adapters import HEADS, TOGETHER, adapter, oracle
+from .worker import ACCUMULATION, LAUNCHES, RANKS, REFUSED, STEPS, Batch, Run, build, train
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -42,7 +44,7 @@ def _each(trainers: tuple[str, ...], *cases: str) -> pytest.MarkDecorator:
             pytest.param(run, id=run.name, marks=_NEEDS_DEEPSPEED if launch == "deepspeed" else ())
             for launch, runs in LAUNCHES.items()
             for run in runs
-            if run.trainer in trainers and run.case in (cases or (run.case,))
+            if run.trainer in trainers and run.case in (cases or (run.case,)) and run not in REFUSED
         ],
     )
 
@@ -209,6 +211,23 @@ def test_a_head_with_an_adapter_trains_as_in_one_process(run: Run, outcome, one_
     assert [f"base_model.model.lm_head.{part}.weight" in distances for part in parts] == [True] * len(parts)
     assert max(distances.values()) <= TOLERANCE, distances
     assert torch.tensor(ours.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.name) for run in REFUSED if run.trainer == "fused"])
+def test_what_an_engine_cannot_train_is_refused_in_the_constructor(run: Run, outcome):
+    """Whichever the trainer: with logits in the place of the fused head it fails once training has started."""
+    if (
+        "ensure_weight_tying" not in pytest.importorskip("peft").LoraConfig.__dataclass_fields__
+        and "together" in run.case
+    ):
+        pytest.skip("this PEFT does not tie adapters")
+    if run.case == "saved-head-tied" and not compat.FSDP2_FORBIDS_TIES_OF_HEADS:
+        pytest.skip("torch and Accelerate take it")
+    ours, theirs = outcome(run), outcome(run, "dense")
+    assert theirs.each_rank("was_built") == [True] * RANKS
+    assert ours.each_rank("was_built") == [False] * RANKS
+    for error in ours.each_rank("error"):
+        assert re.match(r"ValueError: the adapter on the output projection of \w+ cannot train: .*FSDP.*: .", error)
 
 
 @_each(("fused",), "reference")

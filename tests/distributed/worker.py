@@ -32,7 +32,7 @@ from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, eligibility
 from trl_fused_grpo import _trl_compat as compat
 from trl_fused_grpo.parity.tiny import PAD_ID, tokenizer
 
-from .adapters import HEADS, Head, adapter, adapters_disabled, dense_log_probs
+from .adapters import HEADS, TOGETHER, Head, adapter, adapters_disabled, dense_log_probs
 from .wrong_forecast import misled
 
 
@@ -57,7 +57,8 @@ class Run:
         case (`str`):
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer's own passes
             give old and reference log-probs; `"bf16"`: the same under mixed precision; `"window"`: the host cuts the
-            micro-batches itself, and those of a window share a pass. Or one of [`adapters.HEADS`].
+            micro-batches itself, and those of a window share a pass. Or one of [`adapters.HEADS`] and
+            [`adapters.TOGETHER`].
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, or `"misled"`: fused, and
             rank 1 alone is given a wrong forecast.
@@ -73,7 +74,7 @@ class Run:
 
     @property
     def head(self) -> Head | None:
-        return HEADS.get(self.case)
+        return HEADS.get(self.case) or TOGETHER.get(self.case)
 
     @property
     def model(self) -> str:
@@ -93,6 +94,17 @@ def _heads(backend: str, *cases: str) -> list[Run]:
     return [Run(backend, case, "fused") for case in cases]
 
 
+# What the engine cannot train, whichever the trainer
+REFUSED = [
+    Run(backend, case, trainer)
+    for backend, case in (
+        ("fsdp2", "saved-head-tied"),
+        ("fsdp2", "lora-head-together"),
+        ("fsdp1", "saved-head-together"),
+    )
+    for trainer in ("dense", "fused")
+]
+
 # DDP first: Accelerate leaves in the environment that FSDP was used
 LAUNCHES = {
     "torch": [
@@ -103,6 +115,7 @@ LAUNCHES = {
         *_runs("fsdp1", "untied", "reference", "window", misled=("untied",)),
         *_heads("fsdp1", *HEADS),
         *_runs("fsdp2", "bf16"),
+        *REFUSED,
     ],
     "deepspeed": [
         *_runs("zero3", "untied", "tied", "reference", "lora", "window", misled=("untied", "tied")),
@@ -314,11 +327,10 @@ def _deepspeed_config(stage: int) -> dict[str, Any]:
     }
 
 
-def main(launch: str, folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=HANG)
-    rank = dist.get_rank()
-    for run in LAUNCHES[launch]:
-        batches = torch.load(folder / f"{run.model}.pt")[rank]
+def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
+    batches = torch.load(folder / f"{run.model}.pt")[rank]
+    trainer = None
+    try:
         trainer = build(run, folder, batches, **_launcher_options(run))
         shared = mock.patch.object(eligibility, "why_micro_batches_are_seen", return_value=None)
         with ExitStack() as stack:
@@ -326,7 +338,18 @@ def main(launch: str, folder: Path) -> None:
                 stack.enter_context(misled())
             if run.case == "window":  # what feeds the trainer replaced its methods, but reads nothing
                 stack.enter_context(shared)
-            seen, moved = train(trainer)
+            return train(trainer)
+    except Exception as error:
+        if run not in REFUSED:
+            raise
+        return {"error": f"{type(error).__name__}: {error}", "was_built": trainer is not None}, {}
+
+
+def main(launch: str, folder: Path) -> None:
+    dist.init_process_group("gloo", timeout=HANG)
+    rank = dist.get_rank()
+    for run in LAUNCHES[launch]:
+        seen, moved = _train(run, folder, rank)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, seen)
         if rank == 0:
