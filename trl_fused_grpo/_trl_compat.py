@@ -18,17 +18,20 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
 
 from .sampling import SamplingCorrection
 
 
+logger = logging.get_logger(__name__)
+
 OLDEST_TRL, NEWEST_TRL = Version("0.27.2"), Version("1.16.0")
 TRL = Version(Version(trl.__version__).base_version)
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 
-# What this package overrides, calls or reads of its hosts and would miss: names, by the TRL from which on they are there
+# Names that this package overrides, calls or reads of its hosts, by the TRL from which on they are there
 METHODS = (
     "__init__",
     "train",
@@ -131,8 +134,20 @@ def seam_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None
     return (logps, entropies, aux_loss) if SEAM_RETURNS_AUX_LOSS else (logps, entropies)
 
 
-# TRL >= 1.15: the host takes every family's auxiliary loss from Mixtral's function, before from the model's own forward
-AUX_LOSS_IS_MIXTRALS = hasattr(trl.trainer.utils, "add_fused_lm_head")
+# TRL >= 1.15: the host has a fused head of its own, whose entropies always carry a gradient
+_HAS_FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
+# With it, it takes every family's auxiliary loss from Mixtral's function, before from the model's own forward
+AUX_LOSS_IS_MIXTRALS = _HAS_FUSED_HEAD
+
+
+def host_entropies(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor | None:
+    """
+    Entropies with a gradient where the host's have one: from TRL 1.15 on always, from 1.8 on with an entropy bonus,
+    before never.
+    """
+    carry = _HAS_FUSED_HEAD or getattr(trainer, "_entropy_bonus_enabled", False)
+    return entropies if entropies is None or carry else entropies.detach()
+
 
 # TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
 _RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
@@ -271,6 +286,15 @@ def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model, **config)
+
+
+def leave_layers(args: Any) -> None:
+    """Train with the fused loss alone where `use_liger_kernel` asks for layer kernels that cannot run. Told once."""
+    logger.warning_once(
+        "use_liger_kernel=True: the loss is fused, but the model's layers stay as they are, because Liger's kernels "
+        "for them need a GPU."
+    )
+    args.use_liger_loss, args.use_liger_kernel = True, False
 
 
 class _HostCallError(Exception):

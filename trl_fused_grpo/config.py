@@ -97,9 +97,9 @@ class FusedGRPOConfig(GRPOConfig):
             `"packed"` (all sequences of a micro-batch in one row without padding), `"aligned"` (rows shifted left and
             cut to the longest) or `"host"` (as TRL pads them); `"auto"` takes the first that the model allows. Forcing
             one that it does not allow raises.
-        fused_skip_old_logps (`bool`, *optional*, defaults to `True`):
+        fused_skip_old_logps (`bool`, *optional*):
             With vLLM and on-policy steps, take the importance ratio from the training pass instead of computing old
-            log-probs in a forward of their own.
+            log-probs in a forward of their own. Defaults to where that is possible; `True` also tells where it is not.
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed micro-batch through the model once. Needs
             `attn_implementation="sdpa"`.
@@ -116,7 +116,8 @@ class FusedGRPOConfig(GRPOConfig):
             metric then covers the others only.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
-            than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`.
+            than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
+            `use_bias_correction_kl` makes `k4` of `k1` and `k2_bias_corrected` of `k2`.
     """
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})
@@ -132,8 +133,9 @@ class FusedGRPOConfig(GRPOConfig):
         default="auto",
         metadata={"help": "Layout of the rows.", "choices": ["auto", "packed", "aligned", "host"]},
     )
-    fused_skip_old_logps: bool = field(
-        default=True, metadata={"help": "Take vLLM's importance ratio from the training pass when on-policy."}
+    fused_skip_old_logps: bool | None = field(
+        default=None,
+        metadata={"help": "Take vLLM's importance ratio from the training pass (default: where that is possible)."},
     )
     fused_share_prompts: bool = field(
         default=True, metadata={"help": "Run a prompt through the model once for its completions in a micro-batch."}

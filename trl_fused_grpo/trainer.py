@@ -10,7 +10,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _trl_compat as compat
-from .checks import check_aux_loss, check_shapes, check_way
+from .checks import check_aux_loss, check_kl_estimator, check_shapes, check_way, tell_what_has_no_effect
 from .dealing import balance
 from .fused_forward import attach
 from .fused_linear import FusedStats
@@ -67,19 +67,18 @@ class FusedGRPOTrainer(GRPOTrainer):
         self._dealt = False
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
+            check_kl_estimator(self)
             return
-        if layer_kernels and not torch.cuda.is_available():
-            raise ValueError(
-                "use_liger_kernel=True also replaces the model's layers by Triton ones, which need a GPU: set "
-                "use_liger_loss=True instead to fuse the loss alone."
-            )
         if isinstance(model, PreTrainedModel):
             output_projection(model)  # before the host fails on it with less to say
         with compat.liger_flag_lowered(config), compat.adapter_on_head_allowed():
             super().__init__(*args, **kwargs)
         check_way(self, self._scorer.option("fused_way", "auto"))
         check_aux_loss(self, self._scorer.causal_lm(self.model))
-        if layer_kernels:
+        check_kl_estimator(self)
+        if layer_kernels and self.accelerator.device.type == "cpu":
+            compat.leave_layers(config)
+        elif layer_kernels:
             compat.apply_liger_layer_kernels(self._scorer.causal_lm(self.model), config)
         policies: tuple[Any, ...] = (self.model, self.ref_model)
         for policy in policies:
@@ -91,6 +90,7 @@ class FusedGRPOTrainer(GRPOTrainer):
                         "target_modules, or set cast_lm_head_to_fp32=False."
                     )
                 attach(self._scorer.causal_lm(policy))
+        tell_what_has_no_effect(self, lambda: self._scorer.layout(self.model))
 
     @property
     def fused_stats(self) -> FusedStats:
@@ -216,7 +216,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             completion_mask = attention_mask[:, -logits_to_keep:]
             question = Question(torch.ones_like(completion_mask) if padding_counts(self) else completion_mask)
             scores = self._scorer.scores(question, call, host_seam)
-        return compat.seam_result(scores.logps, scores.entropies, scores.aux_loss)
+        return compat.seam_result(scores.logps, compat.host_entropies(self, scores.entropies), scores.aux_loss)
 
     def _finish_loss_pass(self, loss_pass: LossPass, scores: Scores) -> None:
         """Give the host the importance ratio that generation left out, before it reads it."""
@@ -240,7 +240,8 @@ class FusedGRPOTrainer(GRPOTrainer):
             self._sampling_metrics = SamplingMetrics()
 
     def _generate_and_score_completions(self, inputs):
-        defers = self.use_liger_loss and self.model.training and self._scorer.option("fused_skip_old_logps", True)
+        may_skip = self._scorer.option("fused_skip_old_logps", None) is not False
+        defers = self.use_liger_loss and self.model.training and may_skip
         if not defers or why_old_logps_are_needed(self) is not None:
             return super()._generate_and_score_completions(inputs)
         metrics = self._metrics["train"]
