@@ -6,7 +6,7 @@ when.
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -90,7 +90,7 @@ def check_host(trainer_class: type = GRPOTrainer, version: Version = TRL) -> Non
 def _missing(trainer_class: type, version: Version) -> list[str]:
     """What is gone of the hosts, in words."""
 
-    def expected(names: dict[str, tuple[str, ...]]) -> list[str]:
+    def expected(names: Mapping[str, tuple[str, ...]]) -> list[str]:
         return [name for since, group in names.items() if Version(since) <= version for name in group]
 
     used = _names_used(trainer_class)
