@@ -125,7 +125,7 @@ class OwnObjective(FusedGRPOTrainer):
 def test_an_estimator_that_would_not_be_trained_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"use_liger_loss=False.*kl_estimator='k1'.*use_liger_loss=True"):
         make_trainer(tmp_path, beta=0.1, kl_estimator="k1", use_liger_loss=False)
-    with pytest.raises(ValueError, match=r"kl_estimator='k1' does not reach a _compute_loss of your own"):
+    with pytest.raises(ValueError, match=r"kl_estimator='k1' does not reach .*_compute_loss"):
         make_trainer(tmp_path, OwnObjective, beta=0.1, kl_estimator="k1")
     make_trainer(tmp_path, OwnObjective, beta=0.1, kl_estimator="k3")
 

@@ -158,7 +158,7 @@ def test_the_constructor_refuses_a_forced_forecast_and_says_what_to_change(tmp_p
 
 
 def test_a_forced_forecast_does_not_go_with_an_objective_of_ones_own(tmp_path):
-    with pytest.raises(ValueError, match="a _compute_loss of your own"):
+    with pytest.raises(ValueError, match="_compute_loss"):
         make_trainer(tmp_path, OwnObjective, fused_way="forecast")
 
 
@@ -193,7 +193,7 @@ def test_old_log_probs_of_a_schedule_that_needs_them_are_told_with_the_reason(tm
         ({"top_entropy_quantile": 0.5}, "entropy quantile"),
         ({"fused_layout": "aligned"}, "'aligned'"),
         ({"entropy_coef": 0.1}, "entropy bonus"),
-        ({"cls": OwnObjective}, "_compute_loss of your own"),
+        ({"cls": OwnObjective}, "_compute_loss"),
     ],
     ids=["acts", "kl", "quantile", "aligned", "bonus", "own objective"],
 )

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
+from trl.trainer.utils import use_adapter
 
 from .sampling import SamplingCorrection
 
@@ -36,6 +37,7 @@ METHODS = (
     "__init__",
     "train",
     "training_step",
+    "get_batch_samples",
     "compute_loss",
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
@@ -149,6 +151,16 @@ def host_entropies(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor | N
     return entropies if entropies is None or carry else entropies.detach()
 
 
+# The methods that TRL's `_compute_loss` calls, by the version
+OBJECTIVE_METHODS = tuple(
+    name
+    for name in inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_names
+    if name != "_get_per_token_logps_and_entropies" and inspect.isfunction(getattr(GRPOTrainer, name, None))
+)
+
+# TRL < 1.15: log-probs come from the logits of the model's own forward, those of padding too; later they are zero there
+SCORES_THROUGH_LOGITS = not AUX_LOSS_IS_MIXTRALS
+
 # TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
 _RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
 # TRL 1.8 and 1.9: the entropy bonus of DAPO, CISPO and VESPO shares the policy term's normalizer
@@ -176,6 +188,11 @@ def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     if "tool_mask" not in inputs or (_TOOL_MASK_NEEDS_TOOLS and not trainer.tools):
         return inputs["completion_mask"]
     return inputs["completion_mask"] * inputs["tool_mask"]
+
+
+def temperature_of(trainer: GRPOTrainer) -> float:
+    """Temperature of the log-probs: TRL >= 1.15 gives it to the head when the trainer is made."""
+    return trainer.temperature if SCORES_THROUGH_LOGITS else trainer.args.temperature
 
 
 def window_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
@@ -319,3 +336,27 @@ def host_model_inputs(
         not_the_backbones = ("labels", "logits_to_keep", "fused_lm_head", "use_cache")
         return {name: value for name, value in call.model_inputs.items() if name not in not_the_backbones}
     raise RuntimeError("the host computed log-probabilities without calling the model")
+
+
+def _tuner_layer(model: nn.Module) -> Any:
+    """The first layer of a model that PEFT adapts, or `None`."""
+    # Transformers' models have methods of this name
+    return next((m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)), None)
+
+
+def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
+    """Whether PEFT's adapters are switched off, and which are active otherwise; `None` without adapters."""
+    layer = _tuner_layer(model)
+    return None if layer is None else (bool(layer.disable_adapters), tuple(layer.active_adapters))
+
+
+@contextmanager
+def adapters_as(model: nn.Module, state: tuple[bool, tuple[str, ...]] | None) -> Generator[None, None, None]:
+    """While it lasts, a model's adapters are as [`adapter_state`] has found them at another time."""
+    if state is None or state == adapter_state(model):
+        yield
+        return
+    disabled, active = state
+    peft_model: Any = next(module for module in model.modules() if is_peft_model(module))
+    with use_adapter(peft_model, None if disabled else active[0]):
+        yield

@@ -9,9 +9,9 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from .aux_loss import why_no_aux_loss
+from .eligibility import replaced_objective, why_old_logps_are_needed
 from .kl import estimator_in_force
-from .question import has_own_objective, objective_of, padding_counts
-from .window import why_old_logps_are_needed
+from .question import objective_of, padding_counts
 
 
 logger = logging.get_logger(__name__)
@@ -38,8 +38,9 @@ def why_no_forecast(trainer: GRPOTrainer) -> str | None:
     """
     args: Any = trainer.args
     objective = objective_of(trainer)
-    if has_own_objective(trainer):
-        return "what a _compute_loss of your own does to it is not known: remove it"
+    found = replaced_objective(trainer)
+    if found is not None:
+        return f"what {found} does to it is not known: remove it"
     if objective.off_policy_mask_threshold is not None:
         return "the off-policy mask looks at whole sequences: set off_policy_mask_threshold=None"
     if objective.top_entropy_quantile < 1.0:
@@ -62,7 +63,9 @@ def why_no_forecast(trainer: GRPOTrainer) -> str | None:
             else f"gradient_accumulation_steps to a multiple of steps_per_generation * num_iterations, {generation}"
         )
         return f"{what} looks at whole sequences where old log-probs are given: set {change}, or another objective"
-    may_skip = getattr(args, "fused_skip_old_logps", None) is not False and why_old_logps_are_needed(trainer) is None
+    may_skip = (
+        getattr(args, "fused_skip_old_logps", None) is not False and why_old_logps_are_not_skipped(trainer) is None
+    )
     if is_corrected and may_skip and trainer.vllm_importance_sampling_mode.startswith("sequence"):
         return (
             f"the ratio of vllm_importance_sampling_mode={trainer.vllm_importance_sampling_mode!r} is one of a whole "
@@ -75,7 +78,7 @@ def why_old_logps_are_not_skipped(trainer: GRPOTrainer) -> str | None:
     """Why `fused_skip_old_logps` cannot act, or `None`."""
     if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
         return "it is about vLLM's importance-sampling correction, which is off"
-    return why_old_logps_are_needed(trainer)
+    return why_old_logps_are_needed(trainer, trainer.args.gradient_accumulation_steps)
 
 
 def why_dead_sequences_are_not_skipped(trainer: GRPOTrainer, layout: str) -> str | None:
@@ -130,10 +133,9 @@ def check_kl_estimator(trainer: Any) -> None:
             f"use_liger_loss=False trains with TRL's own KL term, not with kl_estimator={name!r}: set "
             "use_liger_loss=True, or kl_estimator='k3'."
         )
-    elif has_own_objective(trainer):
+    elif (found := replaced_objective(trainer)) is not None:
         raise ValueError(
-            f"kl_estimator={name!r} does not reach a _compute_loss of your own, which computes its KL term itself: set "
-            "kl_estimator='k3'."
+            f"kl_estimator={name!r} does not reach {found}, which computes its KL term itself: set kl_estimator='k3'."
         )
     elif (computed := estimator_in_force(objective_of(trainer))) != name:
         logger.warning_once(

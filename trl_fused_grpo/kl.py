@@ -11,8 +11,9 @@ from trl import GRPOTrainer
 
 from . import _trl_compat as compat
 from .batch import GRPOBatch, as_columns
+from .eligibility import replaced_objective
 from .objective import GRPOObjective, token_terms
-from .question import has_own_objective, objective_of
+from .question import objective_of
 from .reduction import token_weights
 
 
@@ -26,8 +27,9 @@ def replaces_kl(trainer: GRPOTrainer) -> bool:
     name = objective_of(trainer).kl_estimator
     if trainer.beta == 0.0 or name == "k3":
         return False
-    if has_own_objective(trainer):
-        raise ValueError(f"kl_estimator={name!r} does not reach a _compute_loss of your own: set kl_estimator='k3'.")
+    found = replaced_objective(trainer)
+    if found is not None:
+        raise ValueError(f"kl_estimator={name!r} does not reach {found}: set kl_estimator='k3'.")
     return True
 
 

@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 from . import _trl_compat as compat
 from .checkpointing import lean_checkpoints
 from .checks import check_token_ids, vocab_size_of
+from .customisation import changed_module
 from .fused_forward import BordersIgnoredError, attach
 from .layout import LayoutName, choose, keys_may_repeat
 from .lm_head import output_projection
@@ -20,6 +21,8 @@ from .scoring import HostCall, Question, Scores, ScoringOptions, score
 
 
 logger = logging.get_logger(__name__)
+
+_FORCE = 'If it does not, fused_layout="packed" asks for rows without padding all the same.'
 
 
 class Scorer:
@@ -53,18 +56,36 @@ class Scorer:
         """Whether a prompt stands in a packed row once."""
         return self.option("fused_share_prompts", True) and keys_may_repeat(self.causal_lm(model))
 
-    def layout(self, model: nn.Module, is_multimodal: bool = False) -> LayoutName:
+    def layout(self, model: nn.Module, is_multimodal: bool = False, keeps_padding: str | None = None) -> LayoutName:
         """
         The layout of a model's rows: the one asked for, or the first that the model allows.
+
+        Args:
+            model (`nn.Module`): the model, in its wrappers or bare.
+            is_multimodal (`bool`): whether there are images.
+            keeps_padding (`str`, *optional*): a reason to keep TRL's padding unless another layout is asked for.
 
         Raises:
             `ValueError`: when the one asked for is not allowed, with the reason.
         """
         conditions = (is_multimodal, padding_counts(self.trainer), self.borders_ignored)
         unwrapped, causal_lm = self.unwrapped(model), self.causal_lm(model)
-        return choose(self.option("fused_layout", "auto"), unwrapped, causal_lm, *conditions)
+        wanted = self.option("fused_layout", "auto")
+        if wanted == "auto":
+            reason = keeps_padding or self.why_rows_are_seen(model)
+            if reason is not None:
+                logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_FORCE}")
+                return "host"
+        return choose(wanted, unwrapped, causal_lm, *conditions)
 
-    def scores(self, question: Question, call: HostCall, host_seam: Callable) -> Scores:
+    def why_rows_are_seen(self, model: nn.Module) -> str | None:
+        """Why the user's own code may see how rows are laid out in a model, or `None`."""
+        found = changed_module(self.unwrapped(model).modules())
+        return f"{found} may depend on where a token stands" if found else None
+
+    def scores(
+        self, question: Question, call: HostCall, host_seam: Callable, keeps_padding: str | None = None
+    ) -> Scores:
         """
         Log-probabilities of a batch, and what else the host asks for.
 
@@ -72,6 +93,7 @@ class Scorer:
             question ([`Question`]): which positions of the batch.
             call ([`HostCall`]): the host's call.
             host_seam (`Callable`): the host's own method for it, which knows how images go with rows.
+            keeps_padding (`str`, *optional*): see [`layout`].
         """
         trainer = self.trainer
         unwrapped = self.unwrapped(call.model)
@@ -81,11 +103,11 @@ class Scorer:
         check_token_ids(call.completion_ids, question.mask, vocab_size)
 
         options = ScoringOptions(
-            temperature=trainer.temperature,
+            temperature=compat.temperature_of(trainer),
             fp32=trainer.args.cast_lm_head_to_fp32,
             way=self.option("fused_way", "auto"),
             logits_mib=self.option("fused_logits_mib", None),
-            layout=self.layout(unwrapped, bool(call.multimodal)),
+            layout=self.layout(call.model, bool(call.multimodal), keeps_padding),
             share_prompts=self.shares_prompts(unwrapped),
         )
         rows = (call.input_ids, call.attention_mask, call.logits_to_keep, call.multimodal)

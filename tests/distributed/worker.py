@@ -11,11 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, eligibility
 from trl_fused_grpo.parity.tiny import PAD_ID, tokenizer
 
 from .wrong_forecast import misled
@@ -104,6 +105,7 @@ class Fed(GRPOTrainer):
         self.losses: list[float] = []
         self.passes: list[list] = []
         self.recomputed: list[tuple[int, int]] = []
+        self.waited: list[bool] = []
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
         return join(self.batches[self._step : self._step + ACCUMULATION])
@@ -133,6 +135,7 @@ class Fed(GRPOTrainer):
         loss = super().training_step(*args, **kwargs)
         self.losses.append(loss.item())
         if isinstance(self, FusedGRPOTrainer):
+            self.waited.append(self._merger.is_waiting)
             self.recomputed.append((self.fused_stats.recomputed, self.fused_stats.rows))
         return loss
 
@@ -222,6 +225,7 @@ def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "passes": trainer.passes,
         "recomputed": trainer.recomputed,
+        "waited": trainer.waited,
     }
     return seen, moved
 
@@ -294,7 +298,12 @@ def main(launch: str, folder: Path) -> None:
     for run in LAUNCHES[launch]:
         batches = torch.load(folder / f"{run.model}.pt")[rank]
         trainer = build(run, folder, batches, **_launcher_options(run))
-        with misled() if run.trainer == "misled" and rank == 1 else nullcontext():
+        shared = mock.patch.object(eligibility, "why_micro_batches_are_seen", return_value=None)
+        with ExitStack() as stack:
+            if run.trainer == "misled" and rank == 1:
+                stack.enter_context(misled())
+            if run.case == "window":  # what feeds the trainer replaced its methods, but reads nothing
+                stack.enter_context(shared)
             seen, moved = train(trainer)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, seen)

@@ -13,7 +13,7 @@ import torch
 import trl
 from packaging.version import Version
 
-from trl_fused_grpo.window import MEANS_OVER_MICRO_BATCHES
+from trl_fused_grpo.eligibility import MEANS_OVER_MICRO_BATCHES
 
 from .case import Case
 from .errors import Errors, differing_metrics, measure
@@ -30,6 +30,8 @@ from .trainers import (
     stock_liger,
     weights,
 )
+from .training import run_both
+from .training_errors import problems_of
 
 
 TOLERANCE = 1e-5  # float32: loss and every gradient, relative to stock
@@ -128,7 +130,10 @@ def compare(case: Case, settings: Settings) -> Result:
             raise SkippedError(f"needs TRL {case.since}")
         if settings.dtype == torch.bfloat16 and not case.smooth:
             raise SkippedError("bfloat16 decides the routing of experts by rounding")
+        if settings.dtype == torch.bfloat16 and case.customised is not None:
+            raise SkippedError("trainings are compared in float32")
         runner = _compare_bfloat16 if settings.dtype == torch.bfloat16 else _compare_float32
+        runner = _compare_training if case.customised is not None else runner
         problems = runner(case, settings, result)
         result.verdict, result.reason = "different" if problems else "equal", "; ".join(problems)
     except SkippedError as missing:
@@ -142,6 +147,10 @@ def compare(case: Case, settings: Settings) -> Result:
 def _describe(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({place.filename.rpartition('/')[2]}:{place.lineno})"
+
+
+def _compare_training(case: Case, settings: Settings, result: Result) -> list[str]:
+    return problems_of(case, run_both(case, settings), result)
 
 
 def _compare_float32(case: Case, settings: Settings, result: Result) -> list[str]:
