@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 
 from . import _trl_compat as compat
 from .checkpointing import lean_checkpoints
-from .checks import check_token_ids
+from .checks import check_token_ids, vocab_size_of
 from .customisation import changed_module
 from .fused_forward import BordersIgnoredError, attach
 from .layout import LayoutName, choose, keys_may_repeat
@@ -99,9 +99,7 @@ class Scorer:
         unwrapped = self.unwrapped(call.model)
         causal_lm = self.causal_lm(unwrapped)
         attach(causal_lm)
-        head: Any = output_projection(causal_lm)
-        # Between forwards the weight may be a shard
-        vocab_size = getattr(head, "out_features", head.weight.shape[0])
+        vocab_size = vocab_size_of(output_projection(causal_lm), causal_lm)
         check_token_ids(call.completion_ids, question.mask, vocab_size)
 
         options = ScoringOptions(

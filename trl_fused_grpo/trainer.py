@@ -13,7 +13,14 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _trl_compat as compat
-from .checks import check_aux_loss, check_shapes, check_sharding, check_way
+from .checks import (
+    check_aux_loss,
+    check_kl_estimator,
+    check_shapes,
+    check_sharding,
+    check_way,
+    tell_what_has_no_effect,
+)
 from .customisation import replaced_in_trl, replaced_method
 from .dealing import balance
 from .deferral import LogpsDeferral
@@ -81,12 +88,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         self._dealt = False
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
+            check_kl_estimator(self)
             return
-        if layer_kernels and not torch.cuda.is_available():
-            raise ValueError(
-                "use_liger_kernel=True also replaces the model's layers by Triton ones, which need a GPU: set "
-                "use_liger_loss=True instead to fuse the loss alone."
-            )
         if isinstance(model, PreTrainedModel):
             output_projection(model)  # before the host fails on it with less to say
         with compat.liger_flag_lowered(config), compat.adapter_on_head_allowed():
@@ -94,7 +97,10 @@ class FusedGRPOTrainer(GRPOTrainer):
         check_way(self, self._scorer.option("fused_way", "auto"))
         check_aux_loss(self, self._scorer.causal_lm(self.model))
         check_sharding(self, self._scorer.causal_lm(self.model))
-        if layer_kernels:
+        check_kl_estimator(self)
+        if layer_kernels and self.accelerator.device.type == "cpu":
+            compat.leave_layers(config)
+        elif layer_kernels:
             compat.apply_liger_layer_kernels(self._scorer.causal_lm(self.model), config)
         policies: tuple[Any, ...] = (self.model, self.ref_model)
         for policy in policies:
@@ -106,6 +112,7 @@ class FusedGRPOTrainer(GRPOTrainer):
                         "target_modules, or set cast_lm_head_to_fp32=False."
                     )
                 attach(self._scorer.causal_lm(policy))
+        tell_what_has_no_effect(self, lambda: self._scorer.layout(self.model))
 
     @property
     def fused_stats(self) -> FusedStats:
@@ -232,7 +239,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         if is_of_loss:
             self._loss_logps = scores.logps
             self._deferral.fill_ratio(self._loss_inputs[1], scores.logps, self._step)
-        return compat.seam_result(scores.logps, scores.entropies, scores.aux_loss)
+        return compat.seam_result(scores.logps, compat.host_entropies(self, scores.entropies), scores.aux_loss)
 
     def _loss_scores(self, call: HostCall, host_method: Callable) -> Scores:
         """The log-probabilities of the micro-batch whose loss TRL computes, and those that share its forward."""
@@ -259,7 +266,7 @@ class FusedGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if not self.use_liger_loss:
             return super()._generate_and_score_completions(inputs)
-        skip_old = self._scorer.option("fused_skip_old_logps", True)
+        skip_old = self._scorer.option("fused_skip_old_logps", None) is not False
         deferral = self._deferral
         with deferral.generation(self._steps_left, skip_old, self._scorer.layout(self.model)):
             if not deferral.defers_old:
