@@ -18,6 +18,7 @@ from .customisation import (
     replaced_method,
     watching_callback,
 )
+from .lm_head import has_adapter
 
 
 # Logged means over micro-batches, or how their names begin: they depend on the cut, which is a random one in TRL
@@ -54,6 +55,8 @@ def why_not_fused(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel) ->
     if found is not None:
         return f"{found} was replaced"
     head: Any = causal_lm.get_output_embeddings()
+    if has_adapter(head) and compat.REFUSES_ADAPTER_ON_HEAD:
+        return None  # there is nothing of TRL's to run: its own method leaves such an adapter out
     found = changed_head(model, causal_lm, head.modules())
     return f"{found} may read or change what TRL's own call returns" if found else None
 
