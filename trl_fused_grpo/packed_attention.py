@@ -4,41 +4,57 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from . import _trl_compat as compat
+from .attention_watch import WatchedCall
 
+
+_torchs_attention = F.scaled_dot_product_attention
 # What torch's `varlen_attn` calls in the end: its wrappers take longer than the kernel at 4000 tokens of a small model
 _flash_attention = torch.ops.aten._flash_attention_forward.default
 
 
-@dataclass
-class PackedCall:
-    """Counts the attention layers that were called with packed sequences."""
-
-    layers: int = 0
-
-
-_call: ContextVar[PackedCall | None] = ContextVar("packed_call", default=None)
+_call: ContextVar[WatchedCall | None] = ContextVar("watched_call", default=None)
 
 
 @contextmanager
-def packed_call() -> Generator[PackedCall, None, None]:
-    """While it lasts, models build no attention masks: the sequences' borders travel as keyword arguments."""
+def watched_call(packed: bool) -> Generator[WatchedCall, None, None]:
+    """
+    While it lasts, what models ask of attention is watched. Where rows are packed, they build no attention masks: the
+    sequences' borders travel as keyword arguments.
+    """
     install()
-    call = PackedCall()
+    call = WatchedCall(packed)
     token = _call.set(call)
     try:
         yield call
     finally:
         _call.reset(token)
+
+
+@contextmanager
+def cudnn_attention_off() -> Generator[None, None, None]:
+    """
+    While it lasts, SDPA does not take cuDNN's kernel, which returns NaN gradients for rows that are masked whole, as
+    left padding is. A backward that computes checkpointed layers again needs it too. Without CUDA nothing happens.
+    """
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def sequence_borders(
@@ -108,33 +124,63 @@ class _Repeated(torch.autograd.Function):
         return total(grad_keys), total(grad_values), None
 
 
-@functools.cache
+def why_replaced(implementation: str) -> str | None:
+    """Why transformers' attention of this name is not the one that packed rows stand for, or `None`."""
+    tables = {"attention": ALL_ATTENTION_FUNCTIONS, "mask": ALL_MASK_ATTENTION_FUNCTIONS}
+    for kind, table in tables.items():
+        function = table.get(implementation)
+        if function is not None and not (_is_ours(function) or compat.is_transformers_own(function)):
+            return f"the {kind} function registered as {implementation!r} is not transformers' own"
+    return None
+
+
+def _is_ours(function: Any) -> bool:
+    return getattr(function, "__globals__", None) is globals()
+
+
 def install() -> None:
     """
-    Let transformers' `"sdpa"` attention honour sequence borders where they are given. Without them it is what it was.
+    Let transformers' `"sdpa"` attention honour sequence borders where they are given, and watch which masks models ask
+    for. Without either it is what it was, and what is not transformers' own stays as it is. Idempotent.
     """
-    attention, mask = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    AttentionInterface.register("sdpa", _with_borders(attention))
-    AttentionMaskInterface.register("sdpa", _without_mask_when_packed(mask))
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if compat.is_transformers_own(attention):
+        AttentionInterface.register("sdpa", _with_borders(attention))
+    for name in ("sdpa", "eager", "flex_attention"):
+        mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        if compat.is_transformers_own(mask):
+            AttentionMaskInterface.register(name, _watched_mask(mask, name == "sdpa"))
 
 
 def _with_borders(original: Callable) -> Callable:
     @functools.wraps(original)
-    def attention(module, query, key, value, attention_mask, *args, **kwargs):
+    def attention(module, query, key, value, attention_mask, *args, watched: WatchedCall | None = None, **kwargs):
+        running = _call.get()  # there is none when a checkpointed layer is computed again
+        options: dict[str, Any] = {**dict(zip(compat.SDPA_ARGUMENTS, args, strict=False)), **kwargs}
+        call = running if watched is None else watched
+        if call is not None:
+            call.look_at(module, query, attention_mask, options)
         if kwargs.get("cu_seq_lens_q") is None:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
-        call = _call.get()
+        if running is not None:
+            running.layers += 1
         if call is not None:
-            call.layers += 1
-        return _packed_attention(module, query, key, value, **kwargs), None
+            options["sliding_window"] = call.window(module, options.get("sliding_window"))
+        return _packed_attention(module, query, key, value, **options), None
 
     return attention
 
 
-def _without_mask_when_packed(original: Callable) -> Callable:
+def _watched_mask(original: Callable, is_sdpa: bool) -> Callable:
     @functools.wraps(original)
     def mask(*args, **kwargs):
-        return original(*args, **kwargs) if _call.get() is None else None
+        call = _call.get()
+        if call is None:
+            return original(*args, **kwargs)
+        call.read_mask(kwargs.get("mask_function", causal_mask_function))
+        built = None if call.packed and is_sdpa else original(*args, **kwargs)
+        call.note_built(built)
+        return built
 
     return mask
 
@@ -198,6 +244,7 @@ def _flash_takes(query: Tensor, value: Tensor) -> bool:
     head_dim = query.shape[-1]
     return (
         query.is_cuda
+        and F.scaled_dot_product_attention is _torchs_attention  # whoever replaces it wants it called
         and query.dtype in (torch.float16, torch.bfloat16)
         and head_dim == value.shape[-1]
         and head_dim % 8 == 0

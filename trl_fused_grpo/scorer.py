@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -14,10 +16,11 @@ from .checkpointing import lean_checkpoints
 from .checks import check_token_ids, vocab_size_of
 from .customisation import changed_module
 from .fused_forward import BordersIgnoredError, attach
-from .layout import LayoutName, choose, keys_may_repeat
+from .layout import LayoutName
+from .layout_choice import Refusal, choose, keys_may_repeat, traits
 from .lm_head import output_projection
 from .question import padding_counts
-from .scoring import HostCall, Question, Scores, ScoringOptions, score
+from .scoring import HostCall, Question, RowsRefusedError, Scores, ScoringOptions, score
 
 
 logger = logging.get_logger(__name__)
@@ -35,7 +38,7 @@ class Scorer:
 
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its options depend on the host's version
-        self.borders_ignored = False
+        self._refusals: WeakKeyDictionary[nn.Module, Refusal] = WeakKeyDictionary()
 
     def option(self, name: str, default: Any) -> Any:
         """An option of [`FusedGRPOConfig`], which the arguments need not be."""
@@ -56,6 +59,11 @@ class Scorer:
         """Whether a prompt stands in a packed row once."""
         return self.option("fused_share_prompts", True) and keys_may_repeat(self.causal_lm(model))
 
+    @property
+    def borders_ignored(self) -> bool:
+        """Whether the policy was found not to take the rows that its layout gave it."""
+        return self.causal_lm(self.trainer.model) in self._refusals
+
     def layout(self, model: nn.Module, is_multimodal: bool = False, keeps_padding: str | None = None) -> LayoutName:
         """
         The layout of a model's rows: the one asked for, or the first that the model allows.
@@ -68,15 +76,13 @@ class Scorer:
         Raises:
             `ValueError`: when the one asked for is not allowed, with the reason.
         """
-        conditions = (is_multimodal, padding_counts(self.trainer), self.borders_ignored)
         unwrapped, causal_lm = self.unwrapped(model), self.causal_lm(model)
-        wanted = self.option("fused_layout", "auto")
-        if wanted == "auto":
-            reason = keeps_padding or self.why_rows_are_seen(model)
-            if reason is not None:
-                logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_FORCE}")
-                return "host"
-        return choose(wanted, unwrapped, causal_lm, *conditions)
+        reason = None if self._is_forced else keeps_padding or self.why_rows_are_seen(model)
+        if reason is not None:
+            logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_FORCE}")
+            return "host"
+        conditions = (is_multimodal, padding_counts(self.trainer), self._refusals.get(causal_lm))
+        return choose(self.option("fused_layout", "auto"), unwrapped, causal_lm, *conditions)
 
     def why_rows_are_seen(self, model: nn.Module) -> str | None:
         """Why the user's own code may see how rows are laid out in a model, or `None`."""
@@ -95,29 +101,78 @@ class Scorer:
             host_seam (`Callable`): the host's own method for it, which knows how images go with rows.
             keeps_padding (`str`, *optional*): see [`layout`].
         """
-        trainer = self.trainer
         unwrapped = self.unwrapped(call.model)
         causal_lm = self.causal_lm(unwrapped)
         attach(causal_lm)
         vocab_size = vocab_size_of(output_projection(causal_lm), causal_lm)
         check_token_ids(call.completion_ids, question.mask, vocab_size)
 
-        options = ScoringOptions(
-            temperature=compat.temperature_of(trainer),
-            fp32=trainer.args.cast_lm_head_to_fp32,
-            way=self.option("fused_way", "auto"),
-            logits_mib=self.option("fused_logits_mib", None),
-            layout=self.layout(call.model, bool(call.multimodal), keeps_padding),
-            share_prompts=self.shares_prompts(unwrapped),
-        )
         rows = (call.input_ids, call.attention_mask, call.logits_to_keep, call.multimodal)
         host_inputs = (lambda: compat.host_model_inputs(host_seam, *rows)) if call.multimodal else None
-        with trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
-            try:
-                return score(question, options, call, host_inputs)
-            except BordersIgnoredError as error:
-                if self.option("fused_layout", "auto") != "auto":
-                    raise
-                logger.warning(f"Rows are aligned instead of packed from now on, because {error}")
-                self.borders_ignored = True
-                return score(question, replace(options, layout="aligned"), call, host_inputs)
+        with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
+            while True:
+                options = self._options(call, keeps_padding)
+                if options.layout == "host":
+                    return score(question, options, call, host_inputs)
+                before = _random_states(call.input_ids)
+                try:
+                    return score(question, options, call, host_inputs)
+                except (RowsRefusedError, BordersIgnoredError) as error:
+                    self._refuse(causal_lm, options, error)
+                _restore_random_states(before, call.input_ids)
+                if question.micro_batch is not None:  # one after the other they draw the random numbers of stock
+                    call = replace(call, batch_size=question.micro_batch)
+
+    def _options(self, call: HostCall, keeps_padding: str | None) -> ScoringOptions:
+        causal_lm = self.causal_lm(call.model)
+        layout = self.layout(call.model, bool(call.multimodal), keeps_padding)
+        needs_last_column = traits(causal_lm).needs_last_column
+        if layout == "packed" and needs_last_column and call.compute_aux_loss:
+            layout = "host"  # the auxiliary loss counts every token, also one that stands for the last column
+        return ScoringOptions(
+            temperature=compat.temperature_of(self.trainer),
+            fp32=self.trainer.args.cast_lm_head_to_fp32,
+            way=self.option("fused_way", "auto"),
+            logits_mib=self.option("fused_logits_mib", None),
+            layout=layout,
+            share_prompts=self.shares_prompts(call.model),
+            forced=self._is_forced,
+            needs_last_column=needs_last_column,
+            runs_sdpa=causal_lm.config._attn_implementation == "sdpa",
+        )
+
+    @property
+    def _is_forced(self) -> bool:
+        return self.option("fused_layout", "auto") != "auto"
+
+    def _refuse(self, causal_lm: PreTrainedModel, options: ScoringOptions, error: RuntimeError) -> None:
+        """
+        Remember that a model does not take a layout, and tell it once. Every process comes to the same end, as nothing
+        that is looked at depends on the batch.
+
+        Raises:
+            `ValueError`, [`BordersIgnoredError`]: when that layout was asked for.
+        """
+        ignores_borders = isinstance(error, BordersIgnoredError)
+        if self._is_forced and ignores_borders:
+            raise error
+        if self._is_forced:
+            raise ValueError(
+                f"fused_layout={options.layout!r} does not fit this model: {error}. Use 'auto'."
+            ) from error
+        layout: LayoutName = "aligned" if ignores_borders else "host"
+        how = "are aligned instead of packed" if ignores_borders else "keep the padding of the host"
+        logger.warning(f"Rows {how} from now on, because {error}")
+        self._refusals[causal_lm] = Refusal(str(error), layout)
+
+
+def _random_states(like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """States of the random number generators of the CPU and of a tensor's device."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(like.device) if like.is_cuda else None
+
+
+def _restore_random_states(states: tuple[Tensor, Tensor | None], like: Tensor) -> None:
+    cpu, device = states
+    torch.set_rng_state(cpu)
+    if device is not None:
+        torch.cuda.set_rng_state(device, like.device)

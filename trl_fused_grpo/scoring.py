@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from . import layout as layouts
 from .dealing import sub_batches
 from .forecast import BatchForecast, live_first
 from .fused_forward import FusedRequest
 from .fused_linear import FusedStats
-from .layout import Layout, LayoutName
-from .packed_attention import packed_call
+from .layout import HolesError, Layout, LayoutName, Rows
+from .packed_attention import cudnn_attention_off, watched_call
 from .sampling import DeferredForecast
 
 
@@ -28,6 +29,7 @@ class Question:
         forecast ([`BatchForecast`] or [`DeferredForecast`], *optional*): the gradients that will come back.
         entropy_grad (`bool`): whether entropies will receive a gradient.
         skip_dead (`bool`): whether sequences that can receive no gradient are left out of the model.
+        micro_batch (`int`, *optional*): sequences in each of the micro-batches that are joined here.
     """
 
     mask: Tensor
@@ -35,6 +37,7 @@ class Question:
     forecast: BatchForecast | DeferredForecast | None = None
     entropy_grad: bool = False
     skip_dead: bool = False
+    micro_batch: int | None = None
 
     @classmethod
     def joined(cls, parts: list["Question"]) -> "Question":
@@ -48,12 +51,27 @@ class Question:
             mask=torch.cat([part.mask for part in parts]),
             fill=torch.cat(fills) if fills else None,
             forecast=type(forecasts[0]).joined(forecasts) if forecasts else None,
+            micro_batch=len(parts[0].mask),
         )
+
+
+logger = logging.get_logger(__name__)
+
+
+class RowsRefusedError(RuntimeError):
+    """A model does something with its rows that only the host's layout leaves as it is."""
 
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """Temperature of the sampler, and how to run the head and lay out the rows."""
+    """
+    Temperature of the sampler, and how to run the head and lay out the rows.
+
+    Args:
+        forced (`bool`): whether the layout was asked for, so that no other may stand in for it.
+        needs_last_column (`bool`): see [`layout_choice.Traits`].
+        runs_sdpa (`bool`): whether attention goes through SDPA, where it is watched.
+    """
 
     temperature: float
     fp32: bool
@@ -61,6 +79,9 @@ class ScoringOptions:
     logits_mib: float | None
     layout: LayoutName
     share_prompts: bool
+    forced: bool = False
+    needs_last_column: bool = False
+    runs_sdpa: bool = True
 
 
 @dataclass(frozen=True)
@@ -143,9 +164,9 @@ def score(
         if host_inputs is not None:
             layout = Layout("host", host_inputs())
         else:
-            wanted = sub.wanted | compute_aux_loss  # the auxiliary loss counts every sequence
-            args = input_ids[rows], attention_mask[rows], completion_length
-            layout = _lay_out(options.layout, *args, wanted, shares, compute_aux_loss)
+            wanted = sub.scored.any(1) | compute_aux_loss  # the auxiliary loss counts every sequence
+            tensors = input_ids[rows], attention_mask[rows], completion_length, sub.scored, wanted
+            layout = _lay_out(options, Rows(*tensors, options.needs_last_column), shares, compute_aux_loss)
         request = FusedRequest(
             sub.positions,
             call.completion_ids[rows],
@@ -159,7 +180,7 @@ def score(
             entropy=call.compute_entropy,
             entropy_grad=question.entropy_grad,
         )
-        pieces.append(sub.in_place(_run(call.model, layout, request), call.compute_entropy))
+        pieces.append(sub.in_place(_run(call.model, layout, request, options.runs_sdpa), call.compute_entropy))
         stats.append(request.stats)
 
     back = torch.cat(parts).argsort()
@@ -172,32 +193,33 @@ def score(
     )
 
 
-def _lay_out(
-    name: LayoutName,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    completion_length: int,
-    wanted: Tensor,
-    share_prompts: bool,
-    compute_aux_loss: bool,
-) -> Layout:
-    if name == "packed":
-        return layouts.packed(input_ids, attention_mask, completion_length, wanted, share_prompts)
-    if name == "aligned":
-        return layouts.aligned(input_ids, attention_mask, completion_length, needs_mask=compute_aux_loss)
-    if input_ids.is_cuda:
-        # cuDNN's attention returns NaN gradients for rows that are masked whole, as left padding is
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    return Layout("host", {"input_ids": input_ids, "attention_mask": attention_mask})
+def _lay_out(options: ScoringOptions, rows: Rows, share_prompts: bool, compute_aux_loss: bool) -> Layout:
+    try:
+        if options.layout == "packed":
+            return layouts.packed(rows, share_prompts)
+        if options.layout == "aligned":
+            return layouts.aligned(rows, needs_mask=compute_aux_loss)
+    except HolesError as error:
+        if options.forced:
+            raise ValueError(f"fused_layout={options.layout!r} does not fit this batch: {error}. Use 'auto'.") from None
+        logger.warning_once(f"Batches keep the padding of the host where {error}.")
+    return Layout("host", {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask})
 
 
-def _run(model: nn.Module, layout: Layout, request: FusedRequest) -> tuple[Tensor, ...]:
-    if layout.name == "packed":
-        with packed_call() as call:
+def _run(model: nn.Module, layout: Layout, request: FusedRequest, runs_sdpa: bool) -> tuple[Tensor, ...]:
+    if layout.name == "host":
+        with cudnn_attention_off():
             results = model(**layout.model_inputs, fused=request)
-        request.check_attention_layers(call.layers)
     else:
-        results = model(**layout.model_inputs, fused=request)
+        is_packed = layout.name == "packed"
+        with watched_call(is_packed) as call:
+            # It goes through every layer, as the borders do: a checkpointed one is computed again in backward
+            watched = {"watched": call} if is_packed and runs_sdpa else {}
+            results = model(**layout.model_inputs, **watched, fused=request)
+        if call.reason is not None:
+            raise RowsRefusedError(call.reason)
+        if is_packed:
+            request.check_attention_layers(call.layers)
     return tuple(result.real for result in results)
 
 
@@ -222,7 +244,7 @@ class _SubBatch:
             self.forecast = forecast.at(in_batch, live_rows)
         else:
             self.positions, _ = live_first(mask, None)
-        self.wanted = mask.any(1)  # [b]
+        self.scored = mask  # [b, T]
 
     def in_place(self, results: tuple[Tensor, ...], has_entropies: bool) -> tuple[Tensor | None, ...]:
         """Log-probabilities and entropies at their places `[b, T]`, and the auxiliary loss."""
