@@ -39,11 +39,15 @@ class Forecast(Protocol):
 
 @dataclass
 class FusedStats:
-    """What the last call did: its way, the rows it projected, and those its backward had to recompute."""
+    """
+    What the last call did: its way, the rows it projected, those its backward had to recompute, and, in a trainer, how
+    the model's rows were laid out.
+    """
 
     way: str = ""
     rows: int = 0
     recomputed: int = 0
+    layout: str = ""
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,7 @@ def score(
             entropy_grad=question.entropy_grad,
         )
         pieces.append(sub.in_place(_run(call.model, layout, request, options.runs_sdpa), call.compute_entropy))
+        request.stats.layout = layout.name
         stats.append(request.stats)
 
     back = torch.cat(parts).argsort()

@@ -36,6 +36,7 @@ from .fused_linear import FusedStats
 from .kl import kl_left_out, kl_term, replaces_kl
 from .lm_head import has_adapter, output_projection
 from .merging import MicroBatchMerger, plan_merges, reducing_gradients, token_limit
+from .packed_attention import cudnn_attention_off
 from .question import ask_for_call, ask_for_loss
 from .replacing import replaced
 from .scorer import Scorer
@@ -175,7 +176,10 @@ class FusedGRPOTrainer(GRPOTrainer):
 
         def backward_of_forward(loss: Tensor, **options: Any) -> None:
             is_window_end = self.accelerator.sync_gradients
-            self._merger.backward(loss, self._current_micro_batch, is_window_end, partial(backward, **options))
+            is_padded = any(stats.layout == "host" for stats in self._stats)
+            # Checkpointed layers compute their attention again
+            with cudnn_attention_off() if is_padded else nullcontext():
+                self._merger.backward(loss, self._current_micro_batch, is_window_end, partial(backward, **options))
 
         with replaced(self.accelerator, "backward", backward_of_forward):
             output = super().training_step(model, inputs, num_items_in_batch)
