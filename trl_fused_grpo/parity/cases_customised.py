@@ -5,18 +5,11 @@ from typing import Any
 from . import customised_callbacks as callbacks
 from . import customised_methods as methods
 from . import customised_objectives as objectives
-from .case import Case, Customisation, Rollout
+from .case import Case, Customisation
+from .cases_customised_model import adapters, hooks, models
+from .customised import OFF_POLICY, PLAIN, SAMPLED, VLLM
+from .customised import case as _case
 from .customised_methods import on_host, on_instance, subclass
-
-
-PLAIN, UNEVEN = Rollout(), Rollout(uneven=True)
-VLLM = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
-SAMPLED = Rollout(sampling="token", uneven=True)
-OFF_POLICY = {"steps_per_generation": 8}  # the second window of a generation batch has old log-probs
-
-
-def _case(name: str, covers: str, done: Customisation, config: dict[str, Any] | None = None, **more: Any) -> Case:
-    return Case(name, covers, config or {}, more.pop("data", UNEVEN), customised=done, recomputed="any", **more)
 
 
 def controls() -> list[Case]:
@@ -98,7 +91,8 @@ def patches() -> list[Case]:
     m, o = methods, objectives
     changed = [
         ("compute-loss", "compute_loss", m.compute_loss_l2),
-        ("own-loss", "_compute_loss", o.loss_plus),
+        ("own-loss", "_compute_loss", o.own_loss_entropy),
+        ("contrastive-loss", "_compute_loss", o.contrastive_loss_first),
         ("training-step", "training_step", m.training_step_clips),
         ("log-probs", "_get_per_token_logps_and_entropies", m.log_probs_other_ids),
     ]
@@ -204,4 +198,7 @@ CUSTOMISED_CASES: tuple[Case, ...] = (
     *patches(),
     *generations(),
     *windows(),
+    *hooks(),
+    *models(),
+    *adapters(),
 )

@@ -15,13 +15,12 @@ from packaging.version import Version
 
 from trl_fused_grpo.window import MEANS_OVER_MICRO_BATCHES
 
-from .case import Case
+from .case import Case, SkippedError
 from .errors import Errors, differing_metrics, measure
 from .play import Data, Outcome, make_data, play
 from .trainers import (
     RefusedError,
     Settings,
-    SkippedError,
     fused,
     has_liger_loss,
     load,

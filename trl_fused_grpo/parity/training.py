@@ -176,7 +176,7 @@ def _train(
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:
             run.change[name] = parameter.detach().cpu() - start[name]
-            # Uniform over a unit in the last place, which is 0.5 to 1 times eps of the weight; two trainings differ by two
+            # Uniform over a unit in the last place, 0.5 to 1 times eps of the weight; two trainings differ by two such
             unit = 0.75 * torch.finfo(torch.float32).eps * float(start[name].norm())
             run.rounding[name] = unit * (2 * max(trainer.state.global_step, 1) / 12) ** 0.5
     shares = [entry["fused/rows_recomputed"] for entry in trainer.state.log_history if "fused/rows_recomputed" in entry]
