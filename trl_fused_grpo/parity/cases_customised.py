@@ -155,6 +155,17 @@ def windows() -> list[Case]:
         _case("substep-weights", "a callback changes weights within a window", c.at("on_substep_end", c.scale_weights)),
         _case("substep-weights-vllm", "the same, vLLM", c.at("on_substep_end", c.scale_weights), **vllm),
         _case(
+            "substep-epsilon",
+            "a callback sets epsilon within a window",
+            c.at("on_substep_end", c.set_epsilon),
+            OFF_POLICY,
+        ),
+        _case(
+            "step-epsilon", "a callback sets epsilon between windows", c.at("on_step_begin", c.set_epsilon), OFF_POLICY
+        ),
+        _case("step-temperature", "a callback sets the temperature", c.at("on_step_begin", c.set_temperature)),
+        _case("step-freezes", "a callback freezes a layer", c.at("on_step_begin", c.freeze)),
+        _case(
             "step-gradients", "a callback reads the window's gradients", c.at("on_pre_optimizer_step", c.see_gradients)
         ),
         _case("epoch-stop", "an epoch stopped within a window", c.at("on_substep_end", c.stop_epoch)),
@@ -181,13 +192,20 @@ def windows() -> list[Case]:
             {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 6, **VLLM},
             data=SAMPLED,
         ),
-        _case("nan-micro-batch", "a few losses are NaN", c.infinite_reward()),
+        _case("nan-micro-batch", "one loss is NaN", c.nan_advantage()),
         _case(
-            "nan-micro-batch-unfiltered", "the same, NaN logged", c.infinite_reward(), {"logging_nan_inf_filter": False}
+            "nan-micro-batch-unfiltered", "the same, NaN logged", c.nan_advantage(), {"logging_nan_inf_filter": False}
         ),
+        _case("own-shuffle", "TRL's shuffle of a generation batch replaced", c.own_shuffle()),
         _case("kl-without-advantages", "beta, all advantages zero: stock moves nothing", c.equal_rewards(), kl),
         _case("kl-without-advantages-lora", "the same with LoRA", c.equal_rewards(), kl, adapter="attention"),
         _case("kl", "beta with a reference model, over several steps", Customisation(), {"beta": 0.5}),
+        _case(
+            "kl-synced",
+            "the reference model follows",
+            Customisation(),
+            {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1},
+        ),
     ]
 
 

@@ -8,6 +8,10 @@ from .customised import AS_PADDED, MARKED, OFF_POLICY, SAMPLED, VLLM
 from .customised import case as _case
 
 
+MULTIPLE = {"pad_to_multiple_of": 8}
+NO_AUX_LOSS = {"router_aux_loss_coef": 0.0}
+
+
 def hooks() -> list[Case]:
     return [
         _case("model-hook-sees", "a hook on the model sees its output", m.on_model(m.see_output)),
@@ -34,12 +38,19 @@ def models() -> list[Case]:
         _case("own-backbone", "a backbone with a forward of its own", m.own_backbone()),
         _case("own-class", "a causal LM with a forward of its own", m.own_class()),
         _case("own-attention", "an attention function of one's own, by column", m.own_attention()),
-        _case("longrope", "RoPE longrope around its border", model="longrope"),
-        _case("longrope-off-policy", "the same with old log-probs", config=OFF_POLICY, model="longrope"),
-        _case("dynamic-rope", "RoPE dynamic beyond its border", model="dynamic-rope"),
-        _case("doge", "Doge's dynamic mask", model="doge"),
-        _case("phimoe", "Phi-MoE's window", m.without_sampled_routing(), model="phimoe"),
-        _case("qwen2-moe", "Qwen2-MoE's window", model="qwen2-moe"),
+        _case("longrope", "RoPE longrope around its border, old log-probs", config=OFF_POLICY, model="longrope"),
+        _case("longrope-vllm", "the same, vLLM", config=VLLM, data=SAMPLED, model="longrope"),
+        _case("longrope-multiple", "longrope, TRL's rows longer than any sequence", config=MULTIPLE, model="longrope"),
+        _case("dynamic-rope", "RoPE dynamic beyond its border, old log-probs", config=OFF_POLICY, model="dynamic-rope"),
+        _case(
+            "dynamic-rope-multiple",
+            "dynamic, TRL's rows longer than any sequence",
+            config=MULTIPLE,
+            model="dynamic-rope",
+        ),
+        _case("doge", "Doge's dynamic mask", config=NO_AUX_LOSS, model="doge"),
+        _case("phimoe", "Phi-MoE's window", m.without_sampled_routing(), NO_AUX_LOSS, model="phimoe"),
+        _case("qwen2-moe", "Qwen2-MoE's window", config=NO_AUX_LOSS, model="qwen2-moe"),
         _case("gemma3-bidirectional", "Gemma 3 that looks ahead", model="gemma3-bidirectional"),
         _case("gpt2-attention-dropout", "attn_pdrop", model="gpt2-attention-dropout"),
         _case("attention-dropout", "attention_dropout", model="attention-dropout"),

@@ -177,10 +177,14 @@ def mlp_forward(act: Callable[[Trainer, Any], Any]) -> Customisation:
 
 
 class OwnBackbone(LlamaModel):
-    """A model of one's own: every token sees the mean over its row's columns beside its neighbours."""
+    """A model of one's own, whose output depends on the column."""
 
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:  # ty: ignore[invalid-method-override]
-        output = super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:  # ty: ignore[invalid-method-override]
+        output = super().forward(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
+        )
         columns = torch.arange(output.last_hidden_state.shape[1])
         output.last_hidden_state = output.last_hidden_state + 0.2 * torch.cos(columns).unsqueeze(-1)
         return output

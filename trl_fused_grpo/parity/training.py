@@ -48,6 +48,10 @@ class EveryStep(int):
     __hash__ = int.__hash__
 
 
+class StockFailedError(Exception):
+    """Nothing can be compared: the message says what stock TRL raised."""
+
+
 @dataclass
 class Run:
     """
@@ -107,6 +111,8 @@ def run_both(case: Case, settings: Settings) -> Pair:
     Raises:
         [`SkippedError`]:
             When the host or an extra lacks what the case needs.
+        [`StockFailedError`]:
+            When stock's training raises.
     """
     case = replace(case, config={**TRAINING, **case.config}, windows=case.config.get("max_steps", STEPS))
     done = case.customised
@@ -124,7 +130,10 @@ def run_both(case: Case, settings: Settings) -> Pair:
             trainer = make(case, settings, done.of_class(cls) if done.of_class is not None else cls)
             return _train(load(trainer, start), start, data, done, stack)
 
-    theirs = train(stock, StockGRPOTrainer, case, settings)
+    try:
+        theirs = train(stock, StockGRPOTrainer, case, settings)
+    except Exception as error:
+        raise StockFailedError(f"stock itself fails: {type(error).__name__}: {error}") from error
     ours = {}
     for tokens in PASS_TOKENS:
         options = {} if tokens is None else {"fused_pass_tokens": tokens}
