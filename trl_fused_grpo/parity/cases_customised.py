@@ -160,9 +160,7 @@ def windows() -> list[Case]:
             c.at("on_substep_end", c.set_epsilon),
             OFF_POLICY,
         ),
-        _case(
-            "step-epsilon", "a callback sets epsilon between windows", c.at("on_step_begin", c.set_epsilon), OFF_POLICY
-        ),
+        _case("step-epsilon", "the same between windows", c.at("on_step_begin", c.set_epsilon), OFF_POLICY),
         _case("step-temperature", "a callback sets the temperature", c.at("on_step_begin", c.set_temperature)),
         _case("step-freezes", "a callback freezes a layer", c.at("on_step_begin", c.freeze)),
         _case(
