@@ -179,9 +179,7 @@ def mlp_forward(act: Callable[[Trainer, Any], Any]) -> Customisation:
 class OwnBackbone(LlamaModel):
     """A model of one's own, whose output depends on the column."""
 
-    def forward(
-        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
-    ) -> Any:  # ty: ignore[invalid-method-override]
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         output = super().forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
         )
