@@ -112,7 +112,7 @@ def _run_parity(
                 progress.update(task, description=case.name)
                 results.append(compare(case, settings))
                 progress.advance(task)
-    report.print_report(results, settings, console, layouts=cases is not CASES)
+    report.print_report(results, settings, console, cases is not CASES, trainings=cases is CUSTOMISED_CASES)
     if json_file:
         report.write_json(results, settings, json_file)
     if plot_file:

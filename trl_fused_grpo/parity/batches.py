@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .case import Batch, Case, Rollout, Trainer
+from .case import MARK, Batch, Case, Rollout, Trainer
 from .families import EOS_ID, FIRST_WORD_ID, IMAGE_ID, PAD_ID, VOCAB_SIZE
 from .images import image_inputs, with_images
 from .trainers import GROUP, ROWS
@@ -200,6 +200,8 @@ def _generation(spec: Rollout, trainer: Trainer, steps: int, generator: torch.Ge
         prompts.append(prompts[-1] if i % GROUP else _words(prompt_lengths[i % ROWS], generator))
         completion = _words(lengths[i % ROWS], generator)
         completions.append(completion if i in spec.truncated_rows else [*completion, EOS_ID])
+    if spec.marked:
+        prompts = [[*prompt[:-2], MARK, prompt[-1]] for prompt in prompts]
     answer: dict[str, Any] = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
     if spec.sampling:
         answer["logprobs"] = _sampler_log_probs(spec, trainer, prompts, completions, generator)

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 
+MARK = 17  # a token of [`Rollout.marked`]
+
 Trainer: TypeAlias = Any  # a GRPOTrainer; its attributes depend on the host's version
+
+
+class SkippedError(Exception):
+    """The case does not apply here: the message says why."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class Rollout:
         uneven (`bool`):
             Whether a few sequences are much longer than the others, so that two packed micro-batches have fewer tokens
             than a padded one and share a forward by default.
+        marked (`bool`):
+            Whether the token [`MARK`] is the last but one of every prompt.
     """
 
     sampling: Literal["token", "sequence"] | None = None
@@ -73,6 +81,7 @@ class Rollout:
     env_mask: bool = False
     truncated_rows: tuple[int, ...] = ()
     uneven: bool = False
+    marked: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,8 @@ class Case:
             Tiny model, see [`tiny.model_config`].
         adapter (`str`, *optional*):
             LoRA: `"attention"` on the attention's projections, `"head"` on the output projection too,
-            `"head-copy"` on the attention's with a trained copy of the output projection (`modules_to_save`).
+            `"head-copy"` on the attention's with a trained copy of the output projection (`modules_to_save`). More of
+            them and of PEFT's other methods are in [`adapters`].
         head (`bool`):
             Whether it is about a kind of head, and so belongs to `--models` too.
         frozen_head (`bool`):

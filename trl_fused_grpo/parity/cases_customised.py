@@ -5,18 +5,11 @@ from typing import Any
 from . import customised_callbacks as callbacks
 from . import customised_methods as methods
 from . import customised_objectives as objectives
-from .case import Case, Customisation, Rollout
+from .case import Case, Customisation
+from .cases_customised_model import adapters, hooks, models
+from .customised import OFF_POLICY, PLAIN, SAMPLED, VLLM
+from .customised import case as _case
 from .customised_methods import on_host, on_instance, subclass
-
-
-PLAIN, UNEVEN = Rollout(), Rollout(uneven=True)
-VLLM = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
-SAMPLED = Rollout(sampling="token", uneven=True)
-OFF_POLICY = {"steps_per_generation": 8}  # the second window of a generation batch has old log-probs
-
-
-def _case(name: str, covers: str, done: Customisation, config: dict[str, Any] | None = None, **more: Any) -> Case:
-    return Case(name, covers, config or {}, more.pop("data", UNEVEN), customised=done, recomputed="any", **more)
 
 
 def controls() -> list[Case]:
@@ -98,7 +91,8 @@ def patches() -> list[Case]:
     m, o = methods, objectives
     changed = [
         ("compute-loss", "compute_loss", m.compute_loss_l2),
-        ("own-loss", "_compute_loss", o.loss_plus),
+        ("own-loss", "_compute_loss", o.own_loss_entropy),
+        ("contrastive-loss", "_compute_loss", o.contrastive_loss_first),
         ("training-step", "training_step", m.training_step_clips),
         ("log-probs", "_get_per_token_logps_and_entropies", m.log_probs_other_ids),
     ]
@@ -161,6 +155,15 @@ def windows() -> list[Case]:
         _case("substep-weights", "a callback changes weights within a window", c.at("on_substep_end", c.scale_weights)),
         _case("substep-weights-vllm", "the same, vLLM", c.at("on_substep_end", c.scale_weights), **vllm),
         _case(
+            "substep-epsilon",
+            "a callback sets epsilon within a window",
+            c.at("on_substep_end", c.set_epsilon),
+            OFF_POLICY,
+        ),
+        _case("step-epsilon", "the same between windows", c.at("on_step_begin", c.set_epsilon), OFF_POLICY),
+        _case("step-temperature", "a callback sets the temperature", c.at("on_step_begin", c.set_temperature)),
+        _case("step-freezes", "a callback freezes a layer", c.at("on_step_begin", c.freeze)),
+        _case(
             "step-gradients", "a callback reads the window's gradients", c.at("on_pre_optimizer_step", c.see_gradients)
         ),
         _case("epoch-stop", "an epoch stopped within a window", c.at("on_substep_end", c.stop_epoch)),
@@ -187,13 +190,20 @@ def windows() -> list[Case]:
             {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 6, **VLLM},
             data=SAMPLED,
         ),
-        _case("nan-micro-batch", "a few losses are NaN", c.infinite_reward()),
+        _case("nan-micro-batch", "one loss is NaN", c.nan_advantage()),
         _case(
-            "nan-micro-batch-unfiltered", "the same, NaN logged", c.infinite_reward(), {"logging_nan_inf_filter": False}
+            "nan-micro-batch-unfiltered", "the same, NaN logged", c.nan_advantage(), {"logging_nan_inf_filter": False}
         ),
+        _case("own-shuffle", "TRL's shuffle of a generation batch replaced", c.own_shuffle()),
         _case("kl-without-advantages", "beta, all advantages zero: stock moves nothing", c.equal_rewards(), kl),
         _case("kl-without-advantages-lora", "the same with LoRA", c.equal_rewards(), kl, adapter="attention"),
         _case("kl", "beta with a reference model, over several steps", Customisation(), {"beta": 0.5}),
+        _case(
+            "kl-synced",
+            "the reference model follows",
+            Customisation(),
+            {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1},
+        ),
     ]
 
 
@@ -204,4 +214,7 @@ CUSTOMISED_CASES: tuple[Case, ...] = (
     *patches(),
     *generations(),
     *windows(),
+    *hooks(),
+    *models(),
+    *adapters(),
 )

@@ -15,13 +15,12 @@ from packaging.version import Version
 
 from trl_fused_grpo.eligibility import MEANS_OVER_MICRO_BATCHES
 
-from .case import Case
+from .case import Case, SkippedError
 from .errors import Errors, differing_metrics, measure
 from .play import Data, Outcome, make_data, play
 from .trainers import (
     RefusedError,
     Settings,
-    SkippedError,
     fused,
     has_liger_loss,
     load,
@@ -65,11 +64,12 @@ class Result:
         reason (`str`):
             Why it is not equal.
         loss (`float`, *optional*):
-            Stock's loss, summed over micro-batches.
+            Stock's loss, summed over micro-batches; a training's `train_loss`.
         loss_error (`float`, *optional*):
             Relative error of our loss: against stock's in float32, against float64 in bfloat16.
         gradient_error (`float`, *optional*):
             Relative error of the worst parameter's gradient, same reference: in bfloat16 the worst next to stock's own.
+            In a training it is that of its change.
         worst_parameter (`str`, *optional*):
             The parameter it belongs to.
         stock_loss_error, stock_gradient_error (`float`, *optional*):

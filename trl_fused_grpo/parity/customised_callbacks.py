@@ -1,15 +1,19 @@
 """Callbacks that look or reach into an accumulation window, and trainings that are interrupted."""
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
 from .case import Customisation, Trainer
-from .customised_methods import gradient_norm
-from .trainers import GROUP, ROWS
+from .customised_methods import gradient_norm, subclass
+from .customised_objectives import generation_nan
+from .trainers import GROUP, ROWS, StockGRPOTrainer
 
 
 class _Calling(TrainerCallback):
@@ -73,24 +77,31 @@ def without_nan(trainer: Trainer, control: Any, number: int) -> None:
             parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def infinite_reward() -> Customisation:
-    """
-    One completion's reward is infinite in the second generation batch: the losses of a few micro-batches are NaN, and a
-    callback takes NaN out of the gradients.
-    """
+def set_epsilon(trainer: Trainer, control: Any, number: int) -> None:
+    trainer.epsilon_low = trainer.epsilon_high = (0.001, 0.5)[number % 2]
 
-    def of_trainer(trainer: Trainer) -> None:
-        reward = trainer.reward_funcs[0]
-        calls = iter(range(10_000))
 
-        def rewards(**kwargs: Any) -> list[float]:
-            values = reward(**kwargs)
-            return [float("inf"), *values[1:]] if next(calls) == 1 else values
+def set_temperature(trainer: Trainer, control: Any, number: int) -> None:
+    trainer.temperature = 0.7
 
-        trainer.reward_funcs[0] = rewards
-        trainer.add_callback(_Calling("on_pre_optimizer_step", trainer, without_nan))
 
-    return Customisation(of_trainer=of_trainer)
+def freeze(trainer: Trainer, control: Any, number: int) -> None:
+    trainer.model.model.layers[0].requires_grad_(number == 0)  # from the second window on
+
+
+def nan_advantage() -> Customisation:
+    """The loss of one micro-batch in the second window is NaN, and a callback takes NaN out of the gradients."""
+    return replace(subclass(generation_nan), of_trainer=at("on_pre_optimizer_step", without_nan).of_trainer)
+
+
+def own_shuffle() -> Customisation:
+    """TRL's function that shuffles a generation batch, replaced in its module."""
+
+    def reverse(batch: dict[str, Any]) -> dict[str, Any]:
+        return {n: v.flip(0) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in batch.items()}
+
+    host = sys.modules[StockGRPOTrainer.__module__]
+    return Customisation(of_host=lambda: mock.patch.object(host, "shuffle_sequence_dict", reverse))
 
 
 def equal_rewards() -> Customisation:

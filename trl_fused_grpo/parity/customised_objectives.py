@@ -186,6 +186,19 @@ def generation_prompt_hole(cls: Any) -> dict[str, Method]:
     return {"_generate_and_score_completions": _generate_and_score_completions}
 
 
+def generation_nan(cls: Any) -> dict[str, Method]:
+    """One advantage of the second generation batch is NaN."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = cls._generate_and_score_completions(self, inputs)
+        self.generations = getattr(self, "generations", 0) + 1
+        if self.generations == 2:
+            output["advantages"][0] = float("nan")
+        return output
+
+    return {"_generate_and_score_completions": _generate_and_score_completions}
+
+
 def generation_advantages(cls: Any) -> dict[str, Method]:
     def _generate_and_score_completions(self, inputs):
         output = cls._generate_and_score_completions(self, inputs)

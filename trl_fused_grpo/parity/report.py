@@ -54,7 +54,9 @@ def passed(results: Sequence[Result]) -> bool:
     return all(result.verdict in ("equal", "skipped") for result in results)
 
 
-def print_report(results: Sequence[Result], settings: Settings, console: Console, layouts: bool = False) -> None:
+def print_report(
+    results: Sequence[Result], settings: Settings, console: Console, layouts: bool = False, trainings: bool = False
+) -> None:
     """
     Print the table, what went wrong, and a summary line.
 
@@ -67,19 +69,22 @@ def print_report(results: Sequence[Result], settings: Settings, console: Console
             Where to print.
         layouts (`bool`):
             Whether to show how the fused trainer laid the rows out.
+        trainings (`bool`):
+            Whether whole trainings were compared: the change of weights in the place of gradients.
     """
-    console.print(_table(results, settings, layouts))
+    console.print(_table(results, settings, layouts, trainings))
     for result in results:
         if result.verdict in ("different", "failed"):
             console.print(f"[bold red]{result.name}[/]: {escape(result.reason)}")
     console.print(_summary(results))
 
 
-def _table(results: Sequence[Result], settings: Settings, layouts: bool) -> Table:
+def _table(results: Sequence[Result], settings: Settings, layouts: bool, trainings: bool) -> Table:
+    measured = "update" if trainings else "gradient"
     about = environment(settings)
     title = " · ".join(f"{name} {value}" for name, value in about.items() if name not in ("device", "dtype"))
     table = Table(
-        title=f"{title}\n{about['device']} · {about['dtype']} · {_explanation(settings)}",
+        title=f"{title}\n{about['device']} · {about['dtype']} · {_explanation(settings, measured)}",
         title_style="",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -87,10 +92,10 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool) -> Tabl
     table.add_column("case", no_wrap=True)
     if layouts:
         table.add_column("layout")
-    headings = ["loss", "loss\nerror", "worst gradient\nerror", "metrics\ndiffer"]
+    headings = ["loss", "loss\nerror", f"worst {measured}\nerror", "metrics\ndiffer"]
     if has_liger_loss():
         headings.append("gradient norm\nstock Liger")
-    for heading in [*headings, "gradient norm\nours", "rows\nrecomputed"]:
+    for heading in [*headings, f"{measured} norm\nours", "rows\nrecomputed"]:
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for result in results:
@@ -98,8 +103,8 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool) -> Tabl
     return table
 
 
-def _explanation(settings: Settings) -> str:
-    norms = "gradient norms relative to stock's"
+def _explanation(settings: Settings, measured: str) -> str:
+    norms = f"{measured} norms relative to stock's"
     if settings.dtype == torch.bfloat16:
         return (
             f"errors against float64: ours / stock's · {norms}\n"

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import is_peft_available
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo import _trl_compat as compat
 
-from .case import Batch, Case, Rollout, Trainer
+from .adapters import adapter_config
+from .case import Batch, Case, Rollout, SkippedError, Trainer
 from .tiny import save_checkpoint, tokenizer
 
 
@@ -32,18 +32,8 @@ _NO_LAYER_KERNELS = dict.fromkeys(
     ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy"), False
 )
 
-_ADAPTERS: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": ["q_proj", "v_proj"]},
-    "head": {"target_modules": ["q_proj", "v_proj", "lm_head"]},
-    "head-copy": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]},
-}
-
 # `trl.GRPOTrainer` itself may have been replaced by `patch()`.
 StockGRPOTrainer: Any = next(cls for cls in GRPOTrainer.__mro__ if cls.__module__.startswith("trl."))
-
-
-class SkippedError(Exception):
-    """The case does not apply here: the message says why."""
 
 
 class RefusedError(Exception):
@@ -159,16 +149,8 @@ def _construct(
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * PROMPTS}),
         processing_class=settings.tokenizer,
-        peft_config=_adapter(case.adapter) if case.adapter else None,
+        peft_config=adapter_config(case.adapter) if case.adapter else None,
     )
-
-
-def _adapter(name: str) -> Any:
-    if not is_peft_available():
-        raise SkippedError("peft is not installed")
-    from peft import LoraConfig
-
-    return LoraConfig(r=4, task_type="CAUSAL_LM", **_ADAPTERS[name])
 
 
 def _finish(trainer: Trainer, case: Case) -> Trainer:

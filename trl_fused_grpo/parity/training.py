@@ -48,6 +48,10 @@ class EveryStep(int):
     __hash__ = int.__hash__
 
 
+class StockFailedError(Exception):
+    """Nothing can be compared: the message says what stock TRL raised."""
+
+
 @dataclass
 class Run:
     """
@@ -107,6 +111,8 @@ def run_both(case: Case, settings: Settings) -> Pair:
     Raises:
         [`SkippedError`]:
             When the host or an extra lacks what the case needs.
+        [`StockFailedError`]:
+            When stock's training raises.
     """
     case = replace(case, config={**TRAINING, **case.config}, windows=case.config.get("max_steps", STEPS))
     done = case.customised
@@ -124,7 +130,10 @@ def run_both(case: Case, settings: Settings) -> Pair:
             trainer = make(case, settings, done.of_class(cls) if done.of_class is not None else cls)
             return _train(load(trainer, start), start, data, done, stack)
 
-    theirs = train(stock, StockGRPOTrainer, case, settings)
+    try:
+        theirs = train(stock, StockGRPOTrainer, case, settings)
+    except Exception as error:
+        raise StockFailedError(f"stock itself fails: {type(error).__name__}: {error}") from error
     ours = {}
     for tokens in PASS_TOKENS:
         options = {} if tokens is None else {"fused_pass_tokens": tokens}
@@ -176,7 +185,7 @@ def _train(
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:
             run.change[name] = parameter.detach().cpu() - start[name]
-            # Uniform over a unit in the last place, which is 0.5 to 1 times eps of the weight; two trainings differ by two
+            # Uniform over a unit in the last place, 0.5 to 1 times eps of the weight; two trainings differ by two such
             unit = 0.75 * torch.finfo(torch.float32).eps * float(start[name].norm())
             run.rounding[name] = unit * (2 * max(trainer.state.global_step, 1) / 12) ** 0.5
     shares = [entry["fused/rows_recomputed"] for entry in trainer.state.log_history if "fused/rows_recomputed" in entry]
