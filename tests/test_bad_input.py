@@ -55,13 +55,6 @@ def test_a_completion_of_zero_length_leaves_the_others_trained(tmp_path):
     assert gradients["lm_head.weight"].count_nonzero() > 0
 
 
-def test_layer_kernels_without_a_gpu_are_refused_with_the_flag_to_use(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match="use_liger_loss=True"):
-        make_trainer(tmp_path, use_liger_kernel=True)
-
-
 def test_a_forced_forecast_for_an_objective_without_one_is_refused_in_the_constructor(tmp_path):
     with pytest.raises(ValueError, match="fused_way='auto'"):
         make_trainer(tmp_path, fused_way="forecast", top_entropy_quantile=0.2)

@@ -55,22 +55,109 @@ def test_fused_config_is_on_by_default_with_its_further_options(tmp_path):
 
 
 IMPORTED_BEFORE = """
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import ClassVar
+
+import trl
 from trl import GRPOConfig
 from trl.trainer.grpo_config import GRPOConfig as Deep
+
 
 @dataclass
 class Mine(GRPOConfig):
     extra: int = 3
+    names: list = field(default_factory=lambda: ["a"])
+    VALID: ClassVar[tuple] = (3, 4)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.doubled = 2 * self.extra
+
+
+@dataclass
+class Grandchild(Mine):
+    more: int = 5
+
+
+class Plain(GRPOConfig):
+    note: str = "a plain class's annotation is no field"
+
+
+@dataclass
+class BelowPlain(Plain):
+    below: int = 7
+
+
+class PlainBelow(Grandchild):
+    def __init__(self, *args, **kwargs):
+        self.told = True
+        super().__init__(*args, **kwargs)
+
+
+@dataclass
+class Mixin:
+    mixed: int = 8
+
+
+@dataclass
+class Both(Mixin, Grandchild):
+    pass
+
+
+@dataclass
+class Diamond(Both, BelowPlain):
+    deep: int = 9
+
+
+@dataclass(order=True, unsafe_hash=True, repr=False)
+class Particular(Mine):
+    _: KW_ONLY
+    named: int = 10
+
+
+@dataclass
+class Decided(Mine):
+    use_liger_loss: bool = field(default=True, metadata={"help": "mine"})
+
+
+CLASSES = [GRPOConfig, Mine, Grandchild, Plain, BelowPlain, PlainBelow, Both, Diamond, Particular, Decided]
+before = {cls: [f.name for f in fields(cls) if f.name != "use_liger_loss"] for cls in CLASSES}
+parts = {cls: (cls.__post_init__, cls.__repr__ is object.__repr__) for cls in CLASSES[1:]}
 
 import trl_fused_grpo
-import trl
+
+OPTIONS = {"output_dir": OUT, "use_cpu": True, "bf16": False}
 assert trl.GRPOConfig is GRPOConfig is Deep
-for config in (GRPOConfig, Mine):
-    assert config(output_dir=OUT, use_cpu=True, bf16=False, use_liger_loss=True).use_liger_loss is True
-assert Mine(output_dir=OUT, use_cpu=True, bf16=False, extra=4).extra == 4
+for cls in CLASSES:
+    assert cls(**OPTIONS, use_liger_loss=True).use_liger_loss is True, cls
+    assert cls(**OPTIONS).use_liger_loss is (cls is Decided), cls
+    names = [f.name for f in fields(cls)]
+    assert [n for n in names if n != "use_liger_loss"] == before[cls], cls
+    assert names.count("use_liger_loss") == 1, cls
+    assert cls(**OPTIONS, use_liger_loss=True).to_dict()["use_liger_loss"] is True
+    if cls is not Particular:
+        assert "use_liger_loss=True" in repr(cls(**OPTIONS, use_liger_loss=True)), cls
+    assert cls(**OPTIONS, use_liger_loss=True) != cls(**OPTIONS, use_liger_loss=False), cls
+
+mine = Mine(**OPTIONS, extra=4)
+assert (mine.extra, mine.doubled, mine.names, Mine.VALID) == (4, 8, ["a"], (3, 4))
+assert Plain.note == Plain(**OPTIONS).note and "note" not in Plain.__dataclass_fields__
+grandchild = Grandchild(**OPTIONS, extra=5, more=6)
+assert (grandchild.doubled, grandchild.more) == (10, 6)
+assert BelowPlain(**OPTIONS, below=1).below == 1
+assert PlainBelow(**OPTIONS, more=2).told is True
+both = Both(**OPTIONS, mixed=1, more=2, use_liger_loss=True)
+assert (both.mixed, both.more, both.doubled) == (1, 2, 6)
+deep = Diamond(**OPTIONS, mixed=1, below=2, deep=3, use_liger_loss=True)
+assert (deep.mixed, deep.below, deep.deep, deep.doubled) == (1, 2, 3, 6)
+particular = Particular(**OPTIONS, named=11)
+assert particular.named == 11
+assert Particular.__hash__ is not None and "__lt__" in vars(Particular) and "__repr__" not in vars(Particular)
+assert Decided.__dataclass_fields__["use_liger_loss"].metadata["help"] == "mine"
 """
 
 
 def test_it_does_not_matter_that_the_config_was_imported_or_subclassed_first(tmp_path):
-    subprocess.run([sys.executable, "-c", f"OUT = {str(tmp_path)!r}\n{IMPORTED_BEFORE}"], check=True)
+    code = f"OUT = {str(tmp_path)!r}\n{IMPORTED_BEFORE}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]

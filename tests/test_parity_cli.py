@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from trl_fused_grpo import FusedGRPOTrainer, LMHead
 from trl_fused_grpo.cli import app
 from trl_fused_grpo.parity import CASES, MODEL_CASES
+from trl_fused_grpo.parity.comparison import bfloat16_batches
 from trl_fused_grpo.parity.errors import differing_metrics, measure
 from trl_fused_grpo.parity.play import Outcome
 
@@ -67,12 +68,21 @@ def test_the_bug_report_shows_on_its_version(parity, tmp_path):
     assert case["liger_ratio"] > 30
 
 
-def test_bfloat16_is_compared_with_float64(parity, tmp_path):
+@pytest.mark.parametrize("name", ["dapo-off-policy", "is-token-vespo"])
+def test_bfloat16_is_compared_with_float64(parity, tmp_path, name):
+    if name == "is-token-vespo" and Version(trl.__version__) < Version("1.0"):
+        pytest.skip("this TRL has no VESPO")
     file = tmp_path / "parity.json"
-    result = parity("--dtype", "bfloat16", "--case", "dapo-off-policy", "--json", str(file))
+    result = parity("--dtype", "bfloat16", "--case", name, "--json", str(file))
     assert result.exit_code == 0, result.output
     [case] = json.loads(file.read_text())["cases"]
     assert 1e-4 < case["stock_gradient_error"] < 0.5  # as far from float64 as bfloat16 is, and no further
+
+
+def test_more_batches_are_pooled_where_a_sequence_has_one_weight():
+    pooled = {case.name for case in CASES if bfloat16_batches(case) > bfloat16_batches(CASES[0])}
+    assert {"is-token-vespo", "is-sequence-mask", "vespo-off-policy", "sequence-level-off-policy"} <= pooled
+    assert not pooled & {"vespo", "sequence-level", "is-token-mask", "dapo-off-policy", "is-off"}
 
 
 def test_unknown_case_names_the_known_ones(parity):

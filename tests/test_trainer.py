@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl import GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo.eligibility import MEANS_OVER_MICRO_BATCHES
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
-from trl_fused_grpo.window import MEANS_OVER_MICRO_BATCHES
 
 from .oracle import relative_error
 from .tiny_training import dense_log_probs, loss_and_gradients, make_inputs, make_trainer

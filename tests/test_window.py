@@ -8,8 +8,8 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.dealing import balance
+from trl_fused_grpo.eligibility import why_not_balanced, why_old_logps_are_needed
 from trl_fused_grpo.sampling import SAMPLING_METRICS, SamplingCorrection
-from trl_fused_grpo.window import why_not_balanced, why_old_logps_are_needed
 
 from .oracle import relative_error
 from .tiny_training import loss_and_gradients, make_inputs, make_trainer
@@ -111,13 +111,14 @@ def test_ratios_respect_both_bounds_and_unscored_tokens(mode, low, high):
 
 
 def test_old_log_probs_are_computed_where_the_weights_move_while_a_batch_is_in_use(tmp_path):
-    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, steps_per_generation=4)
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=4, steps_per_generation=2)
+    assert "without vLLM" in why_old_logps_are_needed(trainer, steps_left=4)
     trainer.use_vllm = True
-    assert why_old_logps_are_needed(trainer) == "the weights move while a generation batch is in use"
-    trainer.args.steps_per_generation = 2
-    assert why_old_logps_are_needed(trainer) is None
+    assert why_old_logps_are_needed(trainer, steps_left=2) is None
+    assert why_old_logps_are_needed(trainer, steps_left=1) == "the weights move while a generation batch is in use"
     trainer.num_iterations = 2
-    assert why_old_logps_are_needed(trainer) is not None
+    assert why_old_logps_are_needed(trainer, steps_left=4) is None
+    assert why_old_logps_are_needed(trainer, steps_left=3) is not None
 
 
 @pytest.mark.parametrize(

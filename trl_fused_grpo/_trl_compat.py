@@ -6,29 +6,70 @@ when.
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
+import torch
 import transformers
 import trl
+from accelerate import Accelerator
+from accelerate.utils import fsdp_utils
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
+from trl.trainer.utils import use_adapter
 
 from .sampling import SamplingCorrection
 
+
+logger = logging.get_logger(__name__)
 
 OLDEST_TRL, NEWEST_TRL = Version("0.27.2"), Version("1.16.0")
 TRL = Version(Version(trl.__version__).base_version)
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 
-# The methods of the host that the fused trainer overrides or calls
-SEAMS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "training_step")
+# Names that this package overrides, calls or reads of its hosts, by the TRL from which on they are there
+METHODS = (
+    "__init__",
+    "train",
+    "training_step",
+    "get_batch_samples",
+    "compute_loss",
+    "_compute_loss",
+    "_get_per_token_logps_and_entropies",
+    "_generate_and_score_completions",
+    "_prepare_inputs",
+)
+ATTRIBUTES = {
+    "0.27.2": (
+        *("_metrics", "_step", "_buffered_inputs", "_tag_names", "current_gradient_accumulation_steps"),
+        *("accelerator", "args", "model", "ref_model", "loss_type", "importance_sampling_level", "num_iterations"),
+        *("epsilon_low", "epsilon_high", "beta", "temperature", "max_completion_length", "top_entropy_quantile"),
+        *("off_policy_mask_threshold", "use_vllm", "vllm_importance_sampling_correction"),
+        *("vllm_importance_sampling_mode", "tools"),
+    ),
+    "1.8.0": (
+        *("aux_loss_enabled", "router_aux_loss_coef", "_entropy_bonus_enabled", "entropy_coef"),
+        *("use_adaptive_entropy", "_last_world_entropy"),
+        *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    ),
+}
+OPTIONS = {
+    "0.27.2": (
+        *("use_liger_kernel", "liger_kernel_config", "cast_lm_head_to_fp32", "gradient_accumulation_steps"),
+        *("steps_per_generation", "delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg"),
+    ),
+    "1.4.0": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    "1.8.0": ("entropy_target",),
+}
+ACCELERATOR = ("autocast", "backward", "gather", "reduce", "unwrap_model", "num_processes", "sync_gradients", "device")
 
 
 def check_host(trainer_class: type = GRPOTrainer, version: Version = TRL) -> None:
@@ -36,12 +77,12 @@ def check_host(trainer_class: type = GRPOTrainer, version: Version = TRL) -> Non
     Refuse a TRL that this package cannot extend; warn once about one it was not tested with.
 
     Raises:
-        `ImportError`: when TRL is too old or a method that the fused trainer extends is gone.
+        `ImportError`: when TRL is too old or something that the fused trainer builds upon is gone; it is named.
     """
     supported = f"trl>={OLDEST_TRL},<={NEWEST_TRL}"
-    missing = [name for name in SEAMS if not hasattr(trainer_class, name)]
+    missing = _missing(trainer_class, version)
     if version < OLDEST_TRL or missing:
-        gone = f" (its GRPOTrainer has no {', '.join(missing)})" if missing else ""
+        gone = f" ({'; '.join(missing)})" if missing else ""
         raise ImportError(f"trl_fused_grpo cannot extend TRL {version}{gone}; install {supported}.")
     if version > NEWEST_TRL:
         warnings.warn(
@@ -49,6 +90,42 @@ def check_host(trainer_class: type = GRPOTrainer, version: Version = TRL) -> Non
             "before you rely on it.",
             stacklevel=2,
         )
+
+
+def _missing(trainer_class: type, version: Version) -> list[str]:
+    """What is gone of the hosts, in words."""
+
+    def expected(names: Mapping[str, tuple[str, ...]]) -> list[str]:
+        return [name for since, group in names.items() if Version(since) <= version for name in group]
+
+    used = _names_used(trainer_class)
+    gone = {
+        "GRPOTrainer": [name for name in METHODS if not hasattr(trainer_class, name)]
+        # A trainer sets its attributes when it is made: here its code is asked whether it knows them
+        + [name for name in expected(ATTRIBUTES) if used and name not in used],
+        "GRPOConfig": [name for name in expected(OPTIONS) if name not in GRPOConfig.__dataclass_fields__],
+        "Accelerator": [name for name in ACCELERATOR if not hasattr(Accelerator, name)],
+        "DeepSpeedEngineWrapper": [] if hasattr(DeepSpeedEngineWrapper, "backward") else ["backward"],
+    }
+    return [f"its {owner} has no {', '.join(names)}" for owner, names in gone.items() if names]
+
+
+def _names_used(trainer_class: type) -> set[str]:
+    """Every name in the code of a trainer's own classes, those of transformers left out."""
+    used: set[str] = set()
+    for cls in trainer_class.__mro__:
+        if not cls.__module__.startswith(("transformers.", "builtins")):
+            used.update(vars(cls))
+            methods = [inspect.unwrap(m) for m in vars(cls).values() if callable(m) and not isinstance(m, type)]
+            waiting = [m.__code__ for m in methods if hasattr(m, "__code__")]
+            while waiting:
+                code = waiting.pop()
+                used.update(code.co_names)
+                waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return used
+
+
+check_host()  # before anything below looks at what may be gone
 
 
 # TRL >= 1.7: the seam returns the auxiliary loss of Mixture-of-Experts models as a third value
@@ -62,8 +139,30 @@ def seam_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None
     return (logps, entropies, aux_loss) if SEAM_RETURNS_AUX_LOSS else (logps, entropies)
 
 
-# TRL >= 1.15: the host takes every family's auxiliary loss from Mixtral's function, before from the model's own forward
-AUX_LOSS_IS_MIXTRALS = hasattr(trl.trainer.utils, "add_fused_lm_head")
+# TRL >= 1.15: the host has a fused head of its own, whose entropies always carry a gradient
+_HAS_FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
+# With it, it takes every family's auxiliary loss from Mixtral's function, before from the model's own forward
+AUX_LOSS_IS_MIXTRALS = _HAS_FUSED_HEAD
+
+
+def host_entropies(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor | None:
+    """
+    Entropies with a gradient where the host's have one: from TRL 1.15 on always, from 1.8 on with an entropy bonus,
+    before never.
+    """
+    carry = _HAS_FUSED_HEAD or getattr(trainer, "_entropy_bonus_enabled", False)
+    return entropies if entropies is None or carry else entropies.detach()
+
+
+# The methods that TRL's `_compute_loss` calls, by the version
+OBJECTIVE_METHODS = tuple(
+    name
+    for name in inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_names
+    if name != "_get_per_token_logps_and_entropies" and inspect.isfunction(getattr(GRPOTrainer, name, None))
+)
+
+# TRL < 1.15: log-probs come from the logits of the model's own forward, those of padding too; later they are zero there
+SCORES_THROUGH_LOGITS = not AUX_LOSS_IS_MIXTRALS
 
 # TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
 _RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
@@ -87,11 +186,20 @@ PADDING_MATTERS = {"opt", "recurrent_gemma", *(("lfm2", "zamba2") if _TRANSFORME
 DEEPSPEED_STEPS_WITH_BACKWARD = "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
 
 
+# accelerate >= 1.14 has FSDP2 shard embedding and head apart, and torch >= 2.13 refuses a weight that both have
+FSDP2_FORBIDS_TIES_OF_HEADS = hasattr(fsdp_utils, "_find_final_norm") and Version(torch.__version__).release >= (2, 13)
+
+
 def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     """The positions that count in the loss `[B, T]`."""
     if "tool_mask" not in inputs or (_TOOL_MASK_NEEDS_TOOLS and not trainer.tools):
         return inputs["completion_mask"]
     return inputs["completion_mask"] * inputs["tool_mask"]
+
+
+def temperature_of(trainer: GRPOTrainer) -> float:
+    """Temperature of the log-probs: TRL >= 1.15 gives it to the head when the trainer is made."""
+    return trainer.temperature if SCORES_THROUGH_LOGITS else trainer.args.temperature
 
 
 def window_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
@@ -202,6 +310,15 @@ def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model, **config)
+
+
+def leave_layers(args: Any) -> None:
+    """Train with the fused loss alone where `use_liger_kernel` asks for layer kernels that cannot run. Told once."""
+    logger.warning_once(
+        "use_liger_kernel=True: the loss is fused, but the model's layers stay as they are, because Liger's kernels "
+        "for them need a GPU."
+    )
+    args.use_liger_loss, args.use_liger_kernel = True, False
 
 
 class _HostCallError(Exception):
@@ -327,3 +444,27 @@ def mask_parts(mask_function: Any) -> list[tuple[str, Any]]:
 
 if _TRANSFORMERS_4:  # Phi-MoE makes rotary tables for as many positions as there are columns
     PADDING_MATTERS.add("phimoe")
+
+
+def _tuner_layer(model: nn.Module) -> Any:
+    """The first layer of a model that PEFT adapts, or `None`."""
+    # Transformers' models have methods of this name
+    return next((m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)), None)
+
+
+def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
+    """Whether PEFT's adapters are switched off, and which are active otherwise; `None` without adapters."""
+    layer = _tuner_layer(model)
+    return None if layer is None else (bool(layer.disable_adapters), tuple(layer.active_adapters))
+
+
+@contextmanager
+def adapters_as(model: nn.Module, state: tuple[bool, tuple[str, ...]] | None) -> Generator[None, None, None]:
+    """While it lasts, a model's adapters are as [`adapter_state`] has found them at another time."""
+    if state is None or state == adapter_state(model):
+        yield
+        return
+    disabled, active = state
+    peft_model: Any = next(module for module in model.modules() if is_peft_model(module))
+    with use_adapter(peft_model, None if disabled else active[0]):
+        yield

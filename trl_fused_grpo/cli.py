@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging as transformers_logging
 
-from .parity import CASES, MODEL_CASES, Settings, compare, report
+from .parity import CASES, CUSTOMISED_CASES, MODEL_CASES, Case, Settings, compare, report
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -47,6 +47,10 @@ def parity(
     models: Annotated[
         bool, typer.Option("--models", help="The cases of model families and kinds of head instead.")
     ] = False,
+    customised: Annotated[
+        bool,
+        typer.Option("--customised", help="Whole trainings with subclasses, patches, hooks and callbacks instead."),
+    ] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.auto,
     dtype: Annotated[
@@ -56,7 +60,7 @@ def parity(
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the errors.")] = None,
 ) -> None:
     """
-    Compare FusedGRPOTrainer with stock TRL: loss, every parameter's gradient, every metric.
+    Compare FusedGRPOTrainer with stock TRL: loss, every parameter's gradient or change, every metric.
 
     Both run in this process on the same batches, as does stock TRL's Liger loss where the installed TRL has one. Exits
     with 1 when anything is out of tolerance.
@@ -66,14 +70,17 @@ def parity(
             raise typer.BadParameter(f"the folder of {path} does not exist.")
     if plot_file and not find_spec("matplotlib"):
         raise typer.BadParameter("--plot needs matplotlib: pip install 'trl-fused-grpo[plot]'.")
+    if models and customised:
+        raise typer.BadParameter("--models and --customised are two sets of cases: choose one.")
+    cases = MODEL_CASES if models else CUSTOMISED_CASES if customised else CASES
     with _quiet():
-        code = _run_parity(case or [], models, list_cases, device, dtype, json_file, plot_file)
+        code = _run_parity(cases, case or [], list_cases, device, dtype, json_file, plot_file)
     raise typer.Exit(code)
 
 
 def _run_parity(
+    cases: tuple[Case, ...],
     names: list[str],
-    models: bool,
     list_cases: bool,
     device: Device,
     dtype: Dtype,
@@ -83,7 +90,6 @@ def _run_parity(
     console = Console()
     if not console.is_terminal:
         console.width = 140  # a log has no width of its own, and the table does not fit into 80 columns
-    cases = MODEL_CASES if models else CASES
     known = {case.name: case for case in cases}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -106,7 +112,7 @@ def _run_parity(
                 progress.update(task, description=case.name)
                 results.append(compare(case, settings))
                 progress.advance(task)
-    report.print_report(results, settings, console, layouts=models)
+    report.print_report(results, settings, console, layouts=cases is not CASES)
     if json_file:
         report.write_json(results, settings, json_file)
     if plot_file:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from typing import Any
 
 from trl import GRPOConfig
@@ -12,17 +12,36 @@ _FIELD = "use_liger_loss"
 _HELP = "Whether FusedGRPOTrainer computes the loss through the fused linear function, at parity with TRL's own path."
 
 
+# What `dataclass` generates, and refuses to replace or leaves as it is where it stands
+_GENERATED = ("__init__", "__repr__", "__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__")
+
+
 def _regenerate(cls: type) -> None:
     """Run `dataclass` over a class once more, in place, from the fields that it has now."""
-    for f in cls.__dict__.get("__dataclass_fields__", {}).values():
-        if f.name in inspect.get_annotations(cls) and f.name != _FIELD:
-            setattr(cls, f.name, f)
-    for name in ("__init__", "__repr__", "__eq__"):
-        method = cls.__dict__.get(name)
-        # `dataclass` replaces nothing that is there; what it generates has no source file
-        if method is not None and inspect.unwrap(method).__code__.co_filename == "<string>":
+    own, params = vars(cls)["__dataclass_fields__"], vars(cls)["__dataclass_params__"]
+    for name in inspect.get_annotations(cls):
+        if name in own and not isinstance(vars(cls).get(name), Field):
+            setattr(cls, name, own[name])
+    for name in _GENERATED:
+        method = vars(cls).get(name)
+        if name == "__repr__":
+            method = inspect.unwrap(method) if method else None  # `dataclass` wraps it against recursion
+        code = getattr(method, "__code__", None)
+        # What is generated has no source file; of a hash that is None `dataclass` makes what was asked for again
+        if (code and code.co_filename == "<string>") or (name == "__hash__" and name in vars(cls) and method is None):
             delattr(cls, name)
-    dataclass(cls)
+    dataclass(**{name: getattr(params, name) for name in ("init", "repr", "eq", "order", "unsafe_hash")})(cls)
+
+
+def _descendants(cls: type) -> list[type]:
+    """Subclasses of every depth, each after those that it inherits from."""
+    found: set[type] = set()
+    waiting = [cls]
+    while waiting:
+        new = [sub for sub in waiting.pop().__subclasses__() if sub not in found]
+        found.update(new)
+        waiting += new
+    return sorted(found, key=lambda sub: len(sub.__mro__))  # a class has more ancestors than any of them
 
 
 def _spare_the_alias(cls: Any) -> None:
@@ -49,13 +68,14 @@ def install_use_liger_loss(cls: Any = GRPOConfig) -> None:
     """
     if getattr(cls, "_has_fused_loss", False):
         return
-    cls.__annotations__[_FIELD] = bool
+    cls.__annotations__[_FIELD] = bool  # up to TRL 0.27 it is there, with another default
     setattr(cls, _FIELD, field(default=False, metadata={"help": _HELP}))
     _regenerate(cls)
     _spare_the_alias(cls)
     cls._has_fused_loss = True
-    for subclass in cls.__subclasses__():
-        _regenerate(subclass)
+    for subclass in _descendants(cls):
+        if "__dataclass_fields__" in vars(subclass):  # another one inherits what is generated
+            _regenerate(subclass)
 
 
 install_use_liger_loss()
@@ -77,9 +97,9 @@ class FusedGRPOConfig(GRPOConfig):
             `"packed"` (all sequences of a micro-batch in one row without padding), `"aligned"` (rows shifted left and
             cut to the longest) or `"host"` (as TRL pads them); `"auto"` takes the first that the model allows. Forcing
             one that it does not allow raises.
-        fused_skip_old_logps (`bool`, *optional*, defaults to `True`):
+        fused_skip_old_logps (`bool`, *optional*):
             With vLLM and on-policy steps, take the importance ratio from the training pass instead of computing old
-            log-probs in a forward of their own.
+            log-probs in a forward of their own. Defaults to where that is possible; `True` also tells where it is not.
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed micro-batch through the model once. Needs
             `attn_implementation="sdpa"`.
@@ -96,7 +116,8 @@ class FusedGRPOConfig(GRPOConfig):
             metric then covers the others only.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
-            than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`.
+            than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
+            `use_bias_correction_kl` makes `k4` of `k1` and `k2_bias_corrected` of `k2`.
     """
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})
@@ -112,8 +133,9 @@ class FusedGRPOConfig(GRPOConfig):
         default="auto",
         metadata={"help": "Layout of the rows.", "choices": ["auto", "packed", "aligned", "host"]},
     )
-    fused_skip_old_logps: bool = field(
-        default=True, metadata={"help": "Take vLLM's importance ratio from the training pass when on-policy."}
+    fused_skip_old_logps: bool | None = field(
+        default=None,
+        metadata={"help": "Take vLLM's importance ratio from the training pass (default: where that is possible)."},
     )
     fused_share_prompts: bool = field(
         default=True, metadata={"help": "Run a prompt through the model once for its completions in a micro-batch."}

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from . import _trl_compat as compat
 from .aux_loss import load_balancing_loss
 from .forecast import DistantForecast
 from .fused_linear import Forecast, FusedStats, fused_linear_logps
-from .lm_head import LMHead, output_projection, weight_holders
+from .lm_head import LMHead, head_modules
 from .replacing import replaced
 
 
@@ -120,7 +121,7 @@ class FusedRequest:
 
         # Through the modules' own calls, so that ZeRO-3 and FSDP gather their weights, in backward too
         call: Callable = project
-        for module in weight_holders(output_projection(causal_lm)):
+        for module in reversed(head_modules(causal_lm)):
             call = functools.partial(_call_as, module, call)
         logps, entropies = call(hidden_rows)
         return logps.real, None if entropies is None else entropies.real
@@ -137,7 +138,9 @@ def sheltered(result: Tensor) -> Tensor:
 
 def _call_as(module: nn.Module, forward: Callable, *args: Any) -> Any:
     """Call a module, hooks and all, with another forward."""
-    with replaced(module, "forward", forward):
+    # FSDP1 is a module around the module, which gathers weights in its own forward
+    inner: Any = module._fsdp_wrapped_module if isinstance(module, FullyShardedDataParallel) else module
+    with replaced(inner, "forward", forward):
         return module(*args)
 
 

@@ -55,6 +55,7 @@ class _Call:
     compute_dtype: torch.dtype
     chunk_rows: int
     forecast: Forecast | None
+    live_rows: int
     entropy: bool
     stats: FusedStats
 
@@ -153,17 +154,18 @@ def fused_linear_logps(
 
     hidden, up, bias, temperature = head.operands(hidden, temperature)  # [N, H + r], [V, r], [V]
     head_needs_grad = any(t is not None and t.requires_grad for t in (head.weight, bias, up))
-    if not torch.is_grad_enabled() or not (hidden.requires_grad or head_needs_grad):
-        resolved = "no_grad"
-    else:
-        resolved = choose_way(head_needs_grad, forecast, entropy_grad) if way == "auto" else way
+    planned = choose_way(head_needs_grad, forecast, entropy_grad) if way == "auto" else way
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or head_needs_grad)
+    resolved = planned if needs_grad else "no_grad"
     if resolved == "frozen" and head_needs_grad:
         raise ValueError('way="frozen" needs a head without trainable parameters; use way="auto" or freeze the head')
     if resolved == "forecast" and forecast is None:
         raise ValueError('way="forecast" needs a forecast; pass one or use way="auto"')
 
     if logits_mib is None:
-        logits_mib = default_logits_mib(hidden, head, resolved, compute_dtype)
+        # With a forecast as with gradient: the reference's log-probs are then those of an equal policy, to the bit
+        sized_as = resolved if forecast is None else planned
+        logits_mib = default_logits_mib(hidden, head, sized_as, compute_dtype)
     stats = FusedStats() if stats is None else stats
     stats.way, stats.rows, stats.recomputed = resolved, hidden.shape[0], 0
     call = _Call(
@@ -172,6 +174,7 @@ def fused_linear_logps(
         compute_dtype=compute_dtype,
         chunk_rows=rows_per_chunk(head.weight.shape[0], compute_dtype.itemsize, logits_mib),
         forecast=forecast,
+        live_rows=len(targets) if forecast is None or planned == "recompute" else forecast.live_rows,
         entropy=entropy or entropy_grad,
         stats=stats,
     )
@@ -196,10 +199,8 @@ class FusedLinearLogProb(torch.autograd.Function):
         logps, lse = work.new_rows(), work.new_rows()  # [N]
         entropies = work.new_rows() if call.entropy else None  # [N]
 
-        prepaid = None
-        live_rows = len(targets)
+        prepaid, live_rows = None, call.live_rows
         if call.way in ("frozen", "forecast"):
-            live_rows = len(targets) if call.forecast is None else call.forecast.live_rows
             prepaid = Prepaid(Gradients(work, ctx.needs_input_grad), live_rows == len(targets))
         for rows in work.chunks(live_rows):
             logits = work.project(rows)  # [n, V]

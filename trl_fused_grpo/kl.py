@@ -11,14 +11,34 @@ from trl import GRPOTrainer
 
 from . import _trl_compat as compat
 from .batch import GRPOBatch, as_columns
-from .objective import token_terms
-from .question import has_own_objective, objective_of
+from .eligibility import replaced_objective
+from .objective import GRPOObjective, token_terms
+from .question import objective_of
 from .reduction import token_weights
 
 
 def replaces_kl(trainer: GRPOTrainer) -> bool:
-    """Whether the KL term is ours to compute; that of a subclass's own objective is not."""
-    return trainer.beta != 0.0 and objective_of(trainer).kl_estimator != "k3" and not has_own_objective(trainer)
+    """
+    Whether the KL term is ours to compute.
+
+    Raises:
+        `ValueError`: when it is asked for and the host's objective was replaced since the trainer was made.
+    """
+    name = objective_of(trainer).kl_estimator
+    if trainer.beta == 0.0 or name == "k3":
+        return False
+    found = replaced_objective(trainer)
+    if found is not None:
+        raise ValueError(f"kl_estimator={name!r} does not reach {found}: set kl_estimator='k3'.")
+    return True
+
+
+def estimator_in_force(objective: GRPOObjective) -> str:
+    """What the KL term estimates with, as it is logged: the importance ratio makes `k4` of `k1`."""
+    name = objective.kl_estimator
+    if name in ("k1", "k4"):
+        return "k4" if objective.weighs_kl else "k1"
+    return f"{name}_bias_corrected" if objective.weighs_kl else name
 
 
 @contextmanager
@@ -59,5 +79,6 @@ def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tens
     assert kl is not None, "the host's beta is not zero"
     sums = torch.stack([(kl.detach() * batch.mask).sum(), batch.mask.sum()])
     total, count = trainer.accelerator.reduce(sums, reduction="sum").tolist()
-    trainer._metrics["train" if is_training else "eval"][f"kl/{objective.kl_estimator}"].append(total / max(count, 1.0))
+    metrics = trainer._metrics["train" if is_training else "eval"]
+    metrics[f"kl/{estimator_in_force(objective)}"].append(total / max(count, 1.0))
     return objective.beta * (kl * token_weights(objective, batch)).sum()

@@ -10,6 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from . import _trl_compat as compat
+
 
 _ADVICE = "train with use_liger_loss=False"
 
@@ -171,12 +173,41 @@ def _saved_module(module: Any) -> nn.Module:
     return module.original_module if module.disable_adapters or not active else copies[active[0]]
 
 
-def weight_holders(module: Any) -> list[nn.Module]:
-    """The modules inside an [`output_projection`] whose parameters a projection reads."""
-    if not hasattr(module, "base_layer"):
-        return [module]
-    terms = [parts[name] for name in module.lora_A for parts in (module.lora_A, module.lora_B)]
-    return [module.base_layer, *terms]
+def head_modules(causal_lm: PreTrainedModel) -> list[nn.Module]:
+    """
+    The modules that an [`output_projection`] runs through, the outermost first: PEFT's wrapper, and the layers whose
+    parameters are read. DeepSpeed and FSDP gather weights when one of them is called, and each engine at others.
+    """
+    outermost, module = causal_lm.get_output_embeddings(), output_projection(causal_lm)
+    modules: list[Any] = [outermost] if module is outermost else [outermost, module]
+    if has_adapter(module):
+        layer: Any = module
+        factors = [parts[name] for name in _adapters_in_force(layer) for parts in (layer.lora_A, layer.lora_B)]
+        modules += [layer.base_layer, *factors]
+    return modules
+
+
+def why_not_sharded(causal_lm: PreTrainedModel, fsdp_version: int) -> str | None:
+    """Why FSDP cannot shard the adapter on the head of a model with tied embeddings, and what to do, or `None`."""
+    head: Any = causal_lm.get_output_embeddings()
+    embedding: Any = causal_lm.get_input_embeddings()
+    if not all(parameter.is_contiguous() for parameter in head.parameters()):
+        reason = "ensure_weight_tying=True transposes LoRA's factors, which FSDP2 cannot shard: leave it out"
+        return reason if fsdp_version == 2 else None
+    copy = _saved_module(head)
+    if copy is head:
+        return None
+    if copy.weight is embedding.weight:
+        reason = "FSDP1 shards the embedding and the head, which train one weight, apart: use FSDP2"
+        return reason if fsdp_version == 1 else None
+    if fsdp_version == 1 or not compat.FSDP2_FORBIDS_TIES_OF_HEADS:
+        return None
+    if head.original_module.weight is getattr(embedding, "original_module", embedding).weight:
+        return (
+            "FSDP2 shards the embedding and the head apart, but the frozen weight beside the trained copy is the "
+            "embedding's: set ensure_weight_tying=True, use LoRA on lm_head, or train with DeepSpeed"
+        )
+    return None
 
 
 def has_adapter(module: nn.Module) -> bool:
@@ -204,12 +235,8 @@ def _lora(module: Any, bias: Tensor | None) -> tuple[tuple[LowRank, ...], Tensor
         return (), bias
     if module.disable_adapters and module.merged:
         module.unmerge()  # as its own forward would
-    if module.disable_adapters or module.merged:  # what is merged is in the weight already
-        return (), bias
     terms = []
-    for name in module.active_adapters:
-        if name not in module.lora_A:
-            continue
+    for name in _adapters_in_force(module):
         a, b, dropout, scale = (
             parts[name] for parts in (module.lora_A, module.lora_B, module.lora_dropout, module.scaling)
         )
@@ -219,6 +246,13 @@ def _lora(module: Any, bias: Tensor | None) -> tuple[tuple[LowRank, ...], Tensor
         if b.bias is not None:
             bias = scale * b.bias if bias is None else bias + scale * b.bias
     return tuple(terms), bias
+
+
+def _adapters_in_force(module: Any) -> list[str]:
+    """The names of the adapters whose low-rank terms count beside the weight."""
+    if module.disable_adapters or module.merged:  # what is merged is in the weight already
+        return []
+    return [name for name in module.active_adapters if name in module.lora_A]
 
 
 def _logit_scale(text_config) -> float:

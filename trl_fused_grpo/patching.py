@@ -39,7 +39,9 @@ def patch() -> Patch:
     """
     Make `trl.GRPOTrainer` the fused trainer for code that looks it up from now on.
 
-    Names that were imported before stay what they were. Patching twice is patching once.
+    Names that were imported before stay what they were. Patching twice is patching once. It changes the class alone:
+    the loss is fused where the arguments say `use_liger_loss=True` (or `use_liger_kernel=True`), and without that the
+    trainer is the stock one.
 
     Returns:
         [`Patch`]: a handle to undo it, also a context manager.

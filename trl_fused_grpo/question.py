@@ -10,7 +10,7 @@ from .forecast import BatchForecast
 from .loss import FusedLinearGRPOLoss
 from .objective import WINDOW_NORMALIZED_LOSSES, GRPOObjective
 from .sampling import DeferredForecast
-from .scoring import Question
+from .scoring import HostCall, Question
 
 
 # Marks micro-batches whose importance ratio generation left to the training pass
@@ -28,11 +28,6 @@ _OPTIONS_IN_ARGS = (
     "vespo_lambda_neg",
     "kl_estimator",
 )
-
-
-def has_own_objective(trainer: GRPOTrainer) -> bool:
-    """Whether a subclass replaced the host's objective: then anything may be read, and nothing is known beforehand."""
-    return type(trainer)._compute_loss is not GRPOTrainer._compute_loss
 
 
 def beta_of(trainer: GRPOTrainer) -> float:
@@ -64,6 +59,19 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0) -> GRPOObjecti
     )
 
 
+def ask_for_call(trainer: GRPOTrainer, call: HostCall, every_position: bool) -> Question:
+    """
+    Decide which positions to project for a call that may not be TRL's own loss: those of its own attention mask.
+
+    Args:
+        trainer (`GRPOTrainer`): whose log-prob method was called.
+        call ([`HostCall`]): the call.
+        every_position (`bool`): whether padding is read too.
+    """
+    mask = call.attention_mask[:, -call.logits_to_keep :]  # [B, T]
+    return Question(torch.ones_like(mask) if every_position or padding_counts(trainer) else mask)
+
+
 def ask_for_loss(trainer: GRPOTrainer, inputs: dict[str, Any], skip_dead: bool) -> Question:
     """
     Decide which positions of a micro-batch to project for the loss, and forecast their gradients.
@@ -75,8 +83,6 @@ def ask_for_loss(trainer: GRPOTrainer, inputs: dict[str, Any], skip_dead: bool) 
     """
     mask = compat.loss_mask(trainer, inputs)  # [B, T]
     old_logps = inputs.get("old_per_token_logps")
-    if has_own_objective(trainer):
-        return Question(inputs["completion_mask"], fill=old_logps)
     entropy_coef = _entropy_coef_in_force(trainer)
     if padding_counts(trainer):
         return Question(torch.ones_like(mask), entropy_grad=entropy_coef != 0.0)

@@ -9,12 +9,12 @@ from typing import Any
 def replaced(owner: Any, name: str, value: Any) -> Generator[None, None, None]:
     """While it lasts, the attribute `name` of an object is `value`; then the object's own again, or its class's."""
     own = vars(owner)
-    previous = own.get(name)
+    has_own, previous = name in own, own.get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if previous is None:
-            delattr(owner, name)
-        else:
+        if has_own:
             setattr(owner, name, previous)
+        else:
+            delattr(owner, name)

@@ -13,7 +13,8 @@ from trl import GRPOTrainer
 
 from . import _trl_compat as compat
 from .checkpointing import lean_checkpoints
-from .checks import check_token_ids
+from .checks import check_token_ids, vocab_size_of
+from .customisation import changed_module
 from .fused_forward import BordersIgnoredError, attach
 from .layout import LayoutName
 from .layout_choice import Refusal, choose, keys_may_repeat, traits
@@ -23,6 +24,8 @@ from .scoring import HostCall, Question, RowsRefusedError, Scores, ScoringOption
 
 
 logger = logging.get_logger(__name__)
+
+_FORCE = 'If it does not, fused_layout="packed" asks for rows without padding all the same.'
 
 
 class Scorer:
@@ -61,18 +64,36 @@ class Scorer:
         """Whether the policy was found not to take the rows that its layout gave it."""
         return self.causal_lm(self.trainer.model) in self._refusals
 
-    def layout(self, model: nn.Module, is_multimodal: bool = False) -> LayoutName:
+    def layout(self, model: nn.Module, is_multimodal: bool = False, keeps_padding: str | None = None) -> LayoutName:
         """
         The layout of a model's rows: the one asked for, or the first that the model allows.
+
+        Args:
+            model (`nn.Module`): the model, in its wrappers or bare.
+            is_multimodal (`bool`): whether there are images.
+            keeps_padding (`str`, *optional*): a reason to keep TRL's padding unless another layout is asked for.
 
         Raises:
             `ValueError`: when the one asked for is not allowed, with the reason.
         """
         unwrapped, causal_lm = self.unwrapped(model), self.causal_lm(model)
         conditions = (is_multimodal, padding_counts(self.trainer), self._refusals.get(causal_lm))
-        return choose(self.option("fused_layout", "auto"), unwrapped, causal_lm, *conditions)
+        wanted = self.option("fused_layout", "auto")
+        if wanted == "auto":
+            reason = keeps_padding or self.why_rows_are_seen(model)
+            if reason is not None:
+                logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_FORCE}")
+                return "host"
+        return choose(wanted, unwrapped, causal_lm, *conditions)
 
-    def scores(self, question: Question, call: HostCall, host_seam: Callable) -> Scores:
+    def why_rows_are_seen(self, model: nn.Module) -> str | None:
+        """Why the user's own code may see how rows are laid out in a model, or `None`."""
+        found = changed_module(self.unwrapped(model).modules())
+        return f"{found} may depend on where a token stands" if found else None
+
+    def scores(
+        self, question: Question, call: HostCall, host_seam: Callable, keeps_padding: str | None = None
+    ) -> Scores:
         """
         Log-probabilities of a batch, and what else the host asks for.
 
@@ -80,20 +101,19 @@ class Scorer:
             question ([`Question`]): which positions of the batch.
             call ([`HostCall`]): the host's call.
             host_seam (`Callable`): the host's own method for it, which knows how images go with rows.
+            keeps_padding (`str`, *optional*): see [`layout`].
         """
         unwrapped = self.unwrapped(call.model)
         causal_lm = self.causal_lm(unwrapped)
         attach(causal_lm)
-        head: Any = output_projection(causal_lm)
-        # Between forwards the weight may be a shard
-        vocab_size = getattr(head, "out_features", head.weight.shape[0])
+        vocab_size = vocab_size_of(output_projection(causal_lm), causal_lm)
         check_token_ids(call.completion_ids, question.mask, vocab_size)
 
         rows = (call.input_ids, call.attention_mask, call.logits_to_keep, call.multimodal)
         host_inputs = (lambda: compat.host_model_inputs(host_seam, *rows)) if call.multimodal else None
         with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
             while True:
-                options = self._options(unwrapped, call)
+                options = self._options(call, keeps_padding)
                 if options.layout == "host":
                     return score(question, options, call, host_inputs)
                 before = _random_states(call.input_ids)
@@ -105,19 +125,19 @@ class Scorer:
                 if question.micro_batch is not None:  # one after the other they draw the random numbers of stock
                     call = replace(call, batch_size=question.micro_batch)
 
-    def _options(self, model: nn.Module, call: HostCall) -> ScoringOptions:
-        causal_lm = self.causal_lm(model)
-        layout = self.layout(model, bool(call.multimodal))
+    def _options(self, call: HostCall, keeps_padding: str | None) -> ScoringOptions:
+        causal_lm = self.causal_lm(call.model)
+        layout = self.layout(call.model, bool(call.multimodal), keeps_padding)
         needs_last_column = traits(causal_lm).needs_last_column
         if layout == "packed" and needs_last_column and call.compute_aux_loss:
             layout = "host"  # the auxiliary loss counts every token, also one that stands for the last column
         return ScoringOptions(
-            temperature=self.trainer.temperature,
+            temperature=compat.temperature_of(self.trainer),
             fp32=self.trainer.args.cast_lm_head_to_fp32,
             way=self.option("fused_way", "auto"),
             logits_mib=self.option("fused_logits_mib", None),
             layout=layout,
-            share_prompts=self.shares_prompts(model),
+            share_prompts=self.shares_prompts(call.model),
             forced=self._is_forced,
             needs_last_column=needs_last_column,
             runs_sdpa=causal_lm.config._attn_implementation == "sdpa",

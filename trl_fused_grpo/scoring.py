@@ -112,6 +112,15 @@ class HostCall:
         """`[B, T]`."""
         return self.input_ids[:, -self.logits_to_keep :]
 
+    def of(self, micro_batches: list[dict[str, Any]]) -> "HostCall":
+        """The same call for several micro-batches, one after the other."""
+        names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
+        ids, mask = (
+            torch.cat([torch.cat([batch[left], batch[right]], dim=1) for batch in micro_batches])
+            for left, right in names
+        )
+        return replace(self, input_ids=ids, attention_mask=mask)
+
 
 @dataclass
 class Scores:

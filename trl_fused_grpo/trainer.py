@@ -1,6 +1,9 @@
 """`FusedGRPOTrainer`: TRL's `GRPOTrainer` with its log-probabilities taken from the fused linear function."""
 
 import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,19 +13,33 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _trl_compat as compat
-from .checks import check_aux_loss, check_shapes, check_way
+from .checks import (
+    check_aux_loss,
+    check_kl_estimator,
+    check_shapes,
+    check_sharding,
+    check_way,
+    tell_what_has_no_effect,
+)
+from .customisation import replaced_in_trl, replaced_method
 from .dealing import balance
+from .deferral import LogpsDeferral
+from .eligibility import (
+    why_forwards_are_not_shared,
+    why_micro_batches_are_seen,
+    why_not_balanced,
+    why_not_fused,
+    why_padding_may_be_read,
+)
 from .fused_forward import attach
 from .fused_linear import FusedStats
 from .kl import kl_left_out, kl_term, replaces_kl
 from .lm_head import has_adapter, output_projection
-from .passes import LossPass, pass_ends, token_limit
-from .question import DEFERRED, ask_for_loss, padding_counts
+from .merging import MicroBatchMerger, plan_merges, reducing_gradients, token_limit
+from .question import ask_for_call, ask_for_loss
 from .replacing import replaced
-from .sampling import SAMPLING_METRICS, SamplingMetrics
 from .scorer import Scorer
 from .scoring import HostCall, Question, Scores
-from .window import why_not_balanced, why_old_logps_are_needed, why_passes_are_not_shared
 
 
 logger = logging.get_logger(__name__)
@@ -37,8 +54,11 @@ class FusedGRPOTrainer(GRPOTrainer):
     fused linear function; TRL's own `_compute_loss` turns them into the loss. With `use_liger_loss=False` it is the
     stock trainer. `use_liger_kernel=True` means the fused loss and Liger's layer kernels.
 
-    Micro-batches of an accumulation window may share a pass of the model (`fused_pass_tokens`). Those that wait for the
-    last of it return a loss of zero, which then comes with the loss of the last.
+    Micro-batches of an accumulation window may share a forward of the model (`fused_pass_tokens`). Each has its loss in
+    its own training step; the gradients of all come with the last of them.
+
+    What you override, hook or replace is heeded: a faster path that assumes TRL's own is left then, and the reason is
+    logged once (`docs/faster-paths.md`).
 
     Beside TRL's metrics it logs `fused/rows_recomputed`, the fraction of rows whose gradient was not as forecast.
 
@@ -57,29 +77,30 @@ class FusedGRPOTrainer(GRPOTrainer):
         layer_kernels = getattr(config, "use_liger_kernel", False)
         self.use_liger_loss = bool(getattr(config, "use_liger_loss", False) or layer_kernels)
         self._stats: list[FusedStats] = []
-        self._loss_pass: LossPass | None = None
+        self._merger = MicroBatchMerger()
+        self._deferral = LogpsDeferral(self)
+        # The micro-batch whose loss TRL's own `_compute_loss` computes, and what of it TRL reads
+        self._loss_inputs: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._loss_logps: Tensor | None = None
-        self._waiting: list[dict[str, Any]] = []
-        self._pass_ends: list[int] = []
-        self._defers_next_pass = False
-        self._sampling_metrics = SamplingMetrics()
+        self._current_micro_batch: dict[str, Any] = {}
+        self._window_step = 0
         self._scorer = Scorer(self)
         self._dealt = False
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
+            check_kl_estimator(self)
             return
-        if layer_kernels and not torch.cuda.is_available():
-            raise ValueError(
-                "use_liger_kernel=True also replaces the model's layers by Triton ones, which need a GPU: set "
-                "use_liger_loss=True instead to fuse the loss alone."
-            )
         if isinstance(model, PreTrainedModel):
             output_projection(model)  # before the host fails on it with less to say
         with compat.liger_flag_lowered(config), compat.adapter_on_head_allowed():
             super().__init__(*args, **kwargs)
         check_way(self, self._scorer.option("fused_way", "auto"))
         check_aux_loss(self, self._scorer.causal_lm(self.model))
-        if layer_kernels:
+        check_sharding(self, self._scorer.causal_lm(self.model))
+        check_kl_estimator(self)
+        if layer_kernels and self.accelerator.device.type == "cpu":
+            compat.leave_layers(config)
+        elif layer_kernels:
             compat.apply_liger_layer_kernels(self._scorer.causal_lm(self.model), config)
         policies: tuple[Any, ...] = (self.model, self.ref_model)
         for policy in policies:
@@ -91,28 +112,38 @@ class FusedGRPOTrainer(GRPOTrainer):
                         "target_modules, or set cast_lm_head_to_fp32=False."
                     )
                 attach(self._scorer.causal_lm(policy))
+        tell_what_has_no_effect(self, lambda: self._scorer.layout(self.model))
 
     @property
     def fused_stats(self) -> FusedStats:
-        """What the fused function did in the last loss pass; its backward fills in `recomputed`."""
+        """What the fused function did in the last loss forward; its backward fills in `recomputed`."""
         return self._stats[-1] if self._stats else FusedStats()
 
     def train(self, *args, **kwargs):
-        self._waiting = []  # of a training that was interrupted
+        if self.use_liger_loss:
+            # What is left of a training that was interrupted: the weights are still those that generated
+            self._deferral.settle(self._unused_micro_batches(), self._logps_of_micro_batch)
+            self._merger.forget()
         return super().train(*args, **kwargs)
+
+    def get_batch_samples(self, *args, **kwargs):
+        self._window_step = 0  # the host asks for the micro-batches of one accumulation window
+        return super().get_batch_samples(*args, **kwargs)
+
+    @property
+    def _steps_left(self) -> int:
+        """Micro-batches until the weights move, the current one included."""
+        return max(self.current_gradient_accumulation_steps - self._window_step, 1)
+
+    @property
+    def _steps_per_generation(self) -> int:
+        return int(self.args.steps_per_generation or 1)  # the host's configuration has filled it in
 
     @compat.profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.use_liger_loss or return_outputs:
+        if not self.use_liger_loss or return_outputs or replaced_in_trl("compute_loss"):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._may_wait(inputs):
-            self._waiting.append(inputs)
-            self._stats = []
-            return torch.zeros((), device=self.accelerator.device)
-        if not self._waiting or not self.model.training:
-            return self.compute_liger_loss(model, inputs)
-        micro_batches, self._waiting = [*self._waiting, inputs], []
-        return self._loss_of_pass(model, micro_batches)
+        return self.compute_liger_loss(model, inputs)
 
     def compute_liger_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """
@@ -121,58 +152,50 @@ class FusedGRPOTrainer(GRPOTrainer):
         Importance ratios, tool mask, normalizer, delta and bias-corrected KL go to the extended Liger loss, which
         answers with the gradient that each token will receive.
         """
-        return self._loss_of_pass(model, [inputs])
+        return self._compute_loss(model, inputs)
 
-    def _loss_of_pass(self, model: nn.Module, micro_batches: list[dict[str, Any]]) -> Tensor:
-        """Sum of the losses of micro-batches that share one forward of the model."""
-        for inputs in micro_batches:
-            check_shapes(inputs)
-        self._stats = []
-        micro_batches = [dict(inputs) for inputs in micro_batches]
-        questions = [self._ask_for_loss(inputs) for inputs in micro_batches]
-        self._loss_pass = loss_pass = LossPass(micro_batches, questions, self._step)
-        try:
-            losses = [self._host_loss(model, loss_pass.turn_to(i)) for i in range(len(micro_batches))]
-            return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        finally:
-            self._loss_pass = self._loss_logps = None
-
-    def _host_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if not replaces_kl(self):
-            return self._compute_loss(model, inputs)
-        with kl_left_out(self):
-            loss = self._compute_loss(model, inputs)
-        assert self._loss_logps is not None, "the host asked for log-probabilities"
-        return loss + kl_term(self, inputs, self._loss_logps)
+    def _compute_loss(self, model, inputs):
+        is_trls = not replaced_in_trl("_compute_loss") and not replaced_method(self, compat.OBJECTIVE_METHODS)
+        if not self.use_liger_loss or not is_trls:
+            return super()._compute_loss(model, inputs)
+        check_shapes(inputs)
+        own_inputs = dict(inputs)  # what is added for TRL is not for the buffered micro-batch
+        with replaced(self, "_loss_inputs", (inputs, own_inputs)):
+            if not replaces_kl(self):
+                return super()._compute_loss(model, own_inputs)
+            with kl_left_out(self):
+                loss = super()._compute_loss(model, own_inputs)
+            assert self._loss_logps is not None, "the host asked for log-probabilities"
+            return loss + kl_term(self, own_inputs, self._loss_logps)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not self.use_liger_loss:
             return super().training_step(model, inputs, num_items_in_batch)
         backward = self.accelerator.backward
 
-        def backward_of_pass(loss: Tensor, **options: Any) -> None:
-            if not self._waiting:  # what waits has no graph yet
-                backward(loss, **options)
+        def backward_of_forward(loss: Tensor, **options: Any) -> None:
+            is_window_end = self.accelerator.sync_gradients
+            self._merger.backward(loss, self._current_micro_batch, is_window_end, partial(backward, **options))
 
-        with replaced(self.accelerator, "backward", backward_of_pass):
+        with replaced(self.accelerator, "backward", backward_of_forward):
             output = super().training_step(model, inputs, num_items_in_batch)
-        if not self._waiting:
-            counts = [sum(s.recomputed for s in self._stats), sum(s.rows for s in self._stats)]
-            if self.accelerator.num_processes > 1:
-                local = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device)
-                counts = self.accelerator.reduce(local, reduction="sum").tolist()
-            recomputed, rows = counts
-            self._metrics["train"]["fused/rows_recomputed"].append(recomputed / max(rows, 1))
+        self._window_step = 0 if self.accelerator.sync_gradients else self._window_step + 1
+        if not self._merger.is_waiting:
+            self._log_recomputed()
         return output
+
+    def _log_recomputed(self) -> None:
+        counts = [sum(s.recomputed for s in self._stats), sum(s.rows for s in self._stats)]
+        if self.accelerator.num_processes > 1:
+            local = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device)
+            counts = self.accelerator.reduce(local, reduction="sum").tolist()
+        recomputed, rows = counts
+        self._metrics["train"]["fused/rows_recomputed"].append(recomputed / max(rows, 1))
 
     def _ask_for_loss(self, inputs: dict[str, Any]) -> Question:
         has_aux_loss = getattr(self, "aux_loss_enabled", False)
         skip_dead = self._scorer.option("fused_skip_dead_sequences", False) and not has_aux_loss
         return ask_for_loss(self, inputs, skip_dead)
-
-    @property
-    def _steps_per_generation(self) -> int:
-        return int(self.args.steps_per_generation or 1)  # the host's configuration has filled it in
 
     @compat.profiling_decorator
     def _get_per_token_logps_and_entropies(
@@ -186,94 +209,100 @@ class FusedGRPOTrainer(GRPOTrainer):
         compute_aux_loss=False,
         **multimodal,
     ):
-        if not self.use_liger_loss:
+        trls = super()._get_per_token_logps_and_entropies
+
+        def trls_own():
             aux = {"compute_aux_loss": compute_aux_loss} if compat.SEAM_RETURNS_AUX_LOSS else {}
-            return super()._get_per_token_logps_and_entropies(
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                batch_size=batch_size,  # TRL 1.14 takes it by name only
-                compute_entropy=compute_entropy,
-                **aux,
-                **multimodal,
-            )
-        completion_ids = input_ids[:, -logits_to_keep:]  # [B, T]
-        if self._defers_next_pass:
-            self._defers_next_pass = False  # whatever the host makes of these, `_generate_and_score_completions` drops
-            nothing = torch.zeros_like(completion_ids, dtype=torch.float32)
-            return compat.seam_result(nothing, None, None)
+            flags = {"batch_size": batch_size, "compute_entropy": compute_entropy}  # TRL 1.14 takes them by name only
+            return trls(model, input_ids, attention_mask, logits_to_keep, **flags, **aux, **multimodal)
 
-        multimodal = {name: value for name, value in multimodal.items() if value is not None}
-        flags = (compute_entropy, compute_aux_loss, multimodal)
+        if not self.use_liger_loss:
+            return trls_own()
+        given = {name: value for name, value in multimodal.items() if value is not None}
+        flags = (compute_entropy, compute_aux_loss, given)
         call = HostCall(model, input_ids, attention_mask, logits_to_keep, batch_size, *flags)
-        host_seam = super()._get_per_token_logps_and_entropies
-        loss_pass = self._loss_pass
-        if loss_pass is not None and loss_pass.asks_for(completion_ids):
-            scores = loss_pass.scores(lambda question, call: self._scorer.scores(question, call, host_seam), call)
-            self._finish_loss_pass(loss_pass, scores)
+        if self._deferral.takes(call):
+            return compat.seam_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
+        is_own = replaced_method(self, ("_get_per_token_logps_and_entropies",)) is None
+        is_of_loss = self._loss_inputs is not None and is_own
+        reason = why_not_fused(self, model, self._scorer.causal_lm(model))
+        if reason is not None:
+            logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
+            logps, entropies, *aux = trls_own()
+            scores = Scores(logps, entropies, aux[0] if aux else None)
+        elif is_of_loss:
+            scores = self._loss_scores(call, trls)
         else:
-            completion_mask = attention_mask[:, -logits_to_keep:]
-            question = Question(torch.ones_like(completion_mask) if padding_counts(self) else completion_mask)
-            scores = self._scorer.scores(question, call, host_seam)
-        return compat.seam_result(scores.logps, scores.entropies, scores.aux_loss)
+            is_trls_call = self._deferral.is_generating and not replaced_in_trl("_generate_and_score_completions")
+            padding = why_padding_may_be_read(self, is_trls_call)
+            scores = self._scorer.scores(ask_for_call(self, call, padding is not None), call, trls, padding)
+        if is_of_loss:
+            self._loss_logps = scores.logps
+            self._deferral.fill_ratio(self._loss_inputs[1], scores.logps, self._step)
+        return compat.seam_result(scores.logps, compat.host_entropies(self, scores.entropies), scores.aux_loss)
 
-    def _finish_loss_pass(self, loss_pass: LossPass, scores: Scores) -> None:
-        """Give the host the importance ratio that generation left out, before it reads it."""
-        self._loss_logps = scores.logps
-        if torch.is_grad_enabled():
-            self._stats += scores.stats
-        inputs = loss_pass.inputs
-        if DEFERRED not in inputs:
-            return
-        mask = compat.loss_mask(self, inputs)
-        values = scores.logps.detach(), inputs["sampling_per_token_logps"], mask
-        correction = compat.sampling_correction(self)
-        inputs["importance_sampling_ratio"] = ratio = correction.ratio(*values)
-        steps = self._steps_per_generation
-        place = loss_pass.step % (steps * self.num_iterations)
-        if place < steps:  # later iterations see the same sequences again
-            self._sampling_metrics.add(correction, *values, ratio)
-        if place == steps - 1:
-            for name, value in self._sampling_metrics.gathered(self.accelerator).items():
-                self._metrics["train"][name].append(value)
-            self._sampling_metrics = SamplingMetrics()
+    def _loss_scores(self, call: HostCall, host_method: Callable) -> Scores:
+        """The log-probabilities of the micro-batch whose loss TRL computes, and those that share its forward."""
+        assert self._loss_inputs is not None
+        inputs, _ = self._loss_inputs
+        has_grad = torch.is_grad_enabled()
+        kept = self._merger.logps_of(inputs) if has_grad else None
+        if kept is not None:
+            return kept
+        together = self._merger.together(inputs, self._steps_left) if has_grad else [inputs]
+        question = Question.joined([self._ask_for_loss(batch) for batch in together])
+        if len(together) == 1:
+            scores = [self._scorer.scores(question, call, host_method)]
+        else:
+            ends_window = len(together) == self._steps_left
+            with reducing_gradients(call.model) if ends_window else nullcontext():
+                of_all = self._scorer.scores(question, call.of(together), host_method)
+            scores = of_all.split([len(batch["completion_ids"]) for batch in together])
+            self._merger.keep(inputs, scores)
+        if has_grad:
+            self._stats = scores[0].stats
+        return scores[0]
 
     def _generate_and_score_completions(self, inputs):
-        defers = self.use_liger_loss and self.model.training and self._scorer.option("fused_skip_old_logps", True)
-        if not defers or why_old_logps_are_needed(self) is not None:
+        if not self.use_liger_loss:
             return super()._generate_and_score_completions(inputs)
-        metrics = self._metrics["train"]
-        logged = {name: list(metrics.get(name, [])) for name in SAMPLING_METRICS}
-        self._sampling_metrics = SamplingMetrics()
-        self._defers_next_pass = True
-        try:
+        skip_old = self._scorer.option("fused_skip_old_logps", None) is not False
+        deferral = self._deferral
+        with deferral.generation(self._steps_left, skip_old, self._scorer.layout(self.model)):
+            if not deferral.defers_old:
+                return super()._generate_and_score_completions(inputs)
+            logged = deferral.begin_old()
             output = super()._generate_and_score_completions(inputs)
-        finally:
-            self._defers_next_pass = False
-        for name, values in logged.items():  # what was logged meanwhile is not true yet
-            metrics[name] = values
-            if not values:
-                del metrics[name]
-        del output["old_per_token_logps"], output["importance_sampling_ratio"]
-        output[DEFERRED] = torch.tensor(True)
-        return output
+            deferral.mark_old(output, logged)
+            return output
 
     def _prepare_inputs(self, generation_batch):  # ty: ignore[lost-keyword-for-regular-parameter] - the host's name
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if not self.use_liger_loss or not self.model.training or self._buffered_inputs is before:
+        if not self.use_liger_loss or not self.model.training:
             return inputs
+        if self._buffered_inputs is not before:
+            self._plan_forwards()
+            inputs = self._buffered_inputs[self._step % self._steps_per_generation]
+        self._current_micro_batch = inputs
+        return inputs
+
+    def _plan_forwards(self) -> None:
+        """Decide, of a new generation batch, what goes through the model together; score the reference so too."""
         batches: Any = self._buffered_inputs
         layout, shares_prompts = self._scorer.layout(self.model), self._scorer.shares_prompts(self.model)
         if self._scorer.option("fused_balance", False) and self._is_free("fused_balance", why_not_balanced(self)):
             self._buffered_inputs = dealt = balance(batches, layout, shares_prompts)
             self._dealt = dealt is not batches
-            batches, inputs = dealt, dealt[self._step % self._steps_per_generation]
+            batches = dealt
+        seen = why_micro_batches_are_seen(self)
+        if seen is not None:
+            logger.warning_once(f"Every micro-batch has a forward of its own, because {seen}.")
         limit = self._scorer.option("fused_pass_tokens", None)
-        may_share = self._is_free("fused_pass_tokens" if limit else None, self._why_passes_are_not_shared(layout))
-        self._pass_ends = self._planned_passes(batches, limit, shares_prompts) if may_share else []
-        return inputs
+        may_share = self._is_free("fused_pass_tokens" if limit else None, why_forwards_are_not_shared(self, layout))
+        self._merger.plan(batches, self._planned_merges(batches, limit, shares_prompts) if may_share else [])
+        groups = self._merger.groups(self._steps_left, self.args.gradient_accumulation_steps)
+        self._deferral.score_reference(groups, self._reference_logps)
 
     def _is_free(self, asked_for: str | None, reason: str | None) -> bool:
         """Whether there is no reason against something; where it was asked for, the reason is logged once."""
@@ -281,26 +310,27 @@ class FusedGRPOTrainer(GRPOTrainer):
             logger.warning_once(f"{asked_for} has no effect, because {reason}.")
         return reason is None
 
-    def _why_passes_are_not_shared(self, layout: str) -> str | None:
-        if layout != "packed":
-            return f"the layout of the rows is {layout!r}, not 'packed'"
-        if type(self).compute_liger_loss is not FusedGRPOTrainer.compute_liger_loss:
-            return "a subclass's compute_liger_loss takes one micro-batch"
-        return why_passes_are_not_shared(self)
-
-    def _planned_passes(self, batches: list[dict[str, Any]], limit: int | None, shares_prompts: bool) -> list[int]:
-        """For each micro-batch of a generation batch, the last that may share a pass which begins there."""
-        ends = pass_ends(batches, token_limit(batches) if limit is None else limit, shares_prompts)
+    def _planned_merges(self, batches: list[dict[str, Any]], limit: int | None, shares_prompts: bool) -> list[int]:
+        ends = plan_merges(batches, token_limit(batches) if limit is None else limit, shares_prompts)
         if self.accelerator.num_processes == 1:
             return ends
         # Every process must call the model at the same steps
         return self.accelerator.gather(torch.tensor([ends], device=self.accelerator.device)).amin(0).tolist()
 
-    def _may_wait(self, inputs: dict[str, Any]) -> bool:
-        """Whether a micro-batch waits for the next one, to share its pass of the model."""
-        place = self._step % self._steps_per_generation
-        batches: Any = self._buffered_inputs
-        is_planned = self._pass_ends and self.model.training and inputs is batches[place]
-        if not is_planned or self.accelerator.sync_gradients or self._scorer.borders_ignored:
-            return False
-        return self._pass_ends[place - len(self._waiting)] > place
+    def _reference_logps(self, group: list[dict[str, Any]], call: HostCall) -> Tensor:
+        """Log-probabilities `[B, T]` of the reference for micro-batches that share a forward."""
+        question = Question.joined([self._ask_for_loss(batch) for batch in group])
+        with torch.no_grad():
+            return self._scorer.scores(question, call.of(group), super()._get_per_token_logps_and_entropies).logps
+
+    def _unused_micro_batches(self) -> list[dict[str, Any]]:
+        """What the training has not come to of the last generation batch."""
+        batches: Any = self._buffered_inputs or []
+        return batches[self._step % self._steps_per_generation :]
+
+    @torch.no_grad()
+    def _logps_of_micro_batch(self, inputs: dict[str, Any]) -> Tensor:
+        ids, mask = inputs["completion_ids"], inputs["completion_mask"]
+        call = HostCall(self.model, ids, mask, ids.shape[1], None, False, False, {}).of([inputs])
+        question = self._ask_for_loss(inputs)
+        return self._scorer.scores(question, call, super()._get_per_token_logps_and_entropies).logps

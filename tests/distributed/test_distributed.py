@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trl_fused_grpo import _trl_compat as compat
 from trl_fused_grpo.parity.tiny import save_checkpoint
 
 from . import batches
-from .worker import ACCUMULATION, LAUNCHES, RANKS, STEPS, Batch, Run, build, train
+from .adapters import HEADS, TOGETHER, adapter, oracle
+from .worker import ACCUMULATION, LAUNCHES, RANKS, REFUSED, STEPS, Batch, Run, build, train
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -41,7 +44,7 @@ def _each(trainers: tuple[str, ...], *cases: str) -> pytest.MarkDecorator:
             pytest.param(run, id=run.name, marks=_NEEDS_DEEPSPEED if launch == "deepspeed" else ())
             for launch, runs in LAUNCHES.items()
             for run in runs
-            if run.trainer in trainers and run.case in (cases or (run.case,))
+            if run.trainer in trainers and run.case in (cases or (run.case,)) and run not in REFUSED
         ],
     )
 
@@ -110,11 +113,11 @@ def _launch(launch: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def one_process(folder: Path) -> Callable[[str], tuple[dict[str, Any], Batch]]:
-    """What stock trains in this process on the rows of both ranks."""
+    """What stock trains in this process on the rows of both ranks, from dense logits where it refuses the adapter."""
 
     @cache
     def of(case: str) -> tuple[dict[str, Any], Batch]:
-        run = Run("none", case, "stock")
+        run = Run("none", case, oracle(case))
         union = batches.union(torch.load(folder / f"{run.model}.pt"))
         with mock.patch.dict(os.environ):  # the trainer leaves settings there
             return train(build(run, folder, union, use_cpu=True))
@@ -143,7 +146,8 @@ def _close(losses: list[float]) -> Any:
 @_each(("stock", "fused"))
 def test_two_processes_train_under_the_wrapper_that_was_asked_for(run: Run, outcome):
     result = outcome(run)
-    model = {"tied": "Qwen3ForCausalLM", "lora": "PeftModelForCausalLM"}.get(run.case, "LlamaForCausalLM")
+    bare = "Qwen3ForCausalLM" if run.model == "tied" else "LlamaForCausalLM"
+    model = bare if adapter(run.case) is None else "PeftModelForCausalLM"
     wrapper, parameters = {
         "ddp": ("DistributedDataParallel", ["Parameter"]),
         "fsdp1": ("FullyShardedDataParallel", ["Parameter"]),
@@ -172,18 +176,15 @@ def test_trains_what_stock_trains(run: Run, outcome):
 
 
 @_each(("fused",), "window")
-def test_micro_batches_that_share_a_pass_train_what_stock_trains(run: Run, outcome):
+def test_micro_batches_that_share_a_forward_train_what_stock_trains(run: Run, outcome):
     ours, theirs = outcome(run), outcome(run, "stock")
     distances = _distances(ours.moved, theirs.moved)
     assert max(distances.values()) <= TOLERANCE, distances
     for mine, stocks in zip(ours.ranks, theirs.ranks, strict=True):
-        windows, stock_windows = (
-            torch.tensor(rank["losses"]).view(STEPS, ACCUMULATION).sum(1).tolist() for rank in (mine, stocks)
-        )
-        assert windows == _close(stock_windows)
-        rows = torch.tensor(mine["recomputed"])[:, 1].view(STEPS, ACCUMULATION)
-        assert not rows[:, :-1].any()
-        assert rows[:, -1].all()
+        assert mine["losses"] == _close(stocks["losses"])  # each in its own step
+        waited = torch.tensor(mine["waited"]).view(STEPS, ACCUMULATION)
+        assert waited[:, :-1].all()
+        assert not waited[:, -1].any()
         for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
             assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
             assert my_log.keys() - stock_log.keys() == {"fused/rows_recomputed"}
@@ -198,6 +199,33 @@ def test_gradients_are_those_of_all_rows(run: Run, outcome, one_process):
     assert ("model.embed_tokens.weight" if run.case == "tied" else "lm_head.weight") in distances
     assert max(distances.values()) <= TOLERANCE, distances
     assert torch.tensor(ours.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
+
+
+@_each(("fused",), *HEADS)
+def test_a_head_with_an_adapter_trains_as_in_one_process(run: Run, outcome, one_process):
+    """PEFT's modules around the head gather what they hold, whichever of them the engine has wrapped."""
+    seen, moved = one_process(run.case)
+    ours = outcome(run)
+    distances = _distances(ours.moved, moved)
+    parts = ["modules_to_save.default"] if HEADS[run.case].saved else ["lora_A.default", "lora_B.default"]
+    assert [f"base_model.model.lm_head.{part}.weight" in distances for part in parts] == [True] * len(parts)
+    assert max(distances.values()) <= TOLERANCE, distances
+    assert torch.tensor(ours.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.name) for run in REFUSED if run.trainer == "fused"])
+def test_what_an_engine_cannot_train_is_refused_in_the_constructor(run: Run, outcome):
+    """Whichever the trainer: with logits in the place of the fused head it fails once training has started."""
+    fields = pytest.importorskip("peft").LoraConfig.__dataclass_fields__
+    if run.case in TOGETHER and "ensure_weight_tying" not in fields:
+        pytest.skip("this PEFT does not tie adapters")
+    if run.case == "saved-head-tied" and not compat.FSDP2_FORBIDS_TIES_OF_HEADS:
+        pytest.skip("torch and Accelerate take it")
+    ours, theirs = outcome(run), outcome(run, "dense")
+    assert theirs.each_rank("was_built") == [True] * RANKS
+    assert ours.each_rank("was_built") == [False] * RANKS
+    for error in ours.each_rank("error"):
+        assert re.match(r"ValueError: the adapter on the output projection of \w+ cannot train: .*FSDP.*: .", error)
 
 
 @_each(("fused",), "reference")
@@ -226,7 +254,7 @@ def test_mixed_precision_leaves_log_probs_in_float32(run: Run, outcome, one_proc
     assert _error(ours.moved, truth) < 1.1 * _error(theirs.moved, truth)
 
 
-@_each(("fused",), "untied", "tied", "lora")
+@_each(("fused",), "untied", "tied", "lora", *HEADS)
 def test_a_right_forecast_recomputes_nothing(run: Run, outcome):
     for rank, counts in enumerate(outcome(run).each_rank("recomputed")):
         assert all(recomputed == 0 for recomputed, _ in counts)

@@ -11,11 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, eligibility
+from trl_fused_grpo import _trl_compat as compat
 from trl_fused_grpo.parity.tiny import PAD_ID, tokenizer
 
+from .adapters import HEADS, TOGETHER, Head, adapter, adapters_disabled, dense_log_probs
 from .wrong_forecast import misled
 
 
@@ -54,9 +57,11 @@ class Run:
         case (`str`):
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer's own passes
             give old and reference log-probs; `"bf16"`: the same under mixed precision; `"window"`: the host cuts the
-            micro-batches itself, and those of a window share a pass.
+            micro-batches itself, and those of a window share a pass. Or one of [`adapters.HEADS`] and
+            [`adapters.TOGETHER`].
         trainer (`str`):
-            `"stock"`, `"fused"`, or `"misled"`: fused, and rank 1 alone is given a wrong forecast.
+            `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, or `"misled"`: fused, and
+            rank 1 alone is given a wrong forecast.
     """
 
     backend: str
@@ -68,12 +73,16 @@ class Run:
         return f"{self.backend}-{self.case}-{self.trainer}"
 
     @property
+    def head(self) -> Head | None:
+        return HEADS.get(self.case) or TOGETHER.get(self.case)
+
+    @property
     def model(self) -> str:
-        return "tied" if self.case == "tied" else "llama"
+        return "tied" if self.case == "tied" or (self.head and self.head.tied) else "llama"
 
     @property
     def refers(self) -> bool:
-        return self.case in ("reference", "bf16")
+        return self.case in ("reference", "bf16") or bool(self.head and self.head.refers)
 
 
 def _runs(backend: str, *cases: str, misled: tuple[str, ...] = ()) -> list[Run]:
@@ -81,17 +90,38 @@ def _runs(backend: str, *cases: str, misled: tuple[str, ...] = ()) -> list[Run]:
     return runs + [Run(backend, case, "misled") for case in misled]
 
 
+def _heads(backend: str, *cases: str) -> list[Run]:
+    return [Run(backend, case, "fused") for case in cases]
+
+
+# What the engine cannot train, whichever the trainer
+REFUSED = [
+    Run(backend, case, trainer)
+    for backend, case in (
+        ("fsdp2", "saved-head-tied"),
+        ("fsdp2", "lora-head-together"),
+        ("fsdp1", "saved-head-together"),
+    )
+    for trainer in ("dense", "fused")
+]
+
 # DDP first: Accelerate leaves in the environment that FSDP was used
 LAUNCHES = {
     "torch": [
         *_runs("ddp", "untied", "tied", "lora", "window", misled=("untied",)),
+        *_heads("ddp", "lora-head", "saved-head"),
         *_runs("fsdp2", "untied", "tied", "reference", "lora", "window", misled=("untied", "tied")),
+        *_heads("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
         *_runs("fsdp1", "untied", "reference", "window", misled=("untied",)),
+        *_heads("fsdp1", *HEADS),
         *_runs("fsdp2", "bf16"),
+        *REFUSED,
     ],
     "deepspeed": [
         *_runs("zero3", "untied", "tied", "reference", "lora", "window", misled=("untied", "tied")),
+        *_heads("zero3", "lora-head", "lora-head-tied", "saved-head", "saved-head-tied"),
         *_runs("zero2", "untied", "window"),
+        *_heads("zero2", "lora-head", "saved-head"),
     ],
 }
 
@@ -104,6 +134,7 @@ class Fed(GRPOTrainer):
         self.losses: list[float] = []
         self.passes: list[list] = []
         self.recomputed: list[tuple[int, int]] = []
+        self.waited: list[bool] = []
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
         return join(self.batches[self._step : self._step + ACCUMULATION])
@@ -114,7 +145,8 @@ class Fed(GRPOTrainer):
         batch = dict(self.batches[self._step])
         if self.own_passes:
             batch["old_per_token_logps"] = self._score(self.model, batch)
-            batch["ref_per_token_logps"] = self._score(self.ref_model, batch)
+            with adapters_disabled(self):
+                batch["ref_per_token_logps"] = self._score(self.ref_model or self.model, batch)
             self.passes.append([batch[f"{policy}_per_token_logps"].tolist() for policy in ("old", "ref")])
         return batch
 
@@ -133,12 +165,19 @@ class Fed(GRPOTrainer):
         loss = super().training_step(*args, **kwargs)
         self.losses.append(loss.item())
         if isinstance(self, FusedGRPOTrainer):
+            self.waited.append(self._merger.is_waiting)
             self.recomputed.append((self.fused_stats.recomputed, self.fused_stats.rows))
         return loss
 
 
 class FedFused(Fed, FusedGRPOTrainer):
     pass
+
+
+class FedDense(Fed):
+    """Takes log-probs from the model's own logits, where TRL's own would leave an adapter on the head out."""
+
+    _get_per_token_logps_and_entropies = dense_log_probs
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -165,7 +204,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     Plain SGD without clipping; the last step is so long that how far the parameters moved is its gradient, next to
     which their rounding is nothing.
     """
-    shares_passes = run.case == "window" and run.trainer != "stock"
+    shares_passes = run.case == "window" and run.trainer == "fused"
     options |= {"fused_pass_tokens": 1000} if shares_passes else {}
     args = (FusedGRPOConfig if shares_passes else GRPOConfig)(
         output_dir=str(folder / "output"),
@@ -185,25 +224,22 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        use_liger_loss=run.trainer != "stock",
+        use_liger_loss=run.trainer not in ("stock", "dense"),
+        gradient_checkpointing=not (run.head and run.head.keeps_activations),
         model_init_kwargs={"dtype": "float32", "device_map": None},
         **options,
     )
-    adapter = None
-    if run.case == "lora":
-        from peft import LoraConfig
-
-        # Neither factor starts at zero, so both get a gradient
-        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     torch.manual_seed(0)
-    trainer = (Fed if run.trainer == "stock" else FedFused)(
-        model=str(folder / run.model),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * 24}),
-        processing_class=tokenizer(),
-        peft_config=adapter,
-    )
+    trainer_class = {"stock": Fed, "dense": FedDense}.get(run.trainer, FedFused)
+    with compat.adapter_on_head_allowed() if run.trainer == "dense" else nullcontext():
+        trainer = trainer_class(
+            model=str(folder / run.model),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * 24}),
+            processing_class=tokenizer(),
+            peft_config=adapter(run.case),
+        )
     trainer.use_vllm = True  # so that importance ratios count; the constructor would start vLLM
     trainer.feed(batches, own_passes=run.refers, own_cut=run.case == "window")
     return trainer
@@ -222,6 +258,7 @@ def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "passes": trainer.passes,
         "recomputed": trainer.recomputed,
+        "waited": trainer.waited,
     }
     return seen, moved
 
@@ -274,6 +311,8 @@ def _launcher_options(run: Run) -> dict[str, Any]:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     # FSDP1 synchronises module states on accelerators only
     fsdp = {"version": 1, "sync_module_states": False} if backend == "fsdp1" else {"version": 2}
+    if run.head and run.head.flat:
+        fsdp["use_orig_params"] = False
     return {"fsdp": True, "fsdp_config": fsdp, **options}
 
 
@@ -288,14 +327,29 @@ def _deepspeed_config(stage: int) -> dict[str, Any]:
     }
 
 
+def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
+    batches = torch.load(folder / f"{run.model}.pt")[rank]
+    trainer = None
+    try:
+        trainer = build(run, folder, batches, **_launcher_options(run))
+        shared = mock.patch.object(eligibility, "why_micro_batches_are_seen", return_value=None)
+        with ExitStack() as stack:
+            if run.trainer == "misled" and rank == 1:
+                stack.enter_context(misled())
+            if run.case == "window":  # what feeds the trainer replaced its methods, but reads nothing
+                stack.enter_context(shared)
+            return train(trainer)
+    except Exception as error:
+        if run not in REFUSED:
+            raise
+        return {"error": f"{type(error).__name__}: {error}", "was_built": trainer is not None}, {}
+
+
 def main(launch: str, folder: Path) -> None:
     dist.init_process_group("gloo", timeout=HANG)
     rank = dist.get_rank()
     for run in LAUNCHES[launch]:
-        batches = torch.load(folder / f"{run.model}.pt")[rank]
-        trainer = build(run, folder, batches, **_launcher_options(run))
-        with misled() if run.trainer == "misled" and rank == 1 else nullcontext():
-            seen, moved = train(trainer)
+        seen, moved = _train(run, folder, rank)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, seen)
         if rank == 0:

@@ -2,9 +2,20 @@
 
 from . import report
 from .case import Batch, Case, Rollout
-from .cases import CASES, MODEL_CASES
+from .cases import CASES, CUSTOMISED_CASES, MODEL_CASES
 from .comparison import Result, compare
 from .trainers import Settings
 
 
-__all__ = ["CASES", "MODEL_CASES", "Batch", "Case", "Result", "Rollout", "Settings", "compare", "report"]
+__all__ = [
+    "CASES",
+    "CUSTOMISED_CASES",
+    "MODEL_CASES",
+    "Batch",
+    "Case",
+    "Result",
+    "Rollout",
+    "Settings",
+    "compare",
+    "report",
+]

@@ -13,6 +13,8 @@ from .trainers import GROUP, ROWS
 
 PROMPT_LENGTHS = (7, 4, 5, 7, 3, 6)
 COMPLETION_LENGTHS = (13, 9, 4, 1, 11, 7)
+UNEVEN_PROMPT_LENGTHS = (7, 4, 5, 2, 3, 6)  # the first and the fourth are used
+UNEVEN_COMPLETION_LENGTHS = (13, 2, 3, 1, 4, 2)
 ADVANTAGES = (1.1, -0.7, 0.0, 0.6, -0.4, 0.9)  # one row without a gradient, and a loss that does not cancel
 
 # Old minus current log-probs. Ratios land well inside or beyond 0.8 and 1.2 (clipping) and 2 (delta, cispo): bfloat16
@@ -192,9 +194,11 @@ def rollout(case: Case, trainer: Trainer, seed: int) -> list[dict[str, Any]]:
 def _generation(spec: Rollout, trainer: Trainer, steps: int, generator: torch.Generator) -> dict[str, Any]:
     rows = ROWS * steps
     prompts, completions = [], []
+    prompt_lengths = UNEVEN_PROMPT_LENGTHS if spec.uneven else PROMPT_LENGTHS
+    lengths = UNEVEN_COMPLETION_LENGTHS if spec.uneven else COMPLETION_LENGTHS
     for i in range(rows):
-        prompts.append(prompts[-1] if i % GROUP else _words(PROMPT_LENGTHS[i % ROWS], generator))
-        completion = _words(COMPLETION_LENGTHS[i % ROWS], generator)
+        prompts.append(prompts[-1] if i % GROUP else _words(prompt_lengths[i % ROWS], generator))
+        completion = _words(lengths[i % ROWS], generator)
         completions.append(completion if i in spec.truncated_rows else [*completion, EOS_ID])
     answer: dict[str, Any] = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
     if spec.sampling:

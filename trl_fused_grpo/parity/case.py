@@ -1,7 +1,9 @@
 """What a comparison is made of: a configuration and the data that goes in."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 
@@ -61,12 +63,46 @@ class Rollout:
             Whether some completion tokens were written by an environment.
         truncated_rows (`tuple[int, ...]`):
             Rows that stop without an end-of-sequence token.
+        uneven (`bool`):
+            Whether a few sequences are much longer than the others, so that two packed micro-batches have fewer tokens
+            than a padded one and share a forward by default.
     """
 
     sampling: Literal["token", "sequence"] | None = None
     nan: bool = False
     env_mask: bool = False
     truncated_rows: tuple[int, ...] = ()
+    uneven: bool = False
+
+
+@dataclass(frozen=True)
+class Customisation:
+    """
+    What people do with a trainer before and while it trains. The very same is done to stock's and to ours.
+
+    Attributes:
+        of_class (`Callable`, *optional*):
+            Makes a subclass of a trainer's class.
+        of_host (`Callable`, *optional*):
+            Patches TRL's class, as long as the context that it returns: construction and training.
+        of_model (`Callable`, *optional*):
+            Loads the model from a checkpoint's folder, to be given to the trainer in the place of its name.
+        of_trainer (`Callable`, *optional*):
+            Changes a trainer that is built: callbacks, hooks, functions of the instance. What it returns, if anything,
+            is a context around training.
+        train (`Callable`, *optional*):
+            Trains in the place of `trainer.train()`.
+        forwards (`str`, *optional*):
+            Of ours, or the case proves nothing: `"merged"`, fewer with gradient than stock's; `"once"`, these and none
+            without gradient.
+    """
+
+    of_class: Callable[[type], type] | None = None
+    of_host: Callable[[], AbstractContextManager[Any]] | None = None
+    of_model: Callable[[Path], Any] | None = None
+    of_trainer: Callable[[Trainer], AbstractContextManager[Any] | None] | None = None
+    train: Callable[[Trainer], Any] | None = None
+    forwards: Literal["merged", "once"] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +149,8 @@ class Case:
             `FusedGRPOConfig` options of the fused trainer.
         smooth (`bool`):
             `False` where rounding takes decisions, as in the routing of experts: bfloat16 then says nothing, and skips.
+        customised ([`Customisation`], *optional*):
+            Compares whole runs of `trainer.train()` with this done to both trainers, see [`training`].
     """
 
     name: str
@@ -120,7 +158,7 @@ class Case:
     config: Mapping[str, Any] = field(default_factory=dict)
     data: Batch | Rollout = Batch()
     model: str = "llama"
-    adapter: Literal["attention", "head", "head-copy"] | None = None
+    adapter: str | None = None
     head: bool = False
     frozen_head: bool = False
     frozen: tuple[str, ...] = ()
@@ -133,6 +171,7 @@ class Case:
     wrong_forecast: bool = False
     fused: Mapping[str, Any] = field(default_factory=dict)
     smooth: bool = True
+    customised: Customisation | None = None
 
 
 FAR = Batch(old="far")

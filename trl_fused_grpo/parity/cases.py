@@ -4,6 +4,7 @@ from . import cases_model as model
 from . import cases_objective as objective
 from . import cases_setting as setting
 from .case import Batch, Case
+from .cases_customised import CUSTOMISED_CASES as CUSTOMISED_CASES
 
 
 CASES: tuple[Case, ...] = (

@@ -110,12 +110,13 @@ def differing_metrics(
     for name in theirs.keys() & ours.keys():
         same_count = len(theirs[name]) == len(ours[name])
         compared = values and not name.startswith(names_only)
-        if not same_count or (compared and not all(map(_close, theirs[name], ours[name]))):
+        if not same_count or (compared and not all(map(close, theirs[name], ours[name]))):
             found.append(name)
     return sorted(found)
 
 
-def _close(a: float, b: float) -> bool:
+def close(a: float, b: float) -> bool:
+    """Whether two values of a metric are the same but for rounding: NaN is NaN."""
     if math.isnan(a) or math.isnan(b):
         return math.isnan(a) and math.isnan(b)
     return math.isclose(a, b, rel_tol=METRIC_TOLERANCE, abs_tol=METRIC_FLOOR)

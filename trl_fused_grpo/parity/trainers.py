@@ -25,6 +25,7 @@ from .tiny import save_checkpoint, tokenizer
 ROWS = 6  # completions in a micro-batch
 GROUP = 3  # completions to a prompt
 MAX_COMPLETION_LENGTH = 16
+PROMPTS = 16  # of the dataset: an epoch has two generation batches of four micro-batches
 
 # The chunked loss runs without its layer kernels and uncompiled, so that a machine without a GPU can show it.
 _NO_LAYER_KERNELS = dict.fromkeys(
@@ -149,21 +150,25 @@ def _construct(
         **options,
     )
     args._n_gpu = min(args.n_gpu, 1)  # several visible GPUs would bring in nn.DataParallel
-    adapter = None
-    if case.adapter:
-        if not is_peft_available():
-            raise SkippedError("peft is not installed")
-        from peft import LoraConfig
-
-        adapter = LoraConfig(r=4, task_type="CAUSAL_LM", **_ADAPTERS[case.adapter])
+    model: Any = str(checkpoint)
+    if case.customised is not None and case.customised.of_model is not None:
+        model, args.model_init_kwargs = case.customised.of_model(checkpoint), None
     return cls(
-        model=str(checkpoint),
+        model=model,
         reward_funcs=reward,
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * ROWS}),
+        train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * PROMPTS}),
         processing_class=settings.tokenizer,
-        peft_config=adapter,
+        peft_config=_adapter(case.adapter) if case.adapter else None,
     )
+
+
+def _adapter(name: str) -> Any:
+    if not is_peft_available():
+        raise SkippedError("peft is not installed")
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, task_type="CAUSAL_LM", **_ADAPTERS[name])
 
 
 def _finish(trainer: Trainer, case: Case) -> Trainer:
@@ -183,11 +188,14 @@ def _finish(trainer: Trainer, case: Case) -> Trainer:
     return trainer
 
 
-def stock(case: Case, settings: Settings) -> Trainer:
-    """Stock TRL on its own, non-Liger path, or its objective on dense logits where it refuses the case's adapter."""
+def stock(case: Case, settings: Settings, cls: Callable[..., Trainer] = StockGRPOTrainer) -> Trainer:
+    """
+    Stock TRL on its own, non-Liger path, or its objective on dense logits where it refuses the case's adapter; `cls`
+    may be a subclass.
+    """
     refused = case.adapter == "head" and compat.REFUSES_ADAPTER_ON_HEAD
     with _own_mixed_precision(), compat.adapter_on_head_allowed() if refused else nullcontext():
-        trainer = _construct(StockGRPOTrainer, case, settings, settings.dtype)
+        trainer = _construct(cls, case, settings, settings.dtype)
         if refused:
             trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
         return _finish(trainer, case)

@@ -1,21 +1,24 @@
-"""Micro-batches that share a pass of the model: which do, and that nothing but the number of forwards changes."""
+"""Micro-batches that share a forward: which do, and that nothing but the number of forwards changes."""
 
 import logging
+from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TrainerCallback
+from transformers import set_seed
 from trl import GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOTrainer, _trl_compat
 from trl_fused_grpo.dealing import prompt_numbers
+from trl_fused_grpo.eligibility import why_forwards_are_not_shared
 from trl_fused_grpo.forecast import BatchForecast
-from trl_fused_grpo.passes import ENOUGH_TOKENS, pass_ends, token_limit
+from trl_fused_grpo.fused_forward import FusedRequest
+from trl_fused_grpo.merging import ENOUGH_TOKENS, plan_merges, token_limit
 from trl_fused_grpo.question import ask_for_loss
-from trl_fused_grpo.window import why_passes_are_not_shared
 
 from .oracle import relative_error
 from .tiny_training import make_inputs, make_trainer
@@ -32,19 +35,37 @@ def warnings_logged(caplog):
 
 
 def train(tmp_path, cls=FusedGRPOTrainer, **options):
-    """Train on what the model generates; weights, logs, and the rows of the input of every forward with gradient."""
+    """Train on what the model generates; weights, logs, and the shape of the input of every forward with gradient."""
     options = {"max_steps": 2, "gradient_accumulation_steps": 4, "optim": "sgd", "learning_rate": 0.1, **options}
     trainer = make_trainer(tmp_path, cls, **options)
     forwards = []
+    if cls is GRPOTrainer:
 
-    def count(module, args, output):
-        if torch.is_grad_enabled():
-            forwards.append(tuple(output.shape[:2]))
+        def count(module, args, output):
+            if torch.is_grad_enabled():
+                forwards.append(output.shape[:2])
 
-    trainer.model.get_input_embeddings().register_forward_hook(count)
-    trainer.train()
+        trainer.model.get_input_embeddings().register_forward_hook(count)
+        trainer.train()
+    else:
+        with fused_forwards(forwards):  # a hook on the model would be heeded: each micro-batch then runs alone
+            trainer.train()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return weights, [entry for entry in trainer.state.log_history if "grad_norm" in entry], forwards
+
+
+@contextmanager
+def fused_forwards(shapes):
+    """Collects the shape of the input of every fused forward with gradient."""
+    original = FusedRequest.__call__
+
+    def spy(self, causal_lm, **model_inputs):
+        if torch.is_grad_enabled():
+            shapes.append(model_inputs["input_ids"].shape)
+        return original(self, causal_lm, **model_inputs)
+
+    with mock.patch.object(FusedRequest, "__call__", spy):
+        yield
 
 
 def assert_same_training(ours, theirs, metrics=("loss", "grad_norm")):
@@ -118,7 +139,18 @@ def test_a_pass_of_rows_of_any_length_has_the_gradients_of_its_micro_batches(
     def stock_loss():
         return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
 
-    loss, gradients = loss_and_gradients(ours, lambda: ours._loss_of_pass(ours.model, batches))
+    def merged_loss():
+        ours._merger.plan(batches, [2, 2, 2])
+        total = 0.0
+        for step, batch in enumerate(batches):
+            ours._window_step = step
+            total = total + ours.compute_loss(ours.model, batch)
+        return total
+
+    forwards = []
+    with fused_forwards(forwards):
+        loss, gradients = loss_and_gradients(ours, merged_loss)
+    assert len(forwards) == 1
     expected_loss, expected = loss_and_gradients(stock, stock_loss)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
     assert (gradients - expected).norm() <= 1e-5 * expected.norm()
@@ -154,37 +186,49 @@ def test_the_last_window_of_an_epoch_may_be_short(tmp_path):
     assert_same_training(train(tmp_path, fused_pass_tokens=PLENTY, **options), stock)
 
 
-def test_an_evaluation_within_a_window_leaves_alone_what_waits(tmp_path):
-    class EvaluateOnce(TrainerCallback):
-        def on_substep_end(self, args, state, control, **kwargs):
-            waiting = list(trainer._waiting)
-            assert waiting
-            trainer.evaluate()
-            assert trainer._waiting == waiting
+def window_of_two(trainer, between=lambda: None):
+    """Losses and gradients of a window of two micro-batches, with something done between them."""
+    trainer.model.zero_grad()
+    trainer.current_gradient_accumulation_steps = 2
+    examples = [{"prompt": "w5 w6 w7"}] * 8
+    losses = []
+    set_seed(0)
+    for is_last in (False, True):
+        trainer.accelerator.gradient_state._set_sync_gradients(is_last)
+        losses.append(trainer.training_step(trainer.model, examples, None))
+        if not is_last:
+            between()
+    return torch.stack(losses), [parameter.grad.clone() for parameter in trainer.model.parameters()]
 
-    def make(cls=FusedGRPOTrainer, **options):
-        options |= {"gradient_accumulation_steps": 2, "max_steps": 1, "optim": "sgd", "learning_rate": 0.1}
-        return make_trainer(tmp_path, cls, **options)
 
-    stock = make(GRPOTrainer)
-    stock.train()
-    trainer = make(fused_pass_tokens=PLENTY)
-    trainer.add_callback(EvaluateOnce())
-    trainer.train()
-    for (name, weight), expected in zip(trainer.model.named_parameters(), stock.model.parameters(), strict=True):
-        assert relative_error(weight.detach(), expected.detach()) < 1e-5, name
+def test_each_micro_batch_has_its_loss_in_its_own_step_whatever_happens_between(tmp_path):
+    options = {"gradient_accumulation_steps": 2, "fused_pass_tokens": PLENTY}
+    expected_losses, expected = window_of_two(make_trainer(tmp_path, GRPOTrainer, gradient_accumulation_steps=2))
+    trainer = make_trainer(tmp_path, **options)
+
+    def evaluate():
+        assert trainer._merger.is_waiting
+        state = torch.get_rng_state()
+        trainer.evaluate()
+        torch.set_rng_state(state)
+        assert trainer._merger.is_waiting
+
+    losses, gradients = window_of_two(trainer, evaluate)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)  # each in its own step
+    assert not trainer._merger.is_waiting
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert relative_error(gradient, other) < 1e-5
 
 
 def test_nothing_waits_from_a_training_that_was_interrupted(tmp_path):
-    trainer = make_trainer(tmp_path, gradient_accumulation_steps=4, max_steps=1, fused_pass_tokens=PLENTY)
-    stale = make_inputs()
-    trainer._waiting = [stale]
-    seen = []
-    loss_of_pass = trainer._loss_of_pass
-    trainer._loss_of_pass = lambda model, batches: seen.append(batches) or loss_of_pass(model, batches)
-    trainer.train()
-    assert [len(batches) for batches in seen] == [4]
-    assert not any(batch is stale for batch in seen[0])
+    options = {"gradient_accumulation_steps": 4, "max_steps": 1, "fused_pass_tokens": PLENTY}
+    trainers = [make_trainer(tmp_path, **options) for _ in range(2)]
+    trainers[1]._merger._losses = [sum(p.sum() for p in trainers[1].model.parameters())]
+    for trainer in trainers:
+        set_seed(0)
+        trainer.train()
+    for parameter, other in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
+        assert torch.equal(parameter, other)
 
 
 def test_a_loss_of_ones_own_gets_every_micro_batch(tmp_path):
@@ -219,19 +263,11 @@ def test_micro_batches_that_are_not_the_hosts_own_do_not_wait(tmp_path):
     assert len(train(tmp_path, Copying, fused_pass_tokens=PLENTY)[2]) == 8
 
 
-def test_what_depends_on_the_window_or_the_batch_shares_no_pass(tmp_path):
+def test_an_auxiliary_loss_is_computed_in_each_micro_batch(tmp_path):
     trainer = make_trainer(tmp_path)
-    assert why_passes_are_not_shared(trainer) is None
-    trainer._entropy_bonus_enabled = True
-    assert "entropy bonus" in str(why_passes_are_not_shared(trainer))
-    trainer._entropy_bonus_enabled, trainer.aux_loss_enabled = False, True
-    assert "auxiliary loss" in str(why_passes_are_not_shared(trainer))
-
-    class Own(FusedGRPOTrainer):
-        def _compute_loss(self, model, inputs):
-            return super()._compute_loss(model, inputs)
-
-    assert "subclass" in str(why_passes_are_not_shared(make_trainer(tmp_path, Own)))
+    assert why_forwards_are_not_shared(trainer, "packed") is None
+    trainer.aux_loss_enabled = True
+    assert "auxiliary loss" in str(why_forwards_are_not_shared(trainer, "packed"))
 
 
 def test_negative_tokens_are_refused(tmp_path):
@@ -251,7 +287,7 @@ def test_passes_hold_as_many_micro_batches_as_the_limit_allows(shape, limit, sha
     batches = [make_inputs(rows=rows, seed=seed + number) for number in range(count)]
     for batch in batches[1:]:
         batch["prompt_ids"], batch["prompt_mask"] = batches[0]["prompt_ids"], batches[0]["prompt_mask"]
-    ends = pass_ends(batches, limit, shares)
+    ends = plan_merges(batches, limit, shares)
 
     def tokens(start, end):
         ids, masks, completions = (

@@ -1,0 +1,168 @@
+"""Finds what a user replaced: methods of the trainer, forwards and hooks of the model, callbacks that look on."""
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel, TrainerCallback
+from trl import GRPOTrainer
+
+from . import _trl_compat as compat
+
+
+# Libraries whose own wrappers, hooks and forwards leave a token's result what it is, wherever the token stands
+LIBRARIES = {"accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "torch", "transformers", "trl"}
+_PACKAGE = __name__.partition(".")[0]
+
+# Every method of the trainer that sees a micro-batch between generation and backward
+MICRO_BATCH_METHODS = (
+    "training_step",
+    "_prepare_inputs",
+    "compute_loss",
+    "compute_liger_loss",
+    "_compute_loss",
+    *compat.OBJECTIVE_METHODS,
+    "_get_per_token_logps_and_entropies",
+)
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+
+
+def _is_library(home: str) -> bool:
+    """Whether a module belongs to a library or to this package, whose comparisons play the user."""
+    root, _, rest = home.partition(".")
+    return root in LIBRARIES or (root == _PACKAGE and not rest.startswith("parity"))
+
+
+def is_library_function(function: Any, stop: Any = None) -> bool:
+    """
+    Whether a function was defined in one of the [`LIBRARIES`], and everything that it wraps too.
+
+    Args:
+        function (`Callable`): a function, bound method, partial or callable object.
+        stop (`Callable`, *optional*): a function that counts as a library's: what a model class calls its forward.
+    """
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if function is stop:
+            return True
+        if isinstance(function, functools.partial):
+            wrapped, function = getattr(function, "__wrapped__", None), function.func
+            if wrapped is not None and not is_library_function(wrapped, stop):
+                return False
+            continue
+        # A function's globals are those of the file that defines it; `functools.wraps` does not change them
+        names = getattr(function, "__globals__", None)
+        home = type(function).__module__ if names is None else names.get("__name__", "")
+        if not _is_library(home):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
+    """
+    The first of these methods of a trainer that is not TRL's or this package's, as `Class.method`, or `None`. It may
+    have been replaced in a subclass, on the instance, or in TRL's own class.
+    """
+    for name in names:
+        if name in vars(trainer):
+            return f"the instance's {name}"
+        for cls in type(trainer).__mro__:
+            method = vars(cls).get(name)
+            if method is None:
+                continue
+            is_known = cls in GRPOTrainer.__mro__ or cls.__module__ == f"{__package__}.trainer"
+            if not is_known or not is_library_function(getattr(method, "__func__", method)):
+                return f"{cls.__name__}.{name}"
+    return None
+
+
+def replaced_in_trl(name: str) -> str | None:
+    """The class of TRL's trainer whose method `name` is not a library's any more, or `None`."""
+    method = getattr(GRPOTrainer, name)
+    return None if is_library_function(method) else f"GRPOTrainer.{name}"
+
+
+def watching_callback(trainer: Any) -> str | None:
+    """A callback that is called between micro-batches, where it may read gradients or move weights, or `None`."""
+    for callback in trainer.callback_handler.callbacks:
+        method = type(callback).on_substep_end
+        is_overridden = method is not TrainerCallback.on_substep_end or "on_substep_end" in vars(callback)
+        if is_overridden and not is_library_function(getattr(callback, "on_substep_end", method)):
+            return f"{type(callback).__name__}.on_substep_end"
+    return None
+
+
+def gradient_hook(model: nn.Module) -> str | None:
+    """A parameter with a hook of the user's on its gradient, or `None`."""
+    for name, parameter in model.named_parameters():
+        hooks = [*(parameter._backward_hooks or {}).values()]
+        hooks += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        if not all(map(is_library_function, hooks)):
+            return f"a hook on the gradient of {name}"
+    return None
+
+
+def replaced_backward(accelerator: Any) -> bool:
+    """Whether the accelerator's `backward` is not Accelerate's."""
+    return not is_library_function(vars(accelerator).get("backward", type(accelerator).backward))
+
+
+def changed_head(model: nn.Module, causal_lm: PreTrainedModel, heads: Iterable[nn.Module]) -> str | None:
+    """
+    What was hooked or replaced on a causal language model, on a wrapper around it, or on its output projection, or
+    `None`. What these return in TRL's own call is not what they return here.
+    """
+    path = next(name for name, module in model.named_modules() if module is causal_lm)
+    wrappers = [model]
+    for name in path.split(".") if path else ():
+        wrappers.append(getattr(wrappers[-1], name))
+    if compat.SCORES_THROUGH_LOGITS and not is_library_function(type(causal_lm).forward):
+        return f"{type(causal_lm).__name__}.forward"
+    return _changed([*wrappers, *heads])
+
+
+def changed_module(modules: Iterable[nn.Module]) -> str | None:
+    """What was hooked or replaced in a model, so that it may see how rows are laid out, or `None`."""
+    for hooks in _GLOBAL_HOOKS:
+        if not all(map(is_library_function, hooks.values())):
+            return "a hook on every module"
+    return _changed(modules)
+
+
+def _changed(modules: Iterable[nn.Module]) -> str | None:
+    for module in modules:
+        own, name = vars(module), type(module).__name__
+        if not all(map(is_library_function, _hooks(own))):
+            return f"a hook on {name}"
+        forward = own.get("forward")
+        if forward is not None and not is_library_function(forward, type(module).forward):
+            return f"the forward of {name}"
+        if not _is_own_forward(type(module)):
+            return f"{name}.forward"
+    return None
+
+
+def _hooks(own: dict[str, Any]) -> Iterator[Any]:
+    for name in _HOOKS:
+        hooks = own.get(name)
+        if hooks:
+            yield from hooks.values()
+
+
+def _is_own_forward(cls: Any) -> bool:
+    """Whether the forward of a library's class is a library's; a class of the user's has one of the user's."""
+    home = next((base for base in cls.__mro__ if "forward" in vars(base)), cls)
+    return not _is_library(home.__module__) or _is_library_forward(cls.forward)
+
+
+_is_library_forward = functools.lru_cache(maxsize=4096)(is_library_function)

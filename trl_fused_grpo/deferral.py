@@ -1,0 +1,169 @@
+"""
+Log-probabilities that generation leaves to the training: old ones, which the loss's own forward computes anyway, and
+the reference's, which are computed in the forwards that the policy will have, so that equal weights give equal bits.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from . import _trl_compat as compat
+from .eligibility import why_generation_is_seen, why_old_logps_are_needed, why_reference_is_not_regrouped
+from .question import DEFERRED
+from .sampling import SAMPLING_METRICS, SamplingMetrics
+from .scoring import HostCall
+
+
+logger = logging.get_logger(__name__)
+
+# Computes the log-probabilities `[B, T]` of micro-batches that share a forward, without gradient
+LogpsOf = Callable[[list[dict[str, Any]], HostCall], Tensor]
+
+
+class LogpsDeferral:
+    """
+    Which log-probabilities of a generation batch are left out, and what is left to be done for them.
+
+    Args:
+        trainer (`GRPOTrainer`): whose they are.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.is_generating = False
+        self._defers_old = self._defers_reference = False
+        self._policy_state: Any = None
+        self._reference: tuple[HostCall, Any] | None = None
+        self._sampling_metrics = SamplingMetrics()
+
+    @contextmanager
+    def generation(self, steps_left: int, skip_old: bool, layout: str) -> Generator[None, None, None]:
+        """
+        While it lasts, TRL generates and scores, and [`takes`] says which log-probabilities it does not get.
+
+        Args:
+            steps_left (`int`): micro-batches until the weights move.
+            skip_old (`bool`): whether old log-probs may be left to the training.
+            layout (`str`): how the policy's rows will be laid out.
+        """
+        trainer = self.trainer
+        is_training = trainer.model.training
+        seen = why_generation_is_seen(trainer)
+        if is_training and seen is not None and (trainer.use_vllm or trainer.beta != 0.0):
+            logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {seen}.")
+        self.is_generating = True
+        self._defers_old = is_training and skip_old and why_old_logps_are_needed(trainer, steps_left) is None
+        self._defers_reference = is_training and why_reference_is_not_regrouped(trainer, layout) is None
+        self._policy_state = compat.adapter_state(trainer.model)
+        self._reference = None
+        try:
+            yield
+        finally:
+            self.is_generating = self._defers_old = self._defers_reference = False
+
+    @property
+    def defers_old(self) -> bool:
+        """Whether the old log-probs of the generation that runs are left to the training."""
+        return self._defers_old
+
+    def takes(self, call: HostCall) -> bool:
+        """Whether a call of TRL's, made while it generates, is left to later: whatever it gets is not used."""
+        if not self.is_generating:
+            return False
+        trainer = self.trainer
+        state = compat.adapter_state(call.model)
+        if call.model is not trainer.ref_model and state == self._policy_state:
+            return self._defers_old
+        if self._defers_reference and not call.multimodal:
+            self._reference = call, state
+            return True
+        return False
+
+    def begin_old(self) -> dict[str, list[float]]:
+        """What was logged of the sampler before a generation whose own figures are not true yet."""
+        metrics = self.trainer._metrics["train"]
+        self._sampling_metrics = SamplingMetrics()
+        return {name: list(metrics.get(name, [])) for name in SAMPLING_METRICS}
+
+    def mark_old(self, output: dict[str, Any], logged: dict[str, list[float]]) -> None:
+        """Mark a generation batch whose old log-probs and ratios the training will compute."""
+        metrics = self.trainer._metrics["train"]
+        for name, values in logged.items():
+            metrics[name] = values
+            if not values:
+                del metrics[name]
+        del output["old_per_token_logps"], output["importance_sampling_ratio"]
+        output[DEFERRED] = torch.tensor(True)
+
+    def fill_ratio(self, inputs: dict[str, Any], logps: Tensor, step: int) -> None:
+        """
+        Give TRL the importance ratio that generation left out, before it reads it, and log the sampler's metrics with
+        the last micro-batch of a generation batch.
+
+        Args:
+            inputs (`dict`): what TRL's `_compute_loss` reads.
+            logps (`Tensor`): `[B, T]` of the training forward.
+            step (`int`): number of the training step.
+        """
+        if DEFERRED not in inputs:
+            return
+        trainer = self.trainer
+        steps = int(trainer.args.steps_per_generation)
+        place = step % (steps * trainer.num_iterations)
+        # Later iterations see the same sequences again
+        inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), counts=place < steps)
+        if place == steps - 1:
+            self._log_sampling()
+
+    def _ratio(self, inputs: dict[str, Any], logps: Tensor, counts: bool) -> Tensor:
+        values = logps, inputs["sampling_per_token_logps"], compat.loss_mask(self.trainer, inputs)
+        correction = compat.sampling_correction(self.trainer)
+        ratio = correction.ratio(*values)
+        if counts:
+            self._sampling_metrics.add(correction, *values, ratio)
+        return ratio
+
+    def _log_sampling(self) -> None:
+        for name, value in self._sampling_metrics.gathered(self.trainer.accelerator).items():
+            self.trainer._metrics["train"][name].append(value)
+        self._sampling_metrics = SamplingMetrics()
+
+    def settle(self, batches: list[dict[str, Any]], logps_of: Callable[[dict[str, Any]], Tensor]) -> None:
+        """
+        Compute what was left to a training that was interrupted, as long as the weights are those that generated.
+
+        Args:
+            batches (`list[dict]`): micro-batches that were not trained on.
+            logps_of (`Callable`): computes log-probabilities `[B, T]` of a micro-batch, without gradient.
+        """
+        waiting = [batch for batch in batches if DEFERRED in batch]
+        for batch in waiting:
+            logps = logps_of(batch)
+            batch["importance_sampling_ratio"] = self._ratio(batch, logps, counts=True)
+            batch["old_per_token_logps"] = logps
+            del batch[DEFERRED]
+        if waiting:
+            self._log_sampling()
+
+    def score_reference(self, groups: list[list[dict[str, Any]]], logps_of: LogpsOf) -> None:
+        """
+        Compute the reference's log-probabilities, where generation left them out.
+
+        Args:
+            groups (`list[list[dict]]`): the micro-batches of the generation batch as they go through the model.
+            logps_of (`Callable`): see [`LogpsOf`].
+        """
+        if self._reference is None:
+            return
+        (call, state), self._reference = self._reference, None
+        with compat.adapters_as(call.model, state):
+            for group in groups:
+                sizes = [len(batch["completion_ids"]) for batch in group]
+                parts = logps_of(group, replace(call, batch_size=None)).split(sizes)
+                for batch, logps in zip(group, parts, strict=True):
+                    batch["ref_per_token_logps"] = logps

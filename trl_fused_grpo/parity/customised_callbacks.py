@@ -1,0 +1,102 @@
+"""Callbacks that look or reach into an accumulation window, and trainings that are interrupted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from .case import Customisation, Trainer
+from .customised_methods import gradient_norm
+from .trainers import GROUP, ROWS
+
+
+class _Calling(TrainerCallback):
+    """Calls `act(trainer, state, control)` at an event, with the number of times that it happened before."""
+
+    def __init__(self, event: str, trainer: Trainer, act: Callable[..., Any]):
+        count = iter(range(10_000))
+        setattr(self, event, lambda args, state, control, **_: act(trainer, control, next(count)))
+
+
+def at(
+    event: str, act: Callable[[Trainer, Any, int], Any], train: Callable[[Trainer], Any] | None = None
+) -> Customisation:
+    """A callback that calls `act` with the trainer, the control and the number of the event."""
+    return Customisation(of_trainer=lambda trainer: trainer.add_callback(_Calling(event, trainer, act)), train=train)
+
+
+def see_gradients(trainer: Trainer, control: Any, number: int) -> None:
+    trainer.seen.append(gradient_norm(trainer.model))
+
+
+def clip_gradients(trainer: Trainer, control: Any, number: int) -> None:
+    torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.3)
+
+
+@torch.no_grad()
+def scale_weights(trainer: Trainer, control: Any, number: int) -> None:
+    for parameter in trainer.model.parameters():
+        parameter *= 1.0 + 0.002 * (number % 3)
+
+
+def stop_epoch(trainer: Trainer, control: Any, number: int) -> None:
+    control.should_epoch_stop = number == 1
+
+
+def stop_training(trainer: Trainer, control: Any, number: int) -> None:
+    control.should_training_stop = number == 4  # in the second window
+
+
+def interrupt(trainer: Trainer, control: Any, number: int) -> None:
+    if number == 4:
+        raise KeyboardInterrupt
+
+
+def train_again(trainer: Trainer) -> None:
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        trainer.train()
+
+
+def evaluate(trainer: Trainer, control: Any, number: int) -> None:
+    if number in (1, 4):
+        trainer.evaluate(Dataset.from_dict({"prompt": ["w5 w6"] * (ROWS // GROUP)}))
+        trainer.model.train()
+
+
+def without_nan(trainer: Trainer, control: Any, number: int) -> None:
+    for parameter in trainer.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def infinite_reward() -> Customisation:
+    """
+    One completion's reward is infinite in the second generation batch: the losses of a few micro-batches are NaN, and a
+    callback takes NaN out of the gradients.
+    """
+
+    def of_trainer(trainer: Trainer) -> None:
+        reward = trainer.reward_funcs[0]
+        calls = iter(range(10_000))
+
+        def rewards(**kwargs: Any) -> list[float]:
+            values = reward(**kwargs)
+            return [float("inf"), *values[1:]] if next(calls) == 1 else values
+
+        trainer.reward_funcs[0] = rewards
+        trainer.add_callback(_Calling("on_pre_optimizer_step", trainer, without_nan))
+
+    return Customisation(of_trainer=of_trainer)
+
+
+def equal_rewards() -> Customisation:
+    """Every completion earns the same, so that all advantages are zero."""
+
+    def of_trainer(trainer: Trainer) -> None:
+        trainer.reward_funcs[0] = lambda completions, **_: [1.0] * len(completions)
+
+    return Customisation(of_trainer=of_trainer)
