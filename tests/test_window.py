@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config
 from trl import GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.dealing import balance
 from trl_fused_grpo.eligibility import why_not_balanced, why_old_logps_are_needed
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 from trl_fused_grpo.sampling import SAMPLING_METRICS, SamplingCorrection
 
 from .oracle import relative_error
@@ -192,3 +194,29 @@ def test_a_checkpoint_in_the_middle_of_a_generation_batch_resumes(tmp_path):
     assert resumed.state.global_step == 3
     logged = {name for entry in resumed.state.log_history for name in entry}
     assert {"num_tokens", "step_time", "reward", "entropy", "fused/rows_recomputed"} <= logged
+
+
+@pytest.mark.parametrize("noise", ["lora", "residual", "attention", "neftune"])
+def test_old_log_probs_are_computed_where_two_forwards_draw_different_noise(tmp_path, noise):
+    """Stock's ratio is then that of two draws, in whatever it clips."""
+    options = {}
+    if noise == "lora":
+        pytest.importorskip("peft")
+        from peft import LoraConfig
+
+        options["peft_config"] = LoraConfig(target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    if noise in ("residual", "attention"):
+        probability = {"resid_pdrop": 0.1} if noise == "residual" else {"attn_pdrop": 0.1}
+        sizes = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        options["model"] = AutoModelForCausalLM.from_config(GPT2Config(**sizes, **{**none, **probability}))
+    trainer = make_trainer(tmp_path, **options)
+    trainer.use_vllm = True
+    trainer.model.train()
+    if noise == "neftune":
+        trainer.model.get_input_embeddings().neftune_noise_alpha = 5.0
+    assert "makes each forward another" in why_old_logps_are_needed(trainer, steps_left=8)
+    plain = make_trainer(tmp_path)
+    plain.use_vllm = True
+    plain.model.train()
+    assert why_old_logps_are_needed(plain, steps_left=8) is None

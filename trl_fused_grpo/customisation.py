@@ -1,7 +1,7 @@
 """Finds what a user replaced: methods of the trainer, forwards and hooks of the model, callbacks that look on."""
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -140,23 +140,21 @@ def changed_module(modules: Iterable[nn.Module]) -> str | None:
 
 
 def _changed(modules: Iterable[nn.Module]) -> str | None:
-    for module in modules:
-        own, name = vars(module), type(module).__name__
-        if not all(map(is_library_function, _hooks(own))):
-            return f"a hook on {name}"
-        forward = own.get("forward")
-        if forward is not None and not is_library_function(forward, type(module).forward):
-            return f"the forward of {name}"
-        if not _is_own_forward(type(module)):
-            return f"{name}.forward"
+    modules = list(modules)
+    for cls in {*map(type, modules)}:
+        if not _is_own_forward(cls):
+            return f"{cls.__name__}.forward"
+    for module in modules:  # thousands, at every call of the model
+        own = module.__dict__
+        hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
+        if not (hooked or own["_backward_pre_hooks"] or "forward" in own):
+            continue
+        hooks = [hook for name in _HOOKS for hook in own[name].values()]
+        if not all(map(is_library_function, hooks)):
+            return f"a hook on {type(module).__name__}"
+        if "forward" in own and not is_library_function(own["forward"], type(module).forward):
+            return f"the forward of {type(module).__name__}"
     return None
-
-
-def _hooks(own: dict[str, Any]) -> Iterator[Any]:
-    for name in _HOOKS:
-        hooks = own.get(name)
-        if hooks:
-            yield from hooks.values()
 
 
 def _is_own_forward(cls: Any) -> bool:

@@ -6,6 +6,7 @@ that nothing was replaced which could tell it from TRL's own, and is left where 
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from . import _trl_compat as compat
@@ -88,6 +89,21 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
     return why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer)
 
 
+def why_forwards_differ(model: nn.Module) -> str | None:
+    """Why two forwards of a model in training give different numbers, or `None`."""
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            return f"dropout ({name}) makes each forward another"
+        if getattr(module, "neftune_noise_alpha", None):
+            return "NEFTune's noise makes each forward another"
+    options = getattr(model, "config", None)
+    # Attention drops out in a call, not in a module; families name its probability in several ways
+    for name, value in options.to_dict().items() if model.training and hasattr(options, "to_dict") else ():
+        if "drop" in name and isinstance(value, float) and value > 0:
+            return f"dropout ({name}) makes each forward another"
+    return None
+
+
 def why_old_logps_are_needed(trainer: Any, steps_left: int) -> str | None:
     """
     Why old log-probs must be computed before training, or `None` where the training forward computes the same numbers:
@@ -103,6 +119,9 @@ def why_old_logps_are_needed(trainer: Any, steps_left: int) -> str | None:
     reason = why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer)
     if reason is not None:
         return reason
+    noise = why_forwards_differ(trainer.model)
+    if noise is not None:
+        return noise
     if steps_left < args.steps_per_generation * trainer.num_iterations:
         return "the weights move while a generation batch is in use"
     return None

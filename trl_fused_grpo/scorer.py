@@ -39,6 +39,11 @@ class Scorer:
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its options depend on the host's version
         self._refusals: WeakKeyDictionary[nn.Module, Refusal] = WeakKeyDictionary()
+        self._modules: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+
+    def look_again(self) -> None:
+        """Look for the models' modules anew, as at every generation batch: a walk over all takes as long as a layer."""
+        self._modules.clear()
 
     def option(self, name: str, default: Any) -> Any:
         """An option of [`FusedGRPOConfig`], which the arguments need not be."""
@@ -77,6 +82,9 @@ class Scorer:
             `ValueError`: when the one asked for is not allowed, with the reason.
         """
         unwrapped, causal_lm = self.unwrapped(model), self.causal_lm(model)
+        policy = self.trainer.model
+        if model is self.trainer.ref_model and model is not policy and self.layout(policy, is_multimodal) == "host":
+            return "host"  # equal weights are to give equal bits
         reason = None if self._is_forced else keeps_padding or self.why_rows_are_seen(model)
         if reason is not None:
             logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_FORCE}")
@@ -86,7 +94,10 @@ class Scorer:
 
     def why_rows_are_seen(self, model: nn.Module) -> str | None:
         """Why the user's own code may see how rows are laid out in a model, or `None`."""
-        found = changed_module(self.unwrapped(model).modules())
+        unwrapped = self.unwrapped(model)
+        if unwrapped not in self._modules:
+            self._modules[unwrapped] = list(unwrapped.modules())
+        found = changed_module(self._modules[unwrapped])
         return f"{found} may depend on where a token stands" if found else None
 
     def scores(

@@ -270,6 +270,7 @@ class FusedGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if not self.use_liger_loss:
             return super()._generate_and_score_completions(inputs)
+        self._scorer.look_again()
         skip_old = self._scorer.option("fused_skip_old_logps", None) is not False
         deferral = self._deferral
         with deferral.generation(self._steps_left, skip_old, self._scorer.layout(self.model)):
