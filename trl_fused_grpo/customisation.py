@@ -131,6 +131,13 @@ def changed_head(model: nn.Module, causal_lm: PreTrainedModel, heads: Iterable[n
     return _changed([*wrappers, *heads])
 
 
+def own_class(modules: Iterable[nn.Module]) -> str | None:
+    """A class among a model's modules whose forward is no library's, or `None`: what it does is not known."""
+    classes: set[Any] = {*map(type, modules)}
+    names = [cls.__name__ for cls in classes if "forward" in dir(cls) and not _is_library_forward(cls.forward)]
+    return min(names, default=None)
+
+
 def changed_module(modules: Iterable[nn.Module]) -> str | None:
     """What was hooked or replaced in a model, so that it may see how rows are laid out, or `None`."""
     for hooks in _GLOBAL_HOOKS:

@@ -13,6 +13,7 @@ from . import _trl_compat as compat
 from .customisation import (
     MICRO_BATCH_METHODS,
     changed_head,
+    changed_module,
     gradient_hook,
     replaced_backward,
     replaced_in_trl,
@@ -91,6 +92,9 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
 
 def why_forwards_differ(model: nn.Module) -> str | None:
     """Why two forwards of a model in training give different numbers, or `None`."""
+    changed = changed_module(model.modules())
+    if changed is not None:
+        return f"{changed} may make each forward another"
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
             return f"dropout ({name}) makes each forward another"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from . import _trl_compat as compat
 from .checkpointing import lean_checkpoints
 from .checks import check_token_ids, vocab_size_of
-from .customisation import changed_module
+from .customisation import changed_module, own_class
 from .fused_forward import BordersIgnoredError, attach
 from .layout import LayoutName
 from .layout_choice import Refusal, choose, keys_may_repeat, traits
@@ -25,6 +25,7 @@ from .scoring import HostCall, Question, RowsRefusedError, Scores, ScoringOption
 
 logger = logging.get_logger(__name__)
 
+_ROWS_TRIED = 4
 _FORCE = 'If it does not, fused_layout="packed" asks for rows without padding all the same.'
 
 
@@ -39,6 +40,7 @@ class Scorer:
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its options depend on the host's version
         self._refusals: WeakKeyDictionary[nn.Module, Refusal] = WeakKeyDictionary()
+        self._tried_out: WeakSet[nn.Module] = WeakSet()
         self._modules: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
     def look_again(self) -> None:
@@ -94,11 +96,14 @@ class Scorer:
 
     def why_rows_are_seen(self, model: nn.Module) -> str | None:
         """Why the user's own code may see how rows are laid out in a model, or `None`."""
+        found = changed_module(self._modules_of(model))
+        return f"{found} may depend on where a token stands" if found else None
+
+    def _modules_of(self, model: nn.Module) -> list[nn.Module]:
         unwrapped = self.unwrapped(model)
         if unwrapped not in self._modules:
             self._modules[unwrapped] = list(unwrapped.modules())
-        found = changed_module(self._modules[unwrapped])
-        return f"{found} may depend on where a token stands" if found else None
+        return self._modules[unwrapped]
 
     def scores(
         self, question: Question, call: HostCall, host_seam: Callable, keeps_padding: str | None = None
@@ -121,9 +126,12 @@ class Scorer:
         rows = (call.input_ids, call.attention_mask, call.logits_to_keep, call.multimodal)
         host_inputs = (lambda: compat.host_model_inputs(host_seam, *rows)) if call.multimodal else None
         with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
+            self._try_out(call, self._options(call, keeps_padding))
             while True:
                 options = self._options(call, keeps_padding)
                 if options.layout == "host":
+                    if question.micro_batch is not None:  # that share a forward, but were not to share padding
+                        call = replace(call, batch_size=question.micro_batch)
                     return score(question, options, call, host_inputs)
                 before = _random_states(call.input_ids)
                 try:
@@ -131,8 +139,40 @@ class Scorer:
                 except (RowsRefusedError, BordersIgnoredError) as error:
                     self._refuse(causal_lm, options, error)
                 _restore_random_states(before, call.input_ids)
-                if question.micro_batch is not None:  # one after the other they draw the random numbers of stock
-                    call = replace(call, batch_size=question.micro_batch)
+
+    def _try_out(self, call: HostCall, options: ScoringOptions) -> None:
+        """
+        Compare, once, what a model with code of its own makes of rows without TRL's padding and of rows with it; where
+        it differs, rows keep the padding from now on.
+        """
+        causal_lm = self.causal_lm(call.model)
+        if causal_lm in self._tried_out or options.layout == "host" or self._is_forced:
+            return
+        self._tried_out.add(causal_lm)
+        found = own_class(self._modules_of(call.model))
+        if found is None:
+            return
+        before = _random_states(call.input_ids)
+        ids, mask = call.input_ids[:_ROWS_TRIED], call.attention_mask[:_ROWS_TRIED]
+        few = replace(call, input_ids=ids, attention_mask=mask, compute_entropy=False, compute_aux_loss=False)
+        scored = mask[:, -call.logits_to_keep :]
+        with torch.no_grad():
+            try:
+                logps = [
+                    score(Question(scored), replace(options, layout=layout), few, None).logps * scored
+                    for layout in (options.layout, "host")
+                ]
+            except (RowsRefusedError, BordersIgnoredError):
+                return  # what follows refuses it too, and says why
+            finally:
+                _restore_random_states(before, call.input_ids)
+        # Every process comes to the same end
+        difference = self.trainer.accelerator.gather((logps[0] - logps[1]).abs().max().reshape(1)).max()
+        dtype = torch.get_autocast_dtype(ids.device.type) if torch.is_autocast_enabled(ids.device.type) else None
+        eps = torch.finfo(dtype or causal_lm.dtype).eps
+        if not difference <= max(1e-3, 32 * eps):
+            error = RowsRefusedError(f"{found}, whose code is not known, makes other log-probs of rows without it")
+            self._refuse(causal_lm, options, error)
 
     def _options(self, call: HostCall, keeps_padding: str | None) -> ScoringOptions:
         causal_lm = self.causal_lm(call.model)

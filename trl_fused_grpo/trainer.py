@@ -254,6 +254,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         if kept is not None:
             return kept
         together = self._merger.together(inputs, self._steps_left) if has_grad else [inputs]
+        if len(together) > 1 and self._scorer.layout(call.model) != "packed":  # what was found out since the plan
+            together = [inputs]
         question = Question.joined([self._ask_for_loss(batch) for batch in together])
         if len(together) == 1:
             scores = [self._scorer.scores(question, call, host_method)]
