@@ -63,19 +63,20 @@ def why_not_fused(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel) ->
     return f"{found} may read or change what TRL's own call returns" if found else None
 
 
-def why_padding_may_be_read(trainer: Any, is_trls_call: bool) -> str | None:
+def why_padding_may_be_read(trainer: Any, is_generating: bool) -> str | None:
     """
     Why log-probs of padding may be read, or `None`: TRL's own code does not, and newer TRL has zeros there.
 
     Args:
         trainer (`GRPOTrainer`): whose log-prob method was called.
-        is_trls_call (`bool`): whether TRL's own method called it, for the loss or while it generates.
+        is_generating (`bool`): whether TRL called it while it generates: the result is kept with the micro-batches.
     """
-    found = replaced_method(trainer, ("_get_per_token_logps_and_entropies",))
-    if not compat.SCORES_THROUGH_LOGITS or (is_trls_call and found is None):
+    if not compat.SCORES_THROUGH_LOGITS:
         return None
-    found = found or replaced_objective(trainer) or replaced_method(trainer, MICRO_BATCH_METHODS) or "its caller"
-    return f"{found} may read log-probs of padding"
+    found = replaced_method(trainer, (*MICRO_BATCH_METHODS, "_generate_and_score_completions"))
+    if found is None and not is_generating:
+        found = "the caller of the log-prob method"
+    return f"{found} may read log-probs of padding" if found else None
 
 
 def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:

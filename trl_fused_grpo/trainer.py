@@ -237,8 +237,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         elif is_of_loss:
             scores = self._loss_scores(call, trls)
         else:
-            is_trls_call = self._deferral.is_generating and not replaced_in_trl("_generate_and_score_completions")
-            padding = why_padding_may_be_read(self, is_trls_call)
+            padding = why_padding_may_be_read(self, self._deferral.is_generating)
             scores = self._scorer.scores(ask_for_call(self, call, padding is not None), call, trls, padding)
         if is_of_loss:
             self._loss_logps = scores.logps
