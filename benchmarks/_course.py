@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from _host import SHAPES, Host, distance, make_model, norm, not_finite
+from _instruments import hide_instruments
 from _measure import GIB
 from _rollout import Lengths, Rollout
 
@@ -52,6 +53,7 @@ class Stopwatch:
     """
 
     def __init__(self, trainer: Any, device: str):
+        hide_instruments()
         self.device, self.seconds, self.since = device, 0.0, None
         scoring, seam = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
 

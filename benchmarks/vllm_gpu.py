@@ -49,6 +49,7 @@ ENVIRONMENT = {
 def build_trainer(base: type, kind: str, checkpoint: Path, setup: Setup, *, engine: bool, float32: bool = False) -> Any:
     """A trainer of class `base` on the checkpoint; `engine` gives it vLLM, `float32` makes it the reference."""
     import trl
+    from _instruments import hide_instruments
     from datasets import Dataset
 
     from trl_fused_grpo import FusedGRPOConfig
@@ -62,6 +63,7 @@ def build_trainer(base: type, kind: str, checkpoint: Path, setup: Setup, *, engi
             vllm_max_model_length=2 * setup.completion,
         )
     if kind == "fused":
+        hide_instruments()
         options.update(use_liger_loss=True)
     config = (FusedGRPOConfig if kind == "fused" else trl.GRPOConfig)(
         output_dir=tempfile.mkdtemp(),

