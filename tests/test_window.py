@@ -1,6 +1,7 @@
 """Work left out of an accumulation window: old log-probs, the cut into micro-batches, sequences without gradient."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from trl import GRPOTrainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.dealing import balance
 from trl_fused_grpo.eligibility import why_not_balanced, why_old_logps_are_needed
+from trl_fused_grpo.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 from trl_fused_grpo.sampling import SAMPLING_METRICS, SamplingCorrection
 
@@ -50,8 +52,14 @@ def train(tmp_path, cls, **options):
     trainer._generate_single_turn = generate
     trainer.rollout_func = rollout
     forwards = []
-    trainer.model.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
-    trainer.train()
+    original = FusedRequest.__call__
+
+    def spy(self, causal_lm, **model_inputs):
+        forwards.append(torch.is_grad_enabled())
+        return original(self, causal_lm, **model_inputs)
+
+    with mock.patch.object(FusedRequest, "__call__", spy):  # a hook on the model would be heeded
+        trainer.train()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return weights, [entry for entry in trainer.state.log_history if "grad_norm" in entry], forwards
 
