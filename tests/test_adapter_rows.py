@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from trl_fused_grpo import _trl_compat
+from trl_fused_grpo import _model_compat
 
 from .layout_pairs import SHAPE, assert_trains_as_stock, from_config, log_probs, make_pair, short_rows
 from .oracle import relative_error
@@ -82,4 +82,4 @@ def test_every_method_that_puts_tokens_before_a_row_keeps_the_padding():
         "CPT",
         "ADAPTION_PROMPT",
     }
-    assert not _trl_compat.TOKENWISE_PEFT & {*prompt_learning, "XLORA", "POLY", "LILY", "CARTRIDGE", "SHADOW"}
+    assert not _model_compat.TOKENWISE_PEFT & {*prompt_learning, "XLORA", "POLY", "LILY", "CARTRIDGE", "SHADOW"}

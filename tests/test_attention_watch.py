@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from trl_fused_grpo import _trl_compat, packed_attention
+from trl_fused_grpo import _model_compat, packed_attention
 from trl_fused_grpo.attention_watch import WatchedCall
 from trl_fused_grpo.packed_attention import cudnn_attention_off
 
@@ -34,7 +34,7 @@ def test_an_attention_call_shows_what_rows_must_not_lose(packed):
     assert looked_at(packed, bidirectional) == "its attention is not causal"
     assert looked_at(packed, bidirectional, is_causal=True) is None
     assert (looked_at(packed, mask=torch.ones(1, 1, 3, 3)) is not None) == packed
-    if "position_bias" in _trl_compat.SDPA_ARGUMENTS:
+    if "position_bias" in _model_compat.SDPA_ARGUMENTS:
         assert looked_at(packed, position_bias=QUERY) == "its attention takes position_bias"
 
 

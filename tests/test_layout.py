@@ -8,7 +8,7 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from trl import GRPOTrainer
 
-from trl_fused_grpo import _trl_compat, checkpointing, dealing, layout
+from trl_fused_grpo import _model_compat, _trl_compat, checkpointing, dealing, layout
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
 from .oracle import relative_error
@@ -168,7 +168,7 @@ def test_packed_rows_hold_no_padding_and_no_sequence_that_is_not_scored(tmp_path
 
 @pytest.mark.parametrize("name", ["packed", "aligned"])
 def test_attention_gets_no_mask_and_takes_its_causal_path(tmp_path, name, monkeypatch):
-    if name == "aligned" and Version("5.0.0") > _trl_compat.TRANSFORMERS:
+    if name == "aligned" and Version("5.0.0") > _model_compat.TRANSFORMERS:
         pytest.skip("transformers 4 builds a mask wherever positions are given")
     trainer = make_trainer(tmp_path, fused_layout=name)
     calls = []

@@ -7,7 +7,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from trl_fused_grpo import _trl_compat, scorer
+from trl_fused_grpo import _model_compat, _trl_compat, scorer
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 
 from .layout_pairs import SHAPE, assert_trains_as_stock, from_config, log_probs, make_pair, seeded, short_rows
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_causal_is_not_aligned_either(tmp_path, attention):
 def test_a_window_is_heeded_in_packed_rows_wherever_it_stands(tmp_path, name, shares):
     ours, stock = make_pair(tmp_path, from_config(WINDOWED[name]()), NO_AUX_LOSS, fused_share_prompts=shares)
     assert_trains_as_stock(ours, stock, short_rows())
-    is_old = _trl_compat.TRANSFORMERS.major < 5 and name in (
+    is_old = _model_compat.TRANSFORMERS.major < 5 and name in (
         "phimoe",
         "qwen2-moe",
     )  # its attention is not the interface's

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Phi3Config
 
-from trl_fused_grpo import _trl_compat, layout
+from trl_fused_grpo import _model_compat, _trl_compat, layout
 
 from .layout_pairs import SHAPE, assert_trains_as_stock, from_config, log_probs, make_pair, short_rows
 from .oracle import relative_error
@@ -12,7 +12,7 @@ from .oracle import relative_error
 
 def longrope():
     # Rows end within 8 positions, the padding after them
-    name = "rope_type" if _trl_compat.TRANSFORMERS.major >= 5 else "type"
+    name = "rope_type" if _model_compat.TRANSFORMERS.major >= 5 else "type"
     scaling = {name: "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + 2 * i for i in range(8)]}
     return Phi3Config(
         **{**SHAPE, "max_position_embeddings": 16}, original_max_position_embeddings=8, rope_scaling=scaling
@@ -111,4 +111,4 @@ def test_the_auxiliary_loss_does_not_count_that_token(tmp_path):
 def test_the_rope_types_that_transformers_updates_are_known(rope_type, follows, by_layer_type):
     module = torch.nn.Module()
     module.rope_type = {"full_attention": "default", "sliding_attention": rope_type} if by_layer_type else rope_type
-    assert _trl_compat.rope_follows_length(module) == follows
+    assert _model_compat.rope_follows_length(module) == follows

@@ -1,6 +1,6 @@
 """
-Everything that depends on the version of TRL, transformers or accelerate. Each entry says what, since when and until
-when.
+Everything that depends on the version of TRL or accelerate, and their private names. Each entry says what, since when
+and until when.
 """
 
 import inspect
@@ -12,20 +12,18 @@ from types import CodeType
 from typing import Any
 
 import torch
-import transformers
 import trl
 from accelerate import Accelerator
 from accelerate.utils import fsdp_utils
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from packaging.version import Version
-from torch import Tensor, nn
-from transformers import PreTrainedModel, masking_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
-from trl.trainer.utils import use_adapter
 
+from ._model_compat import TRANSFORMERS
 from .sampling import SamplingCorrection
 
 
@@ -33,7 +31,6 @@ logger = logging.get_logger(__name__)
 
 OLDEST_TRL, NEWEST_TRL = Version("0.27.2"), Version("1.16.0")
 TRL = Version(Version(trl.__version__).base_version)
-TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 
 # Names that this package overrides, calls or reads of its hosts, by the TRL from which on they are there
 METHODS = (
@@ -174,14 +171,6 @@ LUSPO_COUNTS_PADDING = Version("1.10.0") > TRL
 UNSCORED_IS_ONE = Version("1.11.0") <= TRL
 # TRL < 0.29: the tool mask counts only where the trainer has tools
 _TOOL_MASK_NEEDS_TOOLS = Version("0.29.0") > TRL
-# transformers < 5: vision-language models keep their language backbone in `model`, and Trainer applies Liger's layer
-# kernels in its constructor rather than when training starts
-_TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
-
-# Families whose own forward depends on where the padding is: OPT counts positions from the mask, RecurrentGemma lets
-# padding into its state; so do LFM2 and Zamba2 before transformers 5
-PADDING_MATTERS = {"opt", "recurrent_gemma", *(("lfm2", "zamba2") if _TRANSFORMERS_4 else ())}
-
 # accelerate before its pull request 3630 (2025): every backward steps DeepSpeed's engine, which counts them
 DEEPSPEED_STEPS_WITH_BACKWARD = "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
 
@@ -216,41 +205,6 @@ def entropy_normalizer(trainer: GRPOTrainer, mask: Tensor, window: Tensor | floa
     if _ENTROPY_SHARES_NORMALIZER and trainer.loss_type in ("dapo", "cispo", "vespo"):
         return window
     return mask.sum().clamp(min=1.0) * trainer.current_gradient_accumulation_steps
-
-
-def backbone(causal_lm: PreTrainedModel) -> nn.Module:
-    """
-    The part of a causal language model that ends in hidden states.
-
-    Raises:
-        `ValueError`: when the model names none.
-    """
-    is_composite = causal_lm.config.get_text_config() is not causal_lm.config
-    module = causal_lm.model if _TRANSFORMERS_4 and is_composite else causal_lm.base_model
-    if module is causal_lm:  # Llama 4, and Gemma 3 before transformers 5, name a prefix that they do not have
-        module = getattr(causal_lm, "model", causal_lm)
-    if module is causal_lm:
-        raise ValueError(
-            f"{type(causal_lm).__name__} does not name its backbone (base_model_prefix), so its head cannot be run "
-            "apart: train with use_liger_loss=False."
-        )
-    return module
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """Whether `model` is wrapped by PEFT, which need not be installed."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def without_adapter(model: Any) -> Any:
-    """The model inside PEFT's wrapper, or the model itself."""
-    return model.get_base_model() if is_peft_model(model) else model
-
-
-def is_prompt_learning(model: nn.Module) -> bool:
-    """Whether PEFT puts virtual tokens before each row."""
-    config: Any = getattr(model, "active_peft_config", None)
-    return is_peft_model(model) and bool(config.is_prompt_learning)
 
 
 def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
@@ -306,7 +260,7 @@ def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:
     """Replace the model's layers by Liger's, but not its forward, now or when training starts."""
     config = {**(args.liger_kernel_config or {}), "fused_linear_cross_entropy": False, "cross_entropy": False}
     args.liger_kernel_config = config
-    if _TRANSFORMERS_4:
+    if TRANSFORMERS.major < 5:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model, **config)
@@ -343,128 +297,3 @@ def host_model_inputs(
         not_the_backbones = ("labels", "logits_to_keep", "fused_lm_head", "use_cache")
         return {name: value for name, value in call.model_inputs.items() if name not in not_the_backbones}
     raise RuntimeError("the host computed log-probabilities without calling the model")
-
-
-def _tuner_layer(model: nn.Module) -> Any:
-    """The first layer of a model that PEFT adapts, or `None`."""
-    # Transformers' models have methods of this name
-    return next((m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)), None)
-
-
-def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
-    """Whether PEFT's adapters are switched off, and which are active otherwise; `None` without adapters."""
-    layer = _tuner_layer(model)
-    return None if layer is None else (bool(layer.disable_adapters), tuple(layer.active_adapters))
-
-
-@contextmanager
-def adapters_as(model: nn.Module, state: tuple[bool, tuple[str, ...]] | None) -> Generator[None, None, None]:
-    """While it lasts, a model's adapters are as [`adapter_state`] has found them at another time."""
-    if state is None or state == adapter_state(model):
-        yield
-        return
-    disabled, active = state
-    peft_model: Any = next(module for module in model.modules() if is_peft_model(module))
-    with use_adapter(peft_model, None if disabled else active[0]):
-        yield
-
-
-# PEFT methods that change what a module makes of each token by itself. Others read rows (virtual tokens, tasks, means
-# over a batch: Lily's router, X-LoRA's scalings), and so may those that are newer than this list
-TOKENWISE_PEFT = {
-    *("LORA", "ADALORA", "BOFT", "C3A", "DELORA", "FOURIERFT", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA"),
-    *("LOKR", "MISS", "BONE", "OFT", "OSF", "PSOFT", "RANDLORA", "ROAD", "SHIRA", "TINYLORA", "TRAINABLE_TOKENS"),
-    *("UNILORA", "VBLORA", "VERA", "WAVEFT"),
-}
-# Options of LoRA that read rows: an invocation that is looked for in each, a mean over the first batch
-_LORA_THAT_READS_ROWS = ("alora_invocation_tokens", "velora_config")
-
-
-def why_adapter_reads_rows(model: Any) -> str | None:
-    """Why a PEFT adapter of a model depends on how the rows are laid out, or `None`. Every loaded adapter counts."""
-    if is_prompt_learning(model):
-        return "a prompt-learning adapter puts virtual tokens before the row"
-    for config in getattr(model, "peft_config", {}).values():
-        name = getattr(config.peft_type, "value", config.peft_type)
-        if name not in TOKENWISE_PEFT:
-            return f"its adapter's method ({name}) may read whole rows"
-        for option in _LORA_THAT_READS_ROWS:
-            if getattr(config, option, None):
-                return f"its adapter reads whole rows ({option})"
-    return None
-
-
-def neftune_noise(causal_lm: PreTrainedModel) -> float | None:
-    """NEFTune's factor while it adds noise to the input embeddings, else `None`: Trainer leaves it at the module."""
-    embeddings: Any = causal_lm.get_input_embeddings()
-    return getattr(embeddings, "neftune_noise_alpha", None) if embeddings.training else None
-
-
-def rope_follows_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding's factors depend on the longest position: `dynamic_rope_update` asks for the same."""
-    rope_type: Any = getattr(module, "rope_type", None)
-    types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]  # transformers >= 5: one a layer type
-    if type(module).__name__ == "PhimoeRotaryEmbedding":  # scales by the longest position whatever else its type is
-        return rope_type != "default"
-    return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in types)
-
-
-def is_transformers_own(function: Any) -> bool:
-    """Whether transformers defined a function; `functools.wraps` would give any other its name and module."""
-    function = getattr(function, "func", function)  # of a `functools.partial`
-    return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
-
-
-# What transformers' attention through SDPA may be called with by position, after the mask. Those that say more than
-# dropout, scale and causality came with transformers 5 (`position_bias`, a paged cache)
-SDPA_ARGUMENTS = [
-    name
-    for name, argument in list(inspect.signature(sdpa_attention_forward).parameters.items())[5:]
-    if argument.kind is not argument.VAR_KEYWORD
-]
-
-
-def _mask_codes() -> dict[Any, str]:
-    masks: Any = masking_utils  # whatever they are made with, their code is the same
-    functions: dict[str, Any] = {
-        "and": masks.and_masks(masks.causal_mask_function),
-        "causal": masks.causal_mask_function,
-        "window": masks.sliding_window_overlay(1),
-        "sequences": masks.packed_sequence_mask_function(None),
-        "padding": masks.padding_mask_function(None),
-        "chunk": masks.chunked_overlay(1, None),
-    }
-    if hasattr(masks, "remap_positions_for_packed_sequence"):  # transformers >= 5.22
-        functions["remapped"] = masks.remap_positions_for_packed_sequence(masks.causal_mask_function, None)
-    return {function.__code__: kind for kind, function in functions.items()}
-
-
-_MASK_CODES = _mask_codes()
-
-
-def mask_parts(mask_function: Any) -> list[tuple[str, Any]]:
-    """
-    What a mask function of transformers is the intersection of.
-
-    Returns:
-        `list[tuple[str, Any]]`:
-            `("causal", None)`, `("window", tokens)`, `("chunk", tokens)`, `("sequences", None)`, `("padding", None)`;
-            anything else as `("unknown", name)`.
-    """
-    code = getattr(mask_function, "__code__", None)
-    kind = _MASK_CODES.get(code, "unknown")
-    made_with = {}
-    if code is not None and code.co_freevars:
-        cells = (cell.cell_contents for cell in mask_function.__closure__)
-        made_with = dict(zip(code.co_freevars, cells, strict=True))
-    if kind == "and":
-        return [part for function in made_with["mask_functions"] for part in mask_parts(function)]
-    if kind == "remapped":
-        return mask_parts(made_with["mask_function"])
-    if kind == "unknown":
-        return [(kind, getattr(mask_function, "__qualname__", repr(mask_function)))]
-    return [(kind, made_with.get("sliding_window", made_with.get("chunk_size")))]
-
-
-if _TRANSFORMERS_4:  # Phi-MoE makes rotary tables for as many positions as there are columns
-    PADDING_MATTERS.add("phimoe")

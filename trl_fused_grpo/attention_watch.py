@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import _trl_compat as compat
+from . import _model_compat as model_compat
 
 
-_FURTHER_OPTIONS = [name for name in compat.SDPA_ARGUMENTS if name not in ("dropout", "scaling", "is_causal")]
+_FURTHER_OPTIONS = [name for name in model_compat.SDPA_ARGUMENTS if name not in ("dropout", "scaling", "is_causal")]
 
 
 class WatchedCall:
@@ -37,7 +37,7 @@ class WatchedCall:
 
     def read_mask(self, mask_function: Any) -> None:
         """Look at a mask that the model asks for: which window it has, and whether it says more."""
-        parts = compat.mask_parts(mask_function)
+        parts = model_compat.mask_parts(mask_function)
         kinds = dict(parts)
         if "unknown" in kinds:
             self.refuse(f"its mask is more than causality and a window ({kinds['unknown']})")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from . import _model_compat as model_compat
 from . import _trl_compat as compat
 from .eligibility import why_generation_is_seen, why_old_logps_are_needed, why_reference_is_not_regrouped
 from .question import DEFERRED
@@ -59,7 +60,7 @@ class LogpsDeferral:
         self.is_generating = True
         self._defers_old = is_training and skip_old and why_old_logps_are_needed(trainer, steps_left) is None
         self._defers_reference = is_training and why_reference_is_not_regrouped(trainer, layout) is None
-        self._policy_state = compat.adapter_state(trainer.model)
+        self._policy_state = model_compat.adapter_state(trainer.model)
         self._reference = None
         try:
             yield
@@ -76,7 +77,7 @@ class LogpsDeferral:
         if not self.is_generating:
             return False
         trainer = self.trainer
-        state = compat.adapter_state(call.model)
+        state = model_compat.adapter_state(call.model)
         if call.model is not trainer.ref_model and state == self._policy_state:
             return self._defers_old
         if self._defers_reference and not call.multimodal:
@@ -161,7 +162,7 @@ class LogpsDeferral:
         if self._reference is None:
             return
         (call, state), self._reference = self._reference, None
-        with compat.adapters_as(call.model, state):
+        with model_compat.adapters_as(call.model, state):
             for group in groups:
                 sizes = [len(batch["completion_ids"]) for batch in group]
                 parts = logps_of(group, replace(call, batch_size=None)).split(sizes)

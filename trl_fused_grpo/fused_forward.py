@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
-from . import _trl_compat as compat
+from . import _model_compat as model_compat
 from .aux_loss import load_balancing_loss
 from .forecast import DistantForecast
 from .fused_linear import Forecast, FusedStats, fused_linear_logps
@@ -74,7 +74,7 @@ class FusedRequest:
         if self.aux_loss or getattr(config, "output_router_logits", False):
             model_inputs["output_router_logits"] = True
         model_inputs["use_cache"] = False
-        outputs = compat.backbone(causal_lm)(**model_inputs)
+        outputs = model_compat.backbone(causal_lm)(**model_inputs)
         hidden = outputs.last_hidden_state  # [B, L, H]
         logps, entropies = self._score(causal_lm, hidden)
         results = (logps,) if entropies is None else (logps, entropies)

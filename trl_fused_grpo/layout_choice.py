@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from . import _trl_compat as compat
+from . import _model_compat as model_compat
 from .layout import LayoutName
 from .packed_attention import why_replaced
 
@@ -51,7 +51,7 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
         _TRAITS[causal_lm] = Traits(
             has_sinks=any(hasattr(module, "sinks") for module in modules),
             is_causal=all(getattr(module, "is_causal", True) is not False for module in modules),
-            needs_last_column=any(compat.rope_follows_length(module) for module in modules),
+            needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
         )
     return _TRAITS[causal_lm]
 
@@ -62,17 +62,17 @@ def why_not_aligned(model: nn.Module, is_multimodal: bool, reads_padding: bool) 
         return "its inputs are multimodal"
     if reads_padding:
         return "TRL's LUSPO of this version reads padding"
-    causal_lm = compat.without_adapter(model)
-    adapter_reads_rows = compat.why_adapter_reads_rows(model)
+    causal_lm = model_compat.without_adapter(model)
+    adapter_reads_rows = model_compat.why_adapter_reads_rows(model)
     if adapter_reads_rows is not None:
         return adapter_reads_rows
-    if compat.neftune_noise(causal_lm):
+    if model_compat.neftune_noise(causal_lm):
         return "the strength of NEFTune's noise depends on the width of the rows"
     if causal_lm.config.get_text_config() is not causal_lm.config:
         return "it is a composite model"
-    if causal_lm.config.model_type in compat.PADDING_MATTERS:
+    if causal_lm.config.model_type in model_compat.PADDING_MATTERS:
         return "its own results depend on the padding"
-    if not _takes_position_ids(type(compat.backbone(causal_lm))):
+    if not _takes_position_ids(type(model_compat.backbone(causal_lm))):
         return "it takes no position_ids"
     if not traits(causal_lm).is_causal or not getattr(causal_lm.config, "is_causal", True):
         return "its attention is not causal"  # padding would be attended to

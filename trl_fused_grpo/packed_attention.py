@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from . import _trl_compat as compat
+from . import _model_compat as model_compat
 from .attention_watch import WatchedCall
 
 
@@ -129,7 +129,7 @@ def why_replaced(implementation: str) -> str | None:
     tables = {"attention": ALL_ATTENTION_FUNCTIONS, "mask": ALL_MASK_ATTENTION_FUNCTIONS}
     for kind, table in tables.items():
         function = table.get(implementation)
-        if function is not None and not (_is_ours(function) or compat.is_transformers_own(function)):
+        if function is not None and not (_is_ours(function) or model_compat.is_transformers_own(function)):
             return f"the {kind} function registered as {implementation!r} is not transformers' own"
     return None
 
@@ -144,11 +144,11 @@ def install() -> None:
     for. Without either it is what it was, and what is not transformers' own stays as it is. Idempotent.
     """
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if compat.is_transformers_own(attention):
+    if model_compat.is_transformers_own(attention):
         AttentionInterface.register("sdpa", _with_borders(attention))
     for name in ("sdpa", "eager", "flex_attention"):
         mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
-        if compat.is_transformers_own(mask):
+        if model_compat.is_transformers_own(mask):
             AttentionMaskInterface.register(name, _watched_mask(mask, name == "sdpa"))
 
 
@@ -156,7 +156,7 @@ def _with_borders(original: Callable) -> Callable:
     @functools.wraps(original)
     def attention(module, query, key, value, attention_mask, *args, watched: WatchedCall | None = None, **kwargs):
         running = _call.get()  # there is none when a checkpointed layer is computed again
-        options: dict[str, Any] = {**dict(zip(compat.SDPA_ARGUMENTS, args, strict=False)), **kwargs}
+        options: dict[str, Any] = {**dict(zip(model_compat.SDPA_ARGUMENTS, args, strict=False)), **kwargs}
         call = running if watched is None else watched
         if call is not None:
             call.look_at(module, query, attention_mask, options)

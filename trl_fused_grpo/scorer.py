@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
+from . import _model_compat as model_compat
 from . import _trl_compat as compat
 from .checkpointing import lean_checkpoints
 from .checks import check_token_ids, vocab_size_of
@@ -54,13 +55,13 @@ class Scorer:
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """A model in no wrapper but PEFT's."""
         # `unwrap_model` looks for DeepSpeed on the disk each time, where it is not installed
-        bare = isinstance(model, PreTrainedModel) or compat.is_peft_model(model)
+        bare = isinstance(model, PreTrainedModel) or model_compat.is_peft_model(model)
         return model if bare else self.trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
 
     def causal_lm(self, model: nn.Module) -> PreTrainedModel:
         """The causal language model inside its wrappers, looked up at every call: FSDP and PEFT replace it."""
         unwrapped = self.unwrapped(model)
-        return compat.without_adapter(getattr(unwrapped, "_orig_mod", unwrapped))  # torch.compile
+        return model_compat.without_adapter(getattr(unwrapped, "_orig_mod", unwrapped))  # torch.compile
 
     def shares_prompts(self, model: nn.Module) -> bool:
         """Whether a prompt stands in a packed row once."""

@@ -1,0 +1,184 @@
+"""
+Everything that depends on the version of transformers or PEFT, and their private names: what a model is made of, and
+what its attention, positions and adapters make of rows.
+"""
+
+import inspect
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import PreTrainedModel, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from trl.trainer.utils import use_adapter
+
+
+TRANSFORMERS = Version(Version(transformers.__version__).base_version)
+
+# transformers < 5: vision-language models keep their language backbone in `model`, and Trainer applies Liger's layer
+# kernels in its constructor rather than when training starts
+_TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
+
+# Families whose own forward depends on where the padding is: OPT counts positions from the mask, RecurrentGemma lets
+# padding into its state; so do LFM2 and Zamba2 before transformers 5, where Phi-MoE makes rotary tables for as many
+# positions as there are columns
+PADDING_MATTERS = {"opt", "recurrent_gemma", *(("lfm2", "zamba2", "phimoe") if _TRANSFORMERS_4 else ())}
+
+
+def backbone(causal_lm: PreTrainedModel) -> nn.Module:
+    """
+    The part of a causal language model that ends in hidden states.
+
+    Raises:
+        `ValueError`: when the model names none.
+    """
+    is_composite = causal_lm.config.get_text_config() is not causal_lm.config
+    module = causal_lm.model if _TRANSFORMERS_4 and is_composite else causal_lm.base_model
+    if module is causal_lm:  # Llama 4, and Gemma 3 before transformers 5, name a prefix that they do not have
+        module = getattr(causal_lm, "model", causal_lm)
+    if module is causal_lm:
+        raise ValueError(
+            f"{type(causal_lm).__name__} does not name its backbone (base_model_prefix), so its head cannot be run "
+            "apart: train with use_liger_loss=False."
+        )
+    return module
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether `model` is wrapped by PEFT, which need not be installed."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def without_adapter(model: Any) -> Any:
+    """The model inside PEFT's wrapper, or the model itself."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def is_prompt_learning(model: nn.Module) -> bool:
+    """Whether PEFT puts virtual tokens before each row."""
+    config: Any = getattr(model, "active_peft_config", None)
+    return is_peft_model(model) and bool(config.is_prompt_learning)
+
+
+def _tuner_layer(model: nn.Module) -> Any:
+    """The first layer of a model that PEFT adapts, or `None`."""
+    # Transformers' models have methods of this name
+    return next((m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)), None)
+
+
+def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
+    """Whether PEFT's adapters are switched off, and which are active otherwise; `None` without adapters."""
+    layer = _tuner_layer(model)
+    return None if layer is None else (bool(layer.disable_adapters), tuple(layer.active_adapters))
+
+
+@contextmanager
+def adapters_as(model: nn.Module, state: tuple[bool, tuple[str, ...]] | None) -> Generator[None, None, None]:
+    """While it lasts, a model's adapters are as [`adapter_state`] has found them at another time."""
+    if state is None or state == adapter_state(model):
+        yield
+        return
+    disabled, active = state
+    peft_model: Any = next(module for module in model.modules() if is_peft_model(module))
+    with use_adapter(peft_model, None if disabled else active[0]):
+        yield
+
+
+# PEFT methods that change what a module makes of each token by itself. Others read rows (virtual tokens, tasks, means
+# over a batch: Lily's router, X-LoRA's scalings), and so may those that are newer than this list
+TOKENWISE_PEFT = {
+    *("LORA", "ADALORA", "BOFT", "C3A", "DELORA", "FOURIERFT", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA"),
+    *("LOKR", "MISS", "BONE", "OFT", "OSF", "PSOFT", "RANDLORA", "ROAD", "SHIRA", "TINYLORA", "TRAINABLE_TOKENS"),
+    *("UNILORA", "VBLORA", "VERA", "WAVEFT"),
+}
+# Options of LoRA that read rows: an invocation that is looked for in each, a mean over the first batch
+_LORA_THAT_READS_ROWS = ("alora_invocation_tokens", "velora_config")
+
+
+def why_adapter_reads_rows(model: Any) -> str | None:
+    """Why a PEFT adapter of a model depends on how the rows are laid out, or `None`. Every loaded adapter counts."""
+    if is_prompt_learning(model):
+        return "a prompt-learning adapter puts virtual tokens before the row"
+    for config in getattr(model, "peft_config", {}).values():
+        name = getattr(config.peft_type, "value", config.peft_type)
+        if name not in TOKENWISE_PEFT:
+            return f"its adapter's method ({name}) may read whole rows"
+        for option in _LORA_THAT_READS_ROWS:
+            if getattr(config, option, None):
+                return f"its adapter reads whole rows ({option})"
+    return None
+
+
+def neftune_noise(causal_lm: PreTrainedModel) -> float | None:
+    """NEFTune's factor while it adds noise to the input embeddings, else `None`: Trainer leaves it at the module."""
+    embeddings: Any = causal_lm.get_input_embeddings()
+    return getattr(embeddings, "neftune_noise_alpha", None) if embeddings.training else None
+
+
+def rope_follows_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding's factors depend on the longest position: `dynamic_rope_update` asks for the same."""
+    rope_type: Any = getattr(module, "rope_type", None)
+    types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]  # transformers >= 5: one a layer type
+    if type(module).__name__ == "PhimoeRotaryEmbedding":  # scales by the longest position whatever else its type is
+        return rope_type != "default"
+    return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in types)
+
+
+def is_transformers_own(function: Any) -> bool:
+    """Whether transformers defined a function; `functools.wraps` would give any other its name and module."""
+    function = getattr(function, "func", function)  # of a `functools.partial`
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
+
+
+# What transformers' attention through SDPA may be called with by position, after the mask. Those that say more than
+# dropout, scale and causality came with transformers 5 (`position_bias`, a paged cache)
+SDPA_ARGUMENTS = [
+    name
+    for name, argument in list(inspect.signature(sdpa_attention_forward).parameters.items())[5:]
+    if argument.kind is not argument.VAR_KEYWORD
+]
+
+
+def _mask_codes() -> dict[Any, str]:
+    masks: Any = masking_utils  # whatever they are made with, their code is the same
+    functions: dict[str, Any] = {
+        "and": masks.and_masks(masks.causal_mask_function),
+        "causal": masks.causal_mask_function,
+        "window": masks.sliding_window_overlay(1),
+        "sequences": masks.packed_sequence_mask_function(None),
+        "padding": masks.padding_mask_function(None),
+        "chunk": masks.chunked_overlay(1, None),
+    }
+    if hasattr(masks, "remap_positions_for_packed_sequence"):  # transformers >= 5.22
+        functions["remapped"] = masks.remap_positions_for_packed_sequence(masks.causal_mask_function, None)
+    return {function.__code__: kind for kind, function in functions.items()}
+
+
+_MASK_CODES = _mask_codes()
+
+
+def mask_parts(mask_function: Any) -> list[tuple[str, Any]]:
+    """
+    What a mask function of transformers is the intersection of.
+
+    Returns:
+        `list[tuple[str, Any]]`:
+            `("causal", None)`, `("window", tokens)`, `("chunk", tokens)`, `("sequences", None)`, `("padding", None)`;
+            anything else as `("unknown", name)`.
+    """
+    code = getattr(mask_function, "__code__", None)
+    kind = _MASK_CODES.get(code, "unknown")
+    made_with = {}
+    if code is not None and code.co_freevars:
+        cells = (cell.cell_contents for cell in mask_function.__closure__)
+        made_with = dict(zip(code.co_freevars, cells, strict=True))
+    if kind == "and":
+        return [part for function in made_with["mask_functions"] for part in mask_parts(function)]
+    if kind == "remapped":
+        return mask_parts(made_with["mask_function"])
+    if kind == "unknown":
+        return [(kind, getattr(mask_function, "__qualname__", repr(mask_function)))]
+    return [(kind, made_with.get("sliding_window", made_with.get("chunk_size")))]
