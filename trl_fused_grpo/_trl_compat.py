@@ -131,6 +131,14 @@ SEAM_RETURNS_AUX_LOSS = (
 )
 
 
+# What goes with images in the inputs of a micro-batch, by the version
+MULTIMODAL_INPUTS = tuple(
+    name
+    for name in list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[5:]
+    if name not in ("batch_size", "compute_entropy", "compute_aux_loss")
+)
+
+
 def seam_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None) -> tuple[Tensor | None, ...]:
     """What the host expects of its `_get_per_token_logps_and_entropies`."""
     return (logps, entropies, aux_loss) if SEAM_RETURNS_AUX_LOSS else (logps, entropies)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate.utils import DistributedType
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 from .aux_loss import why_no_aux_loss
 from .eligibility import replaced_objective, why_old_logps_are_needed
 from .kl import estimator_in_force
-from .lm_head import why_not_sharded
+from .lm_head import has_adapter, why_not_sharded
 from .question import objective_of, padding_counts
 
 
@@ -176,6 +176,20 @@ def check_sharding(trainer: GRPOTrainer, causal_lm: PreTrainedModel) -> None:
     reason = why_not_sharded(causal_lm, getattr(state.fsdp_plugin, "fsdp_version", 1))
     if reason is not None:
         raise ValueError(f"the adapter on the output projection of {type(causal_lm).__name__} cannot train: {reason}.")
+
+
+def check_head(trainer: GRPOTrainer, head: nn.Module) -> None:
+    """
+    Raise when an output projection cannot be run as the options say.
+
+    Raises:
+        `ValueError`: naming the options to change.
+    """
+    if has_adapter(head) and trainer.args.cast_lm_head_to_fp32:
+        raise ValueError(
+            "cast_lm_head_to_fp32=True does not go with a PEFT adapter on lm_head: remove 'lm_head' from "
+            "target_modules, or set cast_lm_head_to_fp32=False."
+        )
 
 
 def check_shapes(inputs: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@ Log-probabilities that generation leaves to the training: old ones, which the lo
 the reference's, which are computed in the forwards that the policy will have, so that equal weights give equal bits.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,13 +17,11 @@ from . import _trl_compat as compat
 from .eligibility import why_generation_is_seen, why_old_logps_are_needed, why_reference_is_not_regrouped
 from .question import DEFERRED
 from .sampling import SAMPLING_METRICS, SamplingMetrics
-from .scoring import HostCall
+from .scorer import Scorer
+from .scoring import HostCall, Question
 
 
 logger = logging.get_logger(__name__)
-
-# Computes the log-probabilities `[B, T]` of micro-batches that share a forward, without gradient
-LogpsOf = Callable[[list[dict[str, Any]], HostCall], Tensor]
 
 
 class LogpsDeferral:
@@ -32,10 +30,11 @@ class LogpsDeferral:
 
     Args:
         trainer (`GRPOTrainer`): whose they are.
+        scorer ([`Scorer`]): computes them.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, trainer: Any, scorer: Scorer):
+        self.trainer, self.scorer = trainer, scorer
         self.is_generating = False
         self._defers_old = self._defers_reference = False
         self._policy_state: Any = None
@@ -134,37 +133,55 @@ class LogpsDeferral:
             self.trainer._metrics["train"][name].append(value)
         self._sampling_metrics = SamplingMetrics()
 
-    def settle(self, batches: list[dict[str, Any]], logps_of: Callable[[dict[str, Any]], Tensor]) -> None:
+    def settle(self) -> None:
         """
         Compute what was left to a training that was interrupted, as long as the weights are those that generated.
-
-        Args:
-            batches (`list[dict]`): micro-batches that were not trained on.
-            logps_of (`Callable`): computes log-probabilities `[B, T]` of a micro-batch, without gradient.
         """
-        waiting = [batch for batch in batches if DEFERRED in batch]
+        trainer = self.trainer
+        steps = int(trainer.args.steps_per_generation or 1)
+        place = trainer._step % (steps * trainer.num_iterations)
+        if place == 0:  # the next step generates
+            return
+        waiting = [batch for batch in (trainer._buffered_inputs or [])[place % steps :] if DEFERRED in batch]
         for batch in waiting:
-            logps = logps_of(batch)
-            batch["importance_sampling_ratio"] = self._ratio(batch, logps, counts=True)
+            logps = self._logps_of(batch)
+            batch["importance_sampling_ratio"] = self._ratio(batch, logps, counts=place < steps)
             batch["old_per_token_logps"] = logps
             del batch[DEFERRED]
-        if waiting:
+        if waiting and place < steps:
             self._log_sampling()
 
-    def score_reference(self, groups: list[list[dict[str, Any]]], logps_of: LogpsOf) -> None:
+    @torch.no_grad()
+    def _logps_of(self, inputs: dict[str, Any]) -> Tensor:
+        ids, mask = (
+            torch.cat([inputs[left], inputs[right]], dim=1)
+            for left, right in (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
+        )
+        method, length = self.trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].size(1)
+        images = {name: inputs[name] for name in compat.MULTIMODAL_INPUTS if name in inputs}
+        return method(self.trainer.model, ids, mask, length, **images)[0]
+
+    def score_reference(self, groups: list[list[dict[str, Any]]]) -> None:
         """
         Compute the reference's log-probabilities, where generation left them out.
 
         Args:
             groups (`list[list[dict]]`): the micro-batches of the generation batch as they go through the model.
-            logps_of (`Callable`): see [`LogpsOf`].
         """
         if self._reference is None:
             return
         (call, state), self._reference = self._reference, None
+        call = replace(call, batch_size=None)
         with model_compat.adapters_as(call.model, state):
             for group in groups:
+                # As of the policy, rows in the same order
+                question = Question.joined([self.trainer._ask_for_loss(batch) for batch in group])
+                with torch.no_grad():
+                    scores = self.scorer.scores(question, call.of(group), _no_images)
                 sizes = [len(batch["completion_ids"]) for batch in group]
-                parts = logps_of(group, replace(call, batch_size=None)).split(sizes)
-                for batch, logps in zip(group, parts, strict=True):
+                for batch, logps in zip(group, scores.logps.split(sizes), strict=True):
                     batch["ref_per_token_logps"] = logps
+
+
+def _no_images(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("a call with images is not deferred")

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers.utils import logging
 
-from .dealing import prompt_numbers
+from .dealing import balance, prompt_numbers
+from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
 from .replacing import replaced
+from .scorer import Scorer
 from .scoring import Scores
+
+
+logger = logging.get_logger(__name__)
 
 
 # More tokens than this at once gain little on one H200 (`benchmarks/NOTES.md`)
@@ -24,15 +30,46 @@ class MicroBatchMerger:
     """
     Which micro-batches of a generation batch share a forward, their log-probabilities until each is due, and their
     losses until the backward.
+
+    Args:
+        trainer (`GRPOTrainer`): whose micro-batches they are.
+        scorer ([`Scorer`]): knows its options and how its rows are laid out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Any, scorer: Scorer):
+        self.trainer, self.scorer = trainer, scorer
+        self.rebalanced = False
         self.forget()
 
     def forget(self) -> None:
         """Forget everything, as at the start of a training."""
         self.plan([], [])
         self._losses: list[Tensor] = []
+
+    def plan_generation(self, batches: list[dict[str, Any]], steps_left: int) -> list[dict[str, Any]]:
+        """
+        Decide which micro-batches of a new generation batch share forwards, and return them, as they are or dealt anew.
+
+        Args:
+            batches (`list[dict]`): as TRL has cut them.
+            steps_left (`int`): micro-batches until the accumulation window ends.
+        """
+        trainer, option = self.trainer, self.scorer.option
+        layout, shares_prompts = self.scorer.layout(trainer.model), self.scorer.shares_prompts(trainer.model)
+        if option("fused_balance", False) and _is_free("fused_balance", why_not_balanced(trainer)):
+            dealt = balance(batches, layout, shares_prompts)
+            self.rebalanced, batches = dealt is not batches, dealt
+        seen = why_micro_batches_are_seen(trainer)
+        if seen is not None:
+            logger.warning_once(f"Every micro-batch has a forward of its own, because {seen}.")
+        limit, ends = option("fused_pass_tokens", None), []
+        if _is_free("fused_pass_tokens" if limit else None, why_forwards_are_not_shared(trainer, layout)):
+            ends = plan_merges(batches, token_limit(batches) if limit is None else limit, shares_prompts)
+            if trainer.accelerator.num_processes > 1:  # every process must call the model at the same steps
+                table = torch.tensor([ends], device=trainer.accelerator.device)
+                ends = trainer.accelerator.gather(table).amin(0).tolist()
+        self.plan(batches, ends)
+        return batches
 
     def plan(self, batches: list[dict[str, Any]], ends: list[int]) -> None:
         """
@@ -64,14 +101,14 @@ class MicroBatchMerger:
         end = min(self._ends[place], place + steps_left - 1)
         return [inputs, *self._batches[place + 1 : end + 1]]
 
-    def groups(self, steps_left: int, window: int) -> list[list[dict[str, Any]]]:
+    def groups(self, steps_left: int) -> list[list[dict[str, Any]]]:
         """
         All micro-batches of the generation batch as they will go through the model.
 
         Args:
             steps_left (`int`): micro-batches until the current accumulation window ends.
-            window (`int`): micro-batches of each window after it.
         """
+        window = self.trainer.args.gradient_accumulation_steps
         groups, place = [], 0
         while place < len(self._batches):
             if steps_left == 0:
@@ -128,6 +165,13 @@ def reducing_gradients(model: nn.Module) -> Generator[None, None, None]:
         return
     with replaced(model, "require_backward_grad_sync", True):
         yield
+
+
+def _is_free(asked_for: str | None, reason: str | None) -> bool:
+    """Whether there is no reason against something; where it was asked for, the reason is logged once."""
+    if reason is not None and asked_for is not None:
+        logger.warning_once(f"{asked_for} has no effect, because {reason}.")
+    return reason is None
 
 
 def token_limit(batches: list[dict[str, Any]]) -> int:

@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from . import _trl_compat as compat
 from .checks import (
     check_aux_loss,
+    check_head,
     check_kl_estimator,
     check_shapes,
     check_sharding,
@@ -22,20 +23,16 @@ from .checks import (
     tell_what_has_no_effect,
 )
 from .customisation import replaced_in_trl, replaced_method
-from .dealing import balance
 from .deferral import LogpsDeferral
 from .eligibility import (
-    why_forwards_are_not_shared,
-    why_micro_batches_are_seen,
-    why_not_balanced,
     why_not_fused,
     why_padding_may_be_read,
 )
 from .fused_forward import attach
 from .fused_linear import FusedStats
 from .kl import kl_left_out, kl_term, replaces_kl
-from .lm_head import has_adapter, output_projection
-from .merging import MicroBatchMerger, plan_merges, reducing_gradients, token_limit
+from .lm_head import output_projection
+from .merging import MicroBatchMerger, reducing_gradients
 from .packed_attention import cudnn_attention_off
 from .question import ask_for_call, ask_for_loss
 from .replacing import replaced
@@ -78,15 +75,14 @@ class FusedGRPOTrainer(GRPOTrainer):
         layer_kernels = getattr(config, "use_liger_kernel", False)
         self.use_liger_loss = bool(getattr(config, "use_liger_loss", False) or layer_kernels)
         self._stats: list[FusedStats] = []
-        self._merger = MicroBatchMerger()
-        self._deferral = LogpsDeferral(self)
+        self._scorer = Scorer(self)
+        self._merger = MicroBatchMerger(self, self._scorer)
+        self._deferral = LogpsDeferral(self, self._scorer)
         # The micro-batch whose loss TRL's own `_compute_loss` computes, and what of it TRL reads
         self._loss_inputs: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._loss_logps: Tensor | None = None
         self._current_micro_batch: dict[str, Any] = {}
         self._window_step = 0
-        self._scorer = Scorer(self)
-        self._dealt = False
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
             check_kl_estimator(self)
@@ -106,12 +102,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         policies: tuple[Any, ...] = (self.model, self.ref_model)
         for policy in policies:
             if policy is not None:
-                head = output_projection(self._scorer.causal_lm(policy))
-                if has_adapter(head) and self.args.cast_lm_head_to_fp32:
-                    raise ValueError(
-                        "cast_lm_head_to_fp32=True does not go with a PEFT adapter on lm_head: remove 'lm_head' from "
-                        "target_modules, or set cast_lm_head_to_fp32=False."
-                    )
+                check_head(self, output_projection(self._scorer.causal_lm(policy)))
                 attach(self._scorer.causal_lm(policy))
         tell_what_has_no_effect(self, lambda: self._scorer.layout(self.model))
 
@@ -123,7 +114,7 @@ class FusedGRPOTrainer(GRPOTrainer):
     def train(self, *args, **kwargs):
         if self.use_liger_loss:
             # What is left of a training that was interrupted: the weights are still those that generated
-            self._deferral.settle(self._unused_micro_batches(), self._logps_of_micro_batch)
+            self._deferral.settle()
             self._merger.forget()
         return super().train(*args, **kwargs)
 
@@ -135,10 +126,6 @@ class FusedGRPOTrainer(GRPOTrainer):
     def _steps_left(self) -> int:
         """Micro-batches until the weights move, the current one included."""
         return max(self.current_gradient_accumulation_steps - self._window_step, 1)
-
-    @property
-    def _steps_per_generation(self) -> int:
-        return int(self.args.steps_per_generation or 1)  # the host's configuration has filled it in
 
     @compat.profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -288,55 +275,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         if not self.use_liger_loss or not self.model.training:
             return inputs
         if self._buffered_inputs is not before:
-            self._plan_forwards()
-            inputs = self._buffered_inputs[self._step % self._steps_per_generation]
+            batches: Any = self._buffered_inputs
+            self._buffered_inputs = batches = self._merger.plan_generation(batches, self._steps_left)
+            self._deferral.score_reference(self._merger.groups(self._steps_left))
+            inputs = batches[self._step % int(self.args.steps_per_generation or 1)]
         self._current_micro_batch = inputs
         return inputs
-
-    def _plan_forwards(self) -> None:
-        """Decide, of a new generation batch, what goes through the model together; score the reference so too."""
-        batches: Any = self._buffered_inputs
-        layout, shares_prompts = self._scorer.layout(self.model), self._scorer.shares_prompts(self.model)
-        if self._scorer.option("fused_balance", False) and self._is_free("fused_balance", why_not_balanced(self)):
-            self._buffered_inputs = dealt = balance(batches, layout, shares_prompts)
-            self._dealt = dealt is not batches
-            batches = dealt
-        seen = why_micro_batches_are_seen(self)
-        if seen is not None:
-            logger.warning_once(f"Every micro-batch has a forward of its own, because {seen}.")
-        limit = self._scorer.option("fused_pass_tokens", None)
-        may_share = self._is_free("fused_pass_tokens" if limit else None, why_forwards_are_not_shared(self, layout))
-        self._merger.plan(batches, self._planned_merges(batches, limit, shares_prompts) if may_share else [])
-        groups = self._merger.groups(self._steps_left, self.args.gradient_accumulation_steps)
-        self._deferral.score_reference(groups, self._reference_logps)
-
-    def _is_free(self, asked_for: str | None, reason: str | None) -> bool:
-        """Whether there is no reason against something; where it was asked for, the reason is logged once."""
-        if reason is not None and asked_for is not None:
-            logger.warning_once(f"{asked_for} has no effect, because {reason}.")
-        return reason is None
-
-    def _planned_merges(self, batches: list[dict[str, Any]], limit: int | None, shares_prompts: bool) -> list[int]:
-        ends = plan_merges(batches, token_limit(batches) if limit is None else limit, shares_prompts)
-        if self.accelerator.num_processes == 1:
-            return ends
-        # Every process must call the model at the same steps
-        return self.accelerator.gather(torch.tensor([ends], device=self.accelerator.device)).amin(0).tolist()
-
-    def _reference_logps(self, group: list[dict[str, Any]], call: HostCall) -> Tensor:
-        """Log-probabilities `[B, T]` of the reference for micro-batches that share a forward."""
-        question = Question.joined([self._ask_for_loss(batch) for batch in group])
-        with torch.no_grad():
-            return self._scorer.scores(question, call.of(group), super()._get_per_token_logps_and_entropies).logps
-
-    def _unused_micro_batches(self) -> list[dict[str, Any]]:
-        """What the training has not come to of the last generation batch."""
-        batches: Any = self._buffered_inputs or []
-        return batches[self._step % self._steps_per_generation :]
-
-    @torch.no_grad()
-    def _logps_of_micro_batch(self, inputs: dict[str, Any]) -> Tensor:
-        ids, mask = inputs["completion_ids"], inputs["completion_mask"]
-        call = HostCall(self.model, ids, mask, ids.shape[1], None, False, False, {}).of([inputs])
-        question = self._ask_for_loss(inputs)
-        return self._scorer.scores(question, call, super()._get_per_token_logps_and_entropies).logps

@@ -122,7 +122,7 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 outcome.tensors[f"{name} (window {window})" if window else name] = gradient.detach().cpu().clone()
         _collect_metrics(trainer, "train", outcome)
-        outcome.dealt |= getattr(trainer, "_dealt", False)
+        outcome.dealt |= getattr(getattr(trainer, "_merger", None), "rebalanced", False)
         if case.update:
             _move(trainer, window, dtype)
     return outcome
