@@ -18,6 +18,7 @@ def trl(session: nox.Session, trl: str) -> None:
     session.install(*pinned, "--editable", ".[test]")
     session.run("trl-fused-grpo", "parity")
     session.run("trl-fused-grpo", "parity", "--models")
+    session.run("trl-fused-grpo", "parity", "--customised")
     session.run("pytest", "-m", "not distributed and not example and not vllm and not parity")
 
 

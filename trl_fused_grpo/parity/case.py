@@ -104,6 +104,8 @@ class Customisation:
         forwards (`str`, *optional*):
             Of ours, or the case proves nothing: `"merged"`, fewer with gradient than stock's; `"once"`, these and none
             without gradient.
+        rests (`bool`):
+            Whether no weight has a reason to move. Where stock's do all the same, by rounding, only ours are looked at.
     """
 
     of_class: Callable[[type], type] | None = None
@@ -112,6 +114,7 @@ class Customisation:
     of_trainer: Callable[[Trainer], AbstractContextManager[Any] | None] | None = None
     train: Callable[[Trainer], Any] | None = None
     forwards: Literal["merged", "once"] | None = None
+    rests: bool = False
 
 
 @dataclass(frozen=True)

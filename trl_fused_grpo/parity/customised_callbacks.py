@@ -110,4 +110,4 @@ def equal_rewards() -> Customisation:
     def of_trainer(trainer: Trainer) -> None:
         trainer.reward_funcs[0] = lambda completions, **_: [1.0] * len(completions)
 
-    return Customisation(of_trainer=of_trainer)
+    return Customisation(of_trainer=of_trainer, rests=True)

@@ -183,7 +183,7 @@ class OwnBackbone(LlamaModel):
         output = super().forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
         )
-        columns = torch.arange(output.last_hidden_state.shape[1])
+        columns = torch.arange(output.last_hidden_state.shape[1], device=output.last_hidden_state.device)
         output.last_hidden_state = output.last_hidden_state + 0.2 * torch.cos(columns).unsqueeze(-1)
         return output
 
