@@ -4,7 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from trl_fused_grpo._trl_compat import REFUSES_ADAPTER_ON_HEAD, is_peft_model, seam_result
+from trl_fused_grpo._model_compat import is_peft_model
+from trl_fused_grpo._trl_compat import REFUSES_ADAPTER_ON_HEAD, seam_result
 
 
 @dataclass(frozen=True)
