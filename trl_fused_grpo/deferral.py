@@ -13,7 +13,12 @@ from torch import Tensor
 from transformers.utils import logging
 
 from . import _trl_compat as compat
-from .eligibility import why_generation_is_seen, why_old_logps_are_needed, why_reference_is_not_regrouped
+from .eligibility import (
+    why_generation_is_seen,
+    why_not_fused,
+    why_old_logps_are_needed,
+    why_reference_is_not_regrouped,
+)
 from .question import DEFERRED
 from .sampling import SAMPLING_METRICS, SamplingMetrics
 from .scoring import HostCall
@@ -58,7 +63,8 @@ class LogpsDeferral:
             logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {seen}.")
         self.is_generating = True
         self._defers_old = is_training and skip_old and why_old_logps_are_needed(trainer, steps_left) is None
-        self._defers_reference = is_training and why_reference_is_not_regrouped(trainer, layout) is None
+        is_planned = is_training and steps_left > 0  # outside a training step nobody comes back for what is left out
+        self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
         self._policy_state = compat.adapter_state(trainer.model)
         self._reference = None
         try:
@@ -73,13 +79,15 @@ class LogpsDeferral:
 
     def takes(self, call: HostCall) -> bool:
         """Whether a call of TRL's, made while it generates, is left to later: whatever it gets is not used."""
-        if not self.is_generating:
+        # A reward function may ask too, and reads what it gets
+        if not self.is_generating or not compat.is_asked_by_generation():
             return False
         trainer = self.trainer
         state = compat.adapter_state(call.model)
         if call.model is not trainer.ref_model and state == self._policy_state:
             return self._defers_old
-        if self._defers_reference and not call.multimodal:
+        is_fused = why_not_fused(trainer, call.model, trainer._scorer.causal_lm(call.model)) is None
+        if self._defers_reference and is_fused and not call.multimodal:
             self._reference = call, state
             return True
         return False
