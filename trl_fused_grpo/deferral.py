@@ -92,19 +92,15 @@ class LogpsDeferral:
             return True
         return False
 
-    def begin_old(self) -> dict[str, list[float]]:
-        """What was logged of the sampler before a generation whose own figures are not true yet."""
-        metrics = self.trainer._metrics["train"]
-        self._sampling_metrics = SamplingMetrics()
-        return {name: list(metrics.get(name, [])) for name in SAMPLING_METRICS}
-
-    def mark_old(self, output: dict[str, Any], logged: dict[str, list[float]]) -> None:
+    def mark_old(self, output: dict[str, Any]) -> None:
         """Mark a generation batch whose old log-probs and ratios the training will compute."""
+        self._sampling_metrics = SamplingMetrics()
         metrics = self.trainer._metrics["train"]
-        for name, values in logged.items():
-            metrics[name] = values
-            if not values:
-                del metrics[name]
+        for name in SAMPLING_METRICS:  # TRL's own figures, the last ones, are not true yet
+            if metrics.get(name):
+                metrics[name].pop()
+            if not metrics.get(name):
+                metrics.pop(name, None)
         del output["old_per_token_logps"], output["importance_sampling_ratio"]
         output[DEFERRED] = torch.tensor(True)
 
@@ -124,22 +120,22 @@ class LogpsDeferral:
         steps = int(trainer.args.steps_per_generation)
         place = step % (steps * trainer.num_iterations)
         # Later iterations see the same sequences again
-        inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), counts=place < steps)
+        inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), place if place < steps else None)
         if place == steps - 1:
             self._log_sampling()
 
-    def _ratio(self, inputs: dict[str, Any], logps: Tensor, counts: bool) -> Tensor:
+    def _ratio(self, inputs: dict[str, Any], logps: Tensor, place: int | None) -> Tensor:
         values = logps, inputs["sampling_per_token_logps"], compat.loss_mask(self.trainer, inputs)
         correction = compat.sampling_correction(self.trainer)
         ratio = correction.ratio(*values)
-        if counts:
-            self._sampling_metrics.add(correction, *values, ratio)
+        if place is not None:
+            self._sampling_metrics.add(place, correction, *values, ratio)
         return ratio
 
     def _log_sampling(self) -> None:
         for name, value in self._sampling_metrics.gathered(self.trainer.accelerator).items():
             self.trainer._metrics["train"][name].append(value)
-        self._sampling_metrics = SamplingMetrics()
+        self._sampling_metrics = SamplingMetrics(is_logged=True)
 
     def settle(self, batches: list[dict[str, Any]], logps_of: Callable[[dict[str, Any]], Tensor]) -> None:
         """
@@ -149,13 +145,15 @@ class LogpsDeferral:
             batches (`list[dict]`): micro-batches that were not trained on.
             logps_of (`Callable`): computes log-probabilities `[B, T]` of a micro-batch, without gradient.
         """
-        waiting = [batch for batch in batches if DEFERRED in batch]
-        for batch in waiting:
+        first = int(self.trainer.args.steps_per_generation or 1) - len(batches)
+        waiting = [(place, batch) for place, batch in enumerate(batches, first) if DEFERRED in batch]
+        is_logged = self._sampling_metrics.is_logged
+        for place, batch in waiting:
             logps = logps_of(batch)
-            batch["importance_sampling_ratio"] = self._ratio(batch, logps, counts=True)
+            batch["importance_sampling_ratio"] = self._ratio(batch, logps, place)
             batch["old_per_token_logps"] = logps
             del batch[DEFERRED]
-        if waiting:
+        if waiting and not is_logged:
             self._log_sampling()
 
     def score_reference(self, groups: list[list[dict[str, Any]]], logps_of: LogpsOf) -> None:

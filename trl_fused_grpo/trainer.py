@@ -285,9 +285,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         with deferral.generation(self._steps_left, skip_old, self._scorer.layout(self.model)):
             if not deferral.defers_old:
                 return super()._generate_and_score_completions(inputs)
-            logged = deferral.begin_old()
             output = super()._generate_and_score_completions(inputs)
-            deferral.mark_old(output, logged)
+            deferral.mark_old(output)
             return output
 
     def _prepare_inputs(self, generation_batch):  # ty: ignore[lost-keyword-for-regular-parameter] - the host's name
@@ -338,9 +337,12 @@ class FusedGRPOTrainer(GRPOTrainer):
             return self._scorer.scores(question, call.of(group), super()._get_per_token_logps_and_entropies).logps
 
     def _unused_micro_batches(self) -> list[dict[str, Any]]:
-        """What the training has not come to of the last generation batch."""
+        """What the training has still to come to of the last generation batch."""
         batches: Any = self._buffered_inputs or []
-        return batches[self._step % self._steps_per_generation :]
+        iteration, place = divmod(self._step % (self._steps_per_generation * self.num_iterations), len(batches) or 1)
+        if iteration == place == 0:
+            return []  # the next step generates
+        return batches if iteration < self.num_iterations - 1 else batches[place:]
 
     @torch.no_grad()
     def _logps_of_micro_batch(self, inputs: dict[str, Any]) -> Tensor:

@@ -1,5 +1,6 @@
 """Cases of customisation around the trainer, see [`customised_seams`]."""
 
+from . import customised_callbacks as callbacks
 from . import customised_methods as methods
 from . import customised_objectives as objectives
 from . import customised_seams as seams
@@ -12,6 +13,10 @@ from .customised_methods import subclass
 def around() -> list[Case]:
     m, o, s = methods, objectives, seams
     kl = {"beta": 0.5}
+    logged_late = {"logging_steps": 2, "max_steps": 4, **VLLM}
+
+    def again(act):
+        return Customisation(of_trainer=act, train=callbacks.train_again)
 
     def on_trainer(act):
         return Customisation(of_trainer=act)
@@ -42,6 +47,12 @@ def around() -> list[Case]:
             OFF_POLICY,
         ),
         _case("reference-hook", "a hook on the reference model", on_trainer(s.scale_reference), kl),
+        _case("reward-logs-vllm", "a reward function logs, vLLM", on_trainer(s.reward_logs), logged_late, data=SAMPLED),
+        _case("reward-fails-vllm", "one fails, and train() again, vLLM", again(s.reward_fails), VLLM, data=SAMPLED),
+        _case("interrupted-loss", "KeyboardInterrupt before the backward", again(s.interrupted_loss)),
+        _case("interrupted-loss-kl", "the same, beta", again(s.interrupted_loss), kl),
+        _case("interrupted-loss-vllm", "the same, vLLM", again(s.interrupted_loss), VLLM, data=SAMPLED),
+        _case("train-twice-vllm", "train() again with other arguments", trained_by(s.train_twice), VLLM, data=SAMPLED),
         _case("own-loop", "compute_loss in a loop of one's own", trained_by(s.own_loop)),
         _case("own-loop-kl", "the same, beta", trained_by(s.own_loop), kl),
         _case("own-loop-vllm", "the same, vLLM", trained_by(s.own_loop), VLLM, data=SAMPLED),

@@ -245,3 +245,45 @@ def on_instance_later(make: Callable[[Any], dict[str, Method]]) -> Customisation
             setattr(trainer, name, MethodType(function, trainer))
 
     return later(replace)
+
+
+def reward_logs(trainer: Trainer) -> None:
+    """A reward function that logs, which begins TRL's averages anew."""
+    longer = trainer.reward_funcs[0]
+
+    def logging(**given: Any) -> list[float]:
+        if trainer.state.global_step:
+            trainer.log({"mine": 1.0})
+        return longer(**given)
+
+    trainer.reward_funcs[0] = logging
+
+
+def reward_fails(trainer: Trainer) -> None:
+    """A reward function that is interrupted in the second generation."""
+    longer, calls = trainer.reward_funcs[0], iter(range(100))
+
+    def failing(**given: Any) -> list[float]:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return longer(**given)
+
+    trainer.reward_funcs[0] = failing
+
+
+def interrupted_loss(trainer: Trainer) -> None:
+    """A KeyboardInterrupt between forward and backward: TRL reduces a metric there."""
+    reduce, calls = trainer.accelerator.reduce, iter(range(10_000))
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if next(calls) == 10:
+            raise KeyboardInterrupt
+        return reduce(*args, **options)
+
+    trainer.accelerator.reduce = interrupted
+
+
+def train_twice(trainer: Trainer) -> None:
+    trainer.train()
+    trainer.args.max_steps, trainer.args.gradient_accumulation_steps = 6, 2
+    trainer.train()
