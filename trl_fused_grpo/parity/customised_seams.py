@@ -89,6 +89,7 @@ def step_in_backward(trainer: Trainer) -> None:
     """Every weight moves as soon as its gradient is there."""
 
     def step(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
         with torch.no_grad():
             parameter.sub_(0.3 * parameter.grad)
         parameter.grad = None
@@ -187,7 +188,8 @@ def generate_alone(trainer: Trainer) -> None:
         value = output[name]
         trainer.seen.append(name)
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            trainer.seen.append(float(value.double().sum()))
+            mask = output["completion_mask"] if value.shape == output["completion_mask"].shape else 1
+            trainer.seen.append(float((value.double() * mask).sum()))
 
 
 class _Gated(nn.Module):
