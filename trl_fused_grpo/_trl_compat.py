@@ -138,6 +138,17 @@ MULTIMODAL_INPUTS = tuple(
     if name not in ("batch_size", "compute_entropy", "compute_aux_loss")
 )
 
+_GENERATION_CODE = inspect.unwrap(GRPOTrainer._generate_and_score_completions).__code__
+_BETWEEN_HOST_AND_SEAM = {__name__, f"{__package__}.trainer", f"{__package__}.deferral", profiling_decorator.__module__}
+
+
+def is_asked_by_generation() -> bool:
+    """Whether a call of the seam comes from the host's generation itself, not from what that calls of the user's."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN_HOST_AND_SEAM:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _GENERATION_CODE
+
 
 def seam_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None) -> tuple[Tensor | None, ...]:
     """What the host expects of its `_get_per_token_logps_and_entropies`."""

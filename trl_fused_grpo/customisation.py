@@ -2,11 +2,14 @@
 
 import functools
 from collections.abc import Iterable
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedModel, TrainerCallback
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from . import _trl_compat as compat
@@ -19,6 +22,8 @@ _PACKAGE = __name__.partition(".")[0]
 # Every method of the trainer that sees a micro-batch between generation and backward
 MICRO_BATCH_METHODS = (
     "training_step",
+    "compute_loss_context_manager",
+    "autocast_smart_context_manager",
     "_prepare_inputs",
     "compute_loss",
     "compute_liger_loss",
@@ -27,6 +32,7 @@ MICRO_BATCH_METHODS = (
     "_get_per_token_logps_and_entropies",
 )
 
+_MIX_TOKENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, _BatchNorm, _InstanceNorm, nn.GroupNorm)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,
@@ -92,13 +98,25 @@ def replaced_in_trl(name: str) -> str | None:
     return None if is_library_function(method) else f"GRPOTrainer.{name}"
 
 
+def replaced_behind(trainer: Any, name: str) -> str | None:
+    """
+    What runs where this package's trainer calls the method `name` of the class behind it, if that is not a library's:
+    TRL's own class was patched, or a class of the user's stands between in the order of bases.
+    """
+    classes = type(trainer).__mro__
+    ours = next((place for place, cls in enumerate(classes) if cls.__module__ == f"{__package__}.trainer"), -1)
+    cls = next(cls for cls in classes[ours + 1 :] if name in vars(cls))
+    is_known = cls in GRPOTrainer.__mro__ and is_library_function(vars(cls)[name])
+    return None if is_known else f"{cls.__name__}.{name}"
+
+
 def watching_callback(trainer: Any) -> str | None:
     """A callback that is called between micro-batches, where it may read gradients or move weights, or `None`."""
-    for callback in trainer.callback_handler.callbacks:
-        method = type(callback).on_substep_end
-        is_overridden = method is not TrainerCallback.on_substep_end or "on_substep_end" in vars(callback)
-        if is_overridden and not is_library_function(getattr(callback, "on_substep_end", method)):
-            return f"{type(callback).__name__}.on_substep_end"
+    handler = trainer.callback_handler
+    for caller, name in ((handler, "call_event"), *((one, "on_substep_end") for one in [handler, *handler.callbacks])):
+        method = getattr(caller, name, None)
+        if method is not None and not is_library_function(method):
+            return f"{type(caller).__name__}.{name}"
     return None
 
 
@@ -107,9 +125,18 @@ def gradient_hook(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
         hooks = [*(parameter._backward_hooks or {}).values()]
         hooks += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        # torch's `register_multi_grad_hook` holds the user's function in a hook of its own
+        hooks += [function for hook in hooks for function in _functions_held(hook)]
         if not all(map(is_library_function, hooks)):
             return f"a hook on the gradient of {name}"
     return None
+
+
+def _functions_held(function: Any) -> list[Any]:
+    """The functions that a nested function refers to."""
+    cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
+    held = [cell.cell_contents for cell in cells if cell != CellType()]  # an empty cell has no contents
+    return [value for value in held if isinstance(value, (FunctionType, MethodType, functools.partial))]
 
 
 def replaced_backward(accelerator: Any) -> bool:
@@ -136,6 +163,28 @@ def own_class(modules: Iterable[nn.Module]) -> str | None:
     classes: set[Any] = {*map(type, modules)}
     names = [cls.__name__ for cls in classes if "forward" in dir(cls) and not _is_library_forward(cls.forward)]
     return min(names, default=None)
+
+
+def row_reader(modules: Iterable[nn.Module]) -> str | None:
+    """A class of torch's among a model's modules that mixes the tokens of its input, or `None`."""
+    names = [type(module).__name__ for module in modules if isinstance(module, _MIX_TOKENS)]
+    return min(names, default=None)
+
+
+def zero_weight(modules: Iterable[nn.Module]) -> str | None:
+    """
+    A weight in a module of unknown code that is still zero, as gates begin, or `None`: what comes after it cannot be
+    seen yet. Biases do not gate, and what PEFT begins with is known.
+    """
+    for module in modules:
+        waiting = [module] if "forward" in dir(module) and not _is_library_forward(type(module).forward) else []
+        while waiting:
+            part = waiting.pop()
+            for name, weight in part.named_parameters(recurse=False):
+                if weight.requires_grad and weight.numel() and "bias" not in name and not weight.any():
+                    return f"{type(module).__name__} ({name})"
+            waiting += [child for child in part.children() if not type(child).__module__.startswith("peft.")]
+    return None
 
 
 def changed_module(modules: Iterable[nn.Module]) -> str | None:

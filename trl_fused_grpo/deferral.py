@@ -14,7 +14,12 @@ from transformers.utils import logging
 
 from . import _model_compat as model_compat
 from . import _trl_compat as compat
-from .eligibility import why_generation_is_seen, why_old_logps_are_needed, why_reference_is_not_regrouped
+from .eligibility import (
+    why_generation_is_seen,
+    why_not_fused,
+    why_old_logps_are_needed,
+    why_reference_is_not_regrouped,
+)
 from .question import DEFERRED
 from .sampling import SAMPLING_METRICS, SamplingMetrics
 from .scorer import Scorer
@@ -58,7 +63,8 @@ class LogpsDeferral:
             logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {seen}.")
         self.is_generating = True
         self._defers_old = is_training and skip_old and why_old_logps_are_needed(trainer, steps_left) is None
-        self._defers_reference = is_training and why_reference_is_not_regrouped(trainer, layout) is None
+        is_planned = is_training and steps_left > 0  # outside a training step nobody comes back for what is left out
+        self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
         self._policy_state = model_compat.adapter_state(trainer.model)
         self._reference = None
         try:
@@ -73,30 +79,28 @@ class LogpsDeferral:
 
     def takes(self, call: HostCall) -> bool:
         """Whether a call of TRL's, made while it generates, is left to later: whatever it gets is not used."""
-        if not self.is_generating:
+        # A reward function may ask too, and reads what it gets
+        if not self.is_generating or not compat.is_asked_by_generation():
             return False
         trainer = self.trainer
         state = model_compat.adapter_state(call.model)
         if call.model is not trainer.ref_model and state == self._policy_state:
             return self._defers_old
-        if self._defers_reference and not call.multimodal:
+        is_fused = why_not_fused(trainer, call.model, trainer._scorer.causal_lm(call.model)) is None
+        if self._defers_reference and is_fused and not call.multimodal:
             self._reference = call, state
             return True
         return False
 
-    def begin_old(self) -> dict[str, list[float]]:
-        """What was logged of the sampler before a generation whose own figures are not true yet."""
-        metrics = self.trainer._metrics["train"]
-        self._sampling_metrics = SamplingMetrics()
-        return {name: list(metrics.get(name, [])) for name in SAMPLING_METRICS}
-
-    def mark_old(self, output: dict[str, Any], logged: dict[str, list[float]]) -> None:
+    def mark_old(self, output: dict[str, Any]) -> None:
         """Mark a generation batch whose old log-probs and ratios the training will compute."""
+        self._sampling_metrics = SamplingMetrics()
         metrics = self.trainer._metrics["train"]
-        for name, values in logged.items():
-            metrics[name] = values
-            if not values:
-                del metrics[name]
+        for name in SAMPLING_METRICS:  # TRL's own figures, the last ones, are not true yet
+            if metrics.get(name):
+                metrics[name].pop()
+            if not metrics.get(name):
+                metrics.pop(name, None)
         del output["old_per_token_logps"], output["importance_sampling_ratio"]
         output[DEFERRED] = torch.tensor(True)
 
@@ -116,40 +120,48 @@ class LogpsDeferral:
         steps = int(trainer.args.steps_per_generation)
         place = step % (steps * trainer.num_iterations)
         # Later iterations see the same sequences again
-        inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), counts=place < steps)
+        inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), place if place < steps else None)
         if place == steps - 1:
             self._log_sampling()
 
-    def _ratio(self, inputs: dict[str, Any], logps: Tensor, counts: bool) -> Tensor:
+    def _ratio(self, inputs: dict[str, Any], logps: Tensor, place: int | None) -> Tensor:
         values = logps, inputs["sampling_per_token_logps"], compat.loss_mask(self.trainer, inputs)
         correction = compat.sampling_correction(self.trainer)
         ratio = correction.ratio(*values)
-        if counts:
-            self._sampling_metrics.add(correction, *values, ratio)
+        if place is not None:
+            self._sampling_metrics.add(place, correction, *values, ratio)
         return ratio
 
     def _log_sampling(self) -> None:
         for name, value in self._sampling_metrics.gathered(self.trainer.accelerator).items():
             self.trainer._metrics["train"][name].append(value)
-        self._sampling_metrics = SamplingMetrics()
+        self._sampling_metrics = SamplingMetrics(is_logged=True)
 
     def settle(self) -> None:
         """
         Compute what was left to a training that was interrupted, as long as the weights are those that generated.
         """
-        trainer = self.trainer
-        steps = int(trainer.args.steps_per_generation or 1)
-        place = trainer._step % (steps * trainer.num_iterations)
-        if place == 0:  # the next step generates
-            return
-        waiting = [batch for batch in (trainer._buffered_inputs or [])[place % steps :] if DEFERRED in batch]
-        for batch in waiting:
+        batches = self._unused_micro_batches()
+        first = int(self.trainer.args.steps_per_generation or 1) - len(batches)
+        waiting = [(place, batch) for place, batch in enumerate(batches, first) if DEFERRED in batch]
+        is_logged = self._sampling_metrics.is_logged
+        for place, batch in waiting:
             logps = self._logps_of(batch)
-            batch["importance_sampling_ratio"] = self._ratio(batch, logps, counts=place < steps)
+            batch["importance_sampling_ratio"] = self._ratio(batch, logps, place)
             batch["old_per_token_logps"] = logps
             del batch[DEFERRED]
-        if waiting and place < steps:
+        if waiting and not is_logged:
             self._log_sampling()
+
+    def _unused_micro_batches(self) -> list[dict[str, Any]]:
+        """What the training has still to come to of the last generation batch."""
+        trainer = self.trainer
+        batches: list[dict[str, Any]] = trainer._buffered_inputs or []
+        steps = int(trainer.args.steps_per_generation or 1)
+        iteration, place = divmod(trainer._step % (steps * trainer.num_iterations), steps)
+        if iteration == place == 0:
+            return []  # the next step generates
+        return batches if iteration < trainer.num_iterations - 1 else batches[place:]
 
     @torch.no_grad()
     def _logps_of(self, inputs: dict[str, Any]) -> Tensor:

@@ -15,8 +15,9 @@ from .customisation import (
     changed_head,
     changed_module,
     gradient_hook,
+    own_class,
     replaced_backward,
-    replaced_in_trl,
+    replaced_behind,
     replaced_method,
     watching_callback,
 )
@@ -53,7 +54,7 @@ def why_not_fused(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel) ->
         model (`nn.Module`): the model that was given, in its wrappers.
         causal_lm (`PreTrainedModel`): the causal language model inside.
     """
-    found = replaced_in_trl("_get_per_token_logps_and_entropies")
+    found = replaced_behind(trainer, "_get_per_token_logps_and_entropies")
     if found is not None:
         return f"{found} was replaced"
     head: Any = causal_lm.get_output_embeddings()
@@ -96,16 +97,31 @@ def why_forwards_differ(model: nn.Module) -> str | None:
     changed = changed_module(model.modules())
     if changed is not None:
         return f"{changed} may make each forward another"
+    unknown = own_class(model.modules())
+    if unknown is not None:
+        return f"{unknown}, whose code is not known, may make each forward another"
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
             return f"dropout ({name}) makes each forward another"
         if getattr(module, "neftune_noise_alpha", None):
             return "NEFTune's noise makes each forward another"
     options = getattr(model, "config", None)
-    # Attention drops out in a call, not in a module; families name its probability in several ways
-    for name, value in options.to_dict().items() if model.training and hasattr(options, "to_dict") else ():
-        if "drop" in name and isinstance(value, float) and value > 0:
-            return f"dropout ({name}) makes each forward another"
+    noise = _noise_option(options.to_dict()) if model.training and hasattr(options, "to_dict") else None
+    return f"dropout ({noise}) makes each forward another" if noise else None
+
+
+def _noise_option(options: dict[str, Any]) -> str | None:
+    """
+    A probability of dropout, or a strength of router jitter, in a model's configuration or in one within it: attention
+    drops out in a call, not in a module, and families name it in several ways.
+    """
+    for key, value in options.items():
+        name = str(key)
+        found = _noise_option(value) if isinstance(value, dict) else None
+        if found is not None:
+            return found
+        if ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0:
+            return name
     return None
 
 
@@ -127,6 +143,9 @@ def why_old_logps_are_needed(trainer: Any, steps_left: int) -> str | None:
     noise = why_forwards_differ(trainer.model)
     if noise is not None:
         return noise
+    found = gradient_hook(trainer.model)
+    if found is not None or replaced_backward(trainer.accelerator):
+        return f"{found or 'the backward, which was replaced,'} may move weights"
     if steps_left < args.steps_per_generation * trainer.num_iterations:
         return "the weights move while a generation batch is in use"
     return None

@@ -66,22 +66,34 @@ class SamplingCorrection:
 
 @dataclass
 class SamplingMetrics:
-    """Differences and ratios of the micro-batches of one generation batch, until they are logged together."""
+    """
+    Differences and ratios of the micro-batches of one generation batch, by their places, until they are logged
+    together: one whose step was interrupted comes again.
+    """
 
-    differences: list[Tensor] = field(default_factory=list)
-    ratios: list[Tensor] = field(default_factory=list)
+    differences: dict[int, Tensor] = field(default_factory=dict)
+    ratios: dict[int, Tensor] = field(default_factory=dict)
+    is_logged: bool = False
 
-    def add(self, correction: SamplingCorrection, logps: Tensor, sampling_logps: Tensor, mask: Tensor, ratio: Tensor):
+    def add(
+        self,
+        place: int,
+        correction: SamplingCorrection,
+        logps: Tensor,
+        sampling_logps: Tensor,
+        mask: Tensor,
+        ratio: Tensor,
+    ) -> None:
         """Keep what one micro-batch contributes; shapes as in [`SamplingCorrection.ratio`]."""
         difference = (logps - sampling_logps).abs()[mask.bool()]
         if correction.unscored_is_one:
             difference = difference[~difference.isnan()]
-        self.differences.append(difference)
-        self.ratios.append(ratio.flatten() if correction.is_per_sequence else ratio[mask.bool()])
+        self.differences[place] = difference
+        self.ratios[place] = ratio.flatten() if correction.is_per_sequence else ratio[mask.bool()]
 
     def gathered(self, accelerator) -> dict[str, float]:
         """What TRL logs of a generation batch, over all processes, under its names."""
-        difference, ratio = torch.cat(self.differences), torch.cat(self.ratios)
+        difference, ratio = torch.cat([*self.differences.values()]), torch.cat([*self.ratios.values()])
         zero = difference.new_zeros(())
         local = [difference.mean(), difference.max()] if len(difference) else [zero, zero]
         local += [ratio.min(), ratio.mean(), ratio.max()] if len(ratio) else [zero, zero, zero]

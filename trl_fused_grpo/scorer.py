@@ -15,7 +15,7 @@ from . import _model_compat as model_compat
 from . import _trl_compat as compat
 from .checkpointing import lean_checkpoints
 from .checks import check_token_ids, vocab_size_of
-from .customisation import changed_module, own_class
+from .customisation import changed_module, own_class, row_reader, zero_weight
 from .fused_forward import BordersIgnoredError, attach
 from .layout import LayoutName
 from .layout_choice import Refusal, choose, keys_may_repeat, traits
@@ -150,8 +150,16 @@ class Scorer:
         if causal_lm in self._tried_out or options.layout == "host" or self._is_forced:
             return
         self._tried_out.add(causal_lm)
-        found = own_class(self._modules_of(call.model))
+        modules = self._modules_of(call.model)
+        found = own_class(modules) or row_reader(modules)
         if found is None:
+            return
+        gate = zero_weight(modules)
+        if self._on_any_process(gate is not None):
+            error = RowsRefusedError(
+                f"a weight of {gate or found} is still zero: what its code makes of rows is not seen"
+            )
+            self._refuse(causal_lm, options, error)
             return
         before = _random_states(call.input_ids)
         ids, mask = call.input_ids[:_ROWS_TRIED], call.attention_mask[:_ROWS_TRIED]
@@ -174,6 +182,10 @@ class Scorer:
         if not difference <= max(1e-3, 32 * eps):
             error = RowsRefusedError(f"{found}, whose code is not known, makes other log-probs of rows without it")
             self._refuse(causal_lm, options, error)
+
+    def _on_any_process(self, condition: bool) -> bool:
+        accelerator = self.trainer.accelerator
+        return bool(accelerator.gather(torch.tensor([int(condition)], device=accelerator.device)).any())
 
     def _options(self, call: HostCall, keeps_padding: str | None) -> ScoringOptions:
         causal_lm = self.causal_lm(call.model)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -22,9 +22,10 @@ from .checks import (
     check_way,
     tell_what_has_no_effect,
 )
-from .customisation import replaced_in_trl, replaced_method
+from .customisation import replaced_behind, replaced_method
 from .deferral import LogpsDeferral
 from .eligibility import (
+    why_forwards_are_not_shared,
     why_not_fused,
     why_padding_may_be_read,
 )
@@ -69,7 +70,8 @@ class FusedGRPOTrainer(GRPOTrainer):
     _tag_names: ClassVar[list[str]] = [*getattr(GRPOTrainer, "_tag_names", []), "fused-grpo"]  # ty: ignore[incompatible-attribute-override]
 
     def __init__(self, *args: Any, **kwargs: Any):
-        given = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        # A class of the user's that stands between may take further arguments
+        given = {**dict(zip([*inspect.signature(GRPOTrainer.__init__).parameters][1:], args, strict=False)), **kwargs}
         config: Any = given.get("args")
         model = given.get("model")
         layer_kernels = getattr(config, "use_liger_kernel", False)
@@ -83,6 +85,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         self._loss_logps: Tensor | None = None
         self._current_micro_batch: dict[str, Any] = {}
         self._window_step = 0
+        self._is_in_step = False
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
             check_kl_estimator(self)
@@ -124,12 +127,17 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     @property
     def _steps_left(self) -> int:
-        """Micro-batches until the weights move, the current one included."""
+        """
+        Micro-batches until the weights move, the current one included. Outside a training step it is not known: a loop
+        of the user's own may move them at any time.
+        """
+        if not self._is_in_step or self.accelerator.sync_gradients:
+            return int(self._is_in_step)
         return max(self.current_gradient_accumulation_steps - self._window_step, 1)
 
     @compat.profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.use_liger_loss or return_outputs or replaced_in_trl("compute_loss"):
+        if not self.use_liger_loss or return_outputs or replaced_behind(self, "compute_loss"):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return self.compute_liger_loss(model, inputs)
 
@@ -143,7 +151,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model, inputs):
-        is_trls = not replaced_in_trl("_compute_loss") and not replaced_method(self, compat.OBJECTIVE_METHODS)
+        is_trls = not replaced_behind(self, "_compute_loss") and not replaced_method(self, compat.OBJECTIVE_METHODS)
         if not self.use_liger_loss or not is_trls:
             return super()._compute_loss(model, inputs)
         check_shapes(inputs)
@@ -161,6 +169,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
         backward = self.accelerator.backward
 
+        @wraps(backward)  # whether it was replaced is seen through this
         def backward_of_forward(loss: Tensor, **options: Any) -> None:
             is_window_end = self.accelerator.sync_gradients
             is_padded = any(stats.layout == "host" for stats in self._stats)
@@ -168,7 +177,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             with cudnn_attention_off() if is_padded else nullcontext():
                 self._merger.backward(loss, self._current_micro_batch, is_window_end, partial(backward, **options))
 
-        with replaced(self.accelerator, "backward", backward_of_forward):
+        with replaced(self.accelerator, "backward", backward_of_forward), replaced(self, "_is_in_step", True):
             output = super().training_step(model, inputs, num_items_in_batch)
         self._window_step = 0 if self.accelerator.sync_gradients else self._window_step + 1
         if not self._merger.is_waiting:
@@ -240,8 +249,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         if kept is not None:
             return kept
         together = self._merger.together(inputs, self._steps_left) if has_grad else [inputs]
-        if len(together) > 1 and self._scorer.layout(call.model) != "packed":  # what was found out since the plan
-            together = [inputs]
+        if len(together) > 1 and why_forwards_are_not_shared(self, self._scorer.layout(call.model)) is not None:
+            together = [inputs]  # what was found out or replaced since the plan
         question = Question.joined([self._ask_for_loss(batch) for batch in together])
         if len(together) == 1:
             scores = [self._scorer.scores(question, call, host_method)]
@@ -264,9 +273,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         with deferral.generation(self._steps_left, skip_old, self._scorer.layout(self.model)):
             if not deferral.defers_old:
                 return super()._generate_and_score_completions(inputs)
-            logged = deferral.begin_old()
             output = super()._generate_and_score_completions(inputs)
-            deferral.mark_old(output, logged)
+            deferral.mark_old(output)
             return output
 
     def _prepare_inputs(self, generation_batch):  # ty: ignore[lost-keyword-for-regular-parameter] - the host's name

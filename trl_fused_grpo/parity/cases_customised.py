@@ -7,6 +7,7 @@ from . import customised_methods as methods
 from . import customised_objectives as objectives
 from .case import Case, Customisation
 from .cases_customised_model import adapters, hooks, models
+from .cases_customised_seams import around
 from .customised import OFF_POLICY, PLAIN, SAMPLED, VLLM
 from .customised import case as _case
 from .customised_methods import on_host, on_instance, subclass
@@ -217,4 +218,5 @@ CUSTOMISED_CASES: tuple[Case, ...] = (
     *hooks(),
     *models(),
     *adapters(),
+    *around(),
 )

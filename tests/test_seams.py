@@ -1,0 +1,25 @@
+"""What people do around the trainer trains as in stock: rewards that ask, classes behind, own loops and hooks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from trl_fused_grpo.parity.case import SkippedError
+from trl_fused_grpo.parity.cases_customised_seams import around
+from trl_fused_grpo.parity.trainers import Settings
+from trl_fused_grpo.parity.training import run_both
+from trl_fused_grpo.parity.training_errors import problems_of
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    return Settings(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.mark.parametrize("case", around(), ids=lambda case: case.name)
+def test_a_training_ends_as_stocks(case, settings):
+    try:
+        pair = run_both(case, settings)
+    except SkippedError as reason:
+        pytest.skip(str(reason))
+    assert problems_of(case, pair, SimpleNamespace()) == []

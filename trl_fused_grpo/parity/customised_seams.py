@@ -1,0 +1,291 @@
+"""What people do around a trainer: rewards that ask the model, classes behind ours, own loops and hooks."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import TrainerCallback
+
+from . import customised_callbacks as callbacks
+from .case import Customisation, Trainer
+from .customised_methods import Method
+from .trainers import StockGRPOTrainer
+
+
+def reward_asks(trainer: Trainer) -> None:
+    """A reward of the completions' log-probs, as rewards of the model's own confidence are."""
+    longer = trainer.reward_funcs[0]
+
+    def confident(completion_ids: list[list[int]], **more: Any) -> list[float]:
+        width = max(map(len, completion_ids))
+        ids = torch.full((len(completion_ids), 2 + width), 5)
+        mask = torch.zeros_like(ids)
+        for row, completion in enumerate(completion_ids):
+            ids[row, 2 : 2 + len(completion)] = torch.tensor(completion)
+            mask[row, : 2 + len(completion)] = 1
+        with torch.no_grad():
+            logps, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
+        sums = (logps * mask[:, 2:]).sum(1).tolist()
+        trainer.seen += sums
+        return [a + 0.1 * b for a, b in zip(longer(completion_ids=completion_ids, **more), sums, strict=True)]
+
+    trainer.reward_funcs[0] = confident
+
+
+def behind(make: Callable[[Any], dict[str, Method]]) -> Customisation:
+    """`class Mine(FusedGRPOTrainer, Own)`, where `Own` is a subclass of TRL's trainer with methods and an option."""
+
+    def of_class(cls: type) -> Any:
+        def init(self, *args, own_option=None, **kwargs):
+            StockGRPOTrainer.__init__(self, *args, **kwargs)
+
+        own = type("Own", (StockGRPOTrainer,), {"__module__": __name__, "__init__": init, **make(StockGRPOTrainer)})
+        mine = own if cls is StockGRPOTrainer else type("Mine", (cls, own), {"__module__": __name__})
+        return lambda **kwargs: mine(own_option=1, **kwargs)
+
+    return Customisation(of_class=of_class)
+
+
+def loss_context(cls: Any) -> dict[str, Method]:
+    def compute_loss_context_manager(self):
+        self.calls = getattr(self, "calls", 0) + 1
+        with torch.no_grad():
+            self.model.lm_head.weight.mul_(1 + 0.002 * (self.calls % 3))
+        return cls.compute_loss_context_manager(self)
+
+    return {"compute_loss_context_manager": compute_loss_context_manager}
+
+
+def see_backward(trainer: Trainer) -> None:
+    backward = trainer.accelerator.backward
+
+    def own(loss: torch.Tensor, **options: Any) -> None:
+        trainer.seen.append(float(loss.detach()))
+        backward(loss, **options)
+
+    trainer.accelerator.backward = own
+
+
+def clipped_backward() -> Customisation:
+    """`Accelerator.backward = f`, which clips after each."""
+    backward = Accelerator.backward
+
+    def own(self, loss, **options):
+        backward(self, loss, **options)
+        torch.nn.utils.clip_grad_norm_(self.clipped.parameters(), 0.3)
+
+    def of_trainer(trainer: Trainer) -> None:
+        trainer.accelerator.clipped = trainer.model
+
+    return Customisation(of_host=lambda: mock.patch.object(Accelerator, "backward", own), of_trainer=of_trainer)
+
+
+def step_in_backward(trainer: Trainer) -> None:
+    """Every weight moves as soon as its gradient is there."""
+
+    def step(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.sub_(0.3 * parameter.grad)
+        parameter.grad = None
+
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def see_all_gradients(trainer: Trainer) -> None:
+    def see(gradients: Any) -> None:
+        trainer.seen.append(sum(float(gradient.norm()) for gradient in gradients))
+
+    torch.autograd.graph.register_multi_grad_hook(list(trainer.model.parameters()), see)
+
+
+class _Forwarding:
+    """Hands every event on to another callback."""
+
+    def __init__(self, callback: TrainerCallback):
+        self.__dict__["callback"] = callback
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["callback"], name)
+
+
+class _Clipping(TrainerCallback):
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        callbacks.clip_gradients(self.trainer, control, 0)
+
+
+def forwarding_callback(trainer: Trainer) -> None:
+    trainer.callback_handler.callbacks.append(_Forwarding(_Clipping(trainer)))
+
+
+def callback_class(trainer: Trainer) -> AbstractContextManager[Any]:
+    return mock.patch.object(TrainerCallback, "on_substep_end", _Clipping(trainer).on_substep_end)
+
+
+def later(act: Callable[[Trainer], Any]) -> Customisation:
+    """`act` before the second window of one generation batch."""
+    return callbacks.at("on_step_begin", lambda trainer, _, number: act(trainer) if number == 1 else None)
+
+
+def clip_by_hooks(trainer: Trainer) -> None:
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(lambda gradient: gradient / gradient.norm().clamp(min=0.3))
+
+
+def add_clipping(trainer: Trainer) -> None:
+    trainer.add_callback(_Clipping(trainer))
+
+
+def scale_reference(trainer: Trainer) -> None:
+    """A hook on the reference model."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        name = "log_probs" if getattr(output, "log_probs", None) is not None else "logits"
+        output[name] = 0.9 * output[name]
+        return output
+
+    trainer.ref_model.register_forward_hook(hook)
+
+
+def own_loop(trainer: Trainer) -> None:
+    """`compute_loss`, backward and a step for each micro-batch."""
+    trainer.current_gradient_accumulation_steps = 4
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.model.train()
+    for _, batch in zip(range(4), trainer.get_train_dataloader(), strict=False):
+        loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
+        trainer.seen.append(float(loss.detach()))
+        trainer.accelerator.backward(loss)
+        trainer._step += 1
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def own_steps(trainer: Trainer) -> None:
+    """`training_step` and a step for each micro-batch."""
+    trainer.current_gradient_accumulation_steps = 4
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    for _, batch in zip(range(4), trainer.get_train_dataloader(), strict=False):
+        trainer.seen.append(float(trainer.training_step(trainer.model, batch, None)))
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+
+
+def generate_alone(trainer: Trainer) -> None:
+    """What generation gives, seen as it is."""
+    trainer.model.train()
+    output = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+    for name in sorted(output):
+        value = output[name]
+        trainer.seen.append(name)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            mask = output["completion_mask"] if value.shape == output["completion_mask"].shape else 1
+            trainer.seen.append(float((value.double() * mask).sum()))
+
+
+class _Gated(nn.Module):
+    """A module and, through a gate that begins closed, the mean over a row."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner, self.gate = inner, nn.Parameter(torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) + self.gate * hidden.mean(1, keepdim=True)
+
+
+class _ScaledInTraining(nn.Module):
+    """A module whose passes with gradient differ from those without."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) * (1.05 if torch.is_grad_enabled() else 1.0)
+
+
+def around_mlp(make: Callable[[Any, Any], nn.Module]) -> Customisation:
+    """The first layer's MLP replaced by what `make` makes of the configuration and of it."""
+    from transformers import AutoModelForCausalLM
+
+    def of_model(checkpoint: Any) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        layer = model.model.layers[0]
+        layer.mlp = make(model.config, layer.mlp)
+        return model
+
+    return Customisation(of_model=of_model)
+
+
+def gate(config: Any, mlp: nn.Module) -> nn.Module:
+    return _Gated(mlp)
+
+
+def scaled_in_training(config: Any, mlp: nn.Module) -> nn.Module:
+    return _ScaledInTraining(mlp)
+
+
+def torchs_encoder(config: Any, mlp: nn.Module) -> nn.Module:
+    """A layer of torch's own that mixes all tokens of its input."""
+    torch.manual_seed(0)
+    return nn.Sequential(mlp, nn.TransformerEncoderLayer(config.hidden_size, 2, 32, dropout=0.0, batch_first=True))
+
+
+def on_instance_later(make: Callable[[Any], dict[str, Method]]) -> Customisation:
+    def replace(trainer: Trainer) -> None:
+        for name, function in make(type(trainer)).items():
+            setattr(trainer, name, MethodType(function, trainer))
+
+    return later(replace)
+
+
+def reward_logs(trainer: Trainer) -> None:
+    """A reward function that logs, which begins TRL's averages anew."""
+    longer = trainer.reward_funcs[0]
+
+    def logging(**given: Any) -> list[float]:
+        if trainer.state.global_step:
+            trainer.log({"mine": 1.0})
+        return longer(**given)
+
+    trainer.reward_funcs[0] = logging
+
+
+def reward_fails(trainer: Trainer) -> None:
+    """A reward function that is interrupted in the second generation."""
+    longer, calls = trainer.reward_funcs[0], iter(range(100))
+
+    def failing(**given: Any) -> list[float]:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return longer(**given)
+
+    trainer.reward_funcs[0] = failing
+
+
+def interrupted_loss(trainer: Trainer) -> None:
+    """A KeyboardInterrupt between forward and backward: TRL reduces a metric there."""
+    reduce, calls = trainer.accelerator.reduce, iter(range(10_000))
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if next(calls) == 10:
+            raise KeyboardInterrupt
+        return reduce(*args, **options)
+
+    trainer.accelerator.reduce = interrupted
+
+
+def train_twice(trainer: Trainer) -> None:
+    trainer.train()
+    trainer.args.max_steps, trainer.args.gradient_accumulation_steps = 6, 2
+    trainer.train()
