@@ -16,10 +16,9 @@ def trl(session: nox.Session, trl: str) -> None:
     pinned = ["--no-compile", "--constraint", f"constraints/trl-{trl}.txt"]
     session.install(*pinned, "torch")
     session.install(*pinned, "--editable", ".[test]")
-    session.run("trl-fused-grpo", "parity")
-    session.run("trl-fused-grpo", "parity", "--models")
-    session.run("trl-fused-grpo", "parity", "--customised")
-    session.run("pytest", "-m", "not distributed and not example and not vllm and not parity")
+    for cases in ((), ("--models",), ("--customised",)):
+        session.run("trl-fused-grpo", "parity", "--jobs", "2", *cases)
+    session.run("pytest", "-n", "2", "-m", "not distributed and not example and not vllm and not parity")
 
 
 @nox.session

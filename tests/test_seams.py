@@ -16,6 +16,7 @@ def settings(tmp_path_factory):
     return Settings(tmp_path_factory.mktemp("checkpoints"))
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("case", around(), ids=lambda case: case.name)
 def test_a_training_ends_as_stocks(case, settings):
     try:

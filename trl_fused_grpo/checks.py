@@ -185,7 +185,8 @@ def check_head(trainer: GRPOTrainer, head: nn.Module) -> None:
     Raises:
         `ValueError`: naming the options to change.
     """
-    if has_adapter(head) and trainer.args.cast_lm_head_to_fp32:
+    args: Any = trainer.args
+    if has_adapter(head) and args.cast_lm_head_to_fp32:
         raise ValueError(
             "cast_lm_head_to_fp32=True does not go with a PEFT adapter on lm_head: remove 'lm_head' from "
             "target_modules, or set cast_lm_head_to_fp32=False."

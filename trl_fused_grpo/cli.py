@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging as transformers_logging
 
-from .parity import CASES, CUSTOMISED_CASES, MODEL_CASES, Case, Settings, compare, report
+from .parity import CASES, CUSTOMISED_CASES, MODEL_CASES, Case, Settings, report
+from .parity.jobs import results_of
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -56,6 +57,7 @@ def parity(
     dtype: Annotated[
         Dtype, typer.Option(help="float32 compares with stock; bfloat16 compares both with float64.")
     ] = Dtype.float32,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the errors.")] = None,
 ) -> None:
@@ -74,7 +76,7 @@ def parity(
         raise typer.BadParameter("--models and --customised are two sets of cases: choose one.")
     cases = MODEL_CASES if models else CUSTOMISED_CASES if customised else CASES
     with _quiet():
-        code = _run_parity(cases, case or [], list_cases, device, dtype, json_file, plot_file)
+        code = _run_parity(cases, case or [], list_cases, device, dtype, jobs, json_file, plot_file)
     raise typer.Exit(code)
 
 
@@ -84,6 +86,7 @@ def _run_parity(
     list_cases: bool,
     device: Device,
     dtype: Dtype,
+    jobs: int,
     json_file: Path | None,
     plot_file: Path | None,
 ) -> int:
@@ -108,10 +111,9 @@ def _run_parity(
         with _progress(console) as progress:
             task = progress.add_task("", total=len(selected))
             results = []
-            for case in selected:
-                progress.update(task, description=case.name)
-                results.append(compare(case, settings))
-                progress.advance(task)
+            for result in results_of(selected, settings, jobs, _silence):
+                results.append(result)
+                progress.update(task, description=result.name, advance=1)
     report.print_report(results, settings, console, cases is not CASES, trainings=cases is CUSTOMISED_CASES)
     if json_file:
         report.write_json(results, settings, json_file)
@@ -123,6 +125,11 @@ def _run_parity(
 def _progress(console: Console) -> Progress:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _silence() -> None:
+    """A process of its own is quiet to its end."""
+    _quiet().__enter__()
 
 
 @contextmanager
