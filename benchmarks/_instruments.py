@@ -2,10 +2,11 @@
 
 from unittest import mock
 
-from trl_fused_grpo import eligibility, trainer
+from trl_fused_grpo import _trl_compat, eligibility, trainer
 
 
 def hide_instruments() -> None:
     """From here on a method that a benchmark replaced does not count as replaced, so that no faster path is left."""
     for module in (eligibility, trainer):
         mock.patch.object(module, "replaced_method", return_value=None).start()
+    mock.patch.object(_trl_compat, "is_asked_by_generation", return_value=True).start()

@@ -145,6 +145,7 @@ def test_a_pass_of_rows_of_any_length_has_the_gradients_of_its_micro_batches(
         total = 0.0
         for step, batch in enumerate(batches):
             ours._window_step = step
+            ours.accelerator.gradient_state._set_sync_gradients(step == 2)
             with replaced(ours, "_is_in_step", True):  # as within `training_step`
                 total = total + ours.compute_loss(ours.model, batch)
         return total
