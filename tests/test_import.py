@@ -5,7 +5,7 @@ import sys
 
 from packaging.version import Version
 
-from trl_fused_grpo import _trl_compat as compat
+from trl_fused_grpo import _trl_check
 
 
 LOSING = """
@@ -81,15 +81,15 @@ assert outcome() == "imported", outcome()
 
 
 def expected(names):
-    return [name for since, group in names.items() if Version(since) <= compat.TRL for name in group]
+    return [name for since, group in names.items() if Version(since) <= _trl_check.TRL for name in group]
 
 
 def test_every_name_that_a_host_lost_is_named_by_an_import_error():
     names = {
-        "METHODS": compat.METHODS,
-        "ATTRIBUTES": expected(compat.ATTRIBUTES),
-        "OPTIONS": expected(compat.OPTIONS),
-        "ACCELERATOR": compat.ACCELERATOR,
+        "METHODS": _trl_check.METHODS,
+        "ATTRIBUTES": expected(_trl_check.ATTRIBUTES),
+        "OPTIONS": expected(_trl_check.OPTIONS),
+        "ACCELERATOR": _trl_check.ACCELERATOR,
     }
     code = "".join(f"{name} = {list(values)!r}\n" for name, values in names.items()) + LOSING
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

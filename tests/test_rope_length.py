@@ -67,7 +67,7 @@ def test_the_padding_makes_a_difference_to_such_a_model(tmp_path, make_model):
 def test_one_token_stands_for_the_last_column_where_it_is_not_there(tmp_path, make_model, monkeypatch):
     seen = []
     monkeypatch.setattr(layout, "packed", lambda *args, _=layout.packed: seen.append(_(*args)) or seen[-1])
-    ours, _ = make_pair(tmp_path, make_model, fused_share_prompts=False)
+    ours, _ = make_pair(tmp_path, make_model, fused_share_prompts=False, fused_layout="packed")
     for longest in (4, 8):
         inputs = short_rows(longest)
         log_probs(ours, inputs, grad=True)
@@ -81,7 +81,7 @@ def test_one_token_stands_for_the_last_column_where_it_is_not_there(tmp_path, ma
 def test_other_models_get_no_such_token(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(layout, "packed", lambda *args, _=layout.packed: seen.append(_(*args)) or seen[-1])
-    ours, _ = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
+    ours, _ = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)), fused_layout="packed")
     log_probs(ours, short_rows(4), grad=True)
     assert seen[-1].model_inputs["position_ids"].max() == 6
 

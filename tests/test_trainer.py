@@ -125,10 +125,16 @@ def test_a_subclass_with_its_own_objective_trains_that_objective(tmp_path):
     inputs["tool_mask"][:, 1] = 0
     loss, gradients = loss_and_gradients(trainer, inputs)
 
+    stock = make_trainer(tmp_path, GRPOTrainer)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    stocks = stock._get_per_token_logps_and_entropies(stock.model, ids, mask, 8, compute_entropy=True)[1]
+
     model = trainer.model.double()
     model.zero_grad()
     logps, log_p = dense_log_probs(model, inputs)
     entropies = -(log_p.exp() * log_p).sum(-1)
+    entropies = entropies if stocks.requires_grad else entropies.detach()  # as TRL's own are, by the version
     terms = -inputs["advantages"].unsqueeze(1) * logps * logps.detach().exp() + 0.01 * entropies**2
     truth = (terms * inputs["completion_mask"]).sum()
     truth.backward()

@@ -88,7 +88,7 @@ class Scorer:
         policy = self.trainer.model
         if model is self.trainer.ref_model and model is not policy and self.layout(policy, is_multimodal) == "host":
             return "host"  # equal weights are to give equal bits
-        reason = None if self._is_forced else keeps_padding or self.why_rows_are_seen(model)
+        reason = None if self.is_forced else keeps_padding or self.why_rows_are_seen(model)
         if reason is not None:
             logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_FORCE}")
             return "host"
@@ -147,7 +147,7 @@ class Scorer:
         it differs, rows keep the padding from now on.
         """
         causal_lm = self.causal_lm(call.model)
-        if causal_lm in self._tried_out or options.layout == "host" or self._is_forced:
+        if causal_lm in self._tried_out or options.layout == "host" or self.is_forced:
             return
         self._tried_out.add(causal_lm)
         modules = self._modules_of(call.model)
@@ -200,13 +200,14 @@ class Scorer:
             logits_mib=self.option("fused_logits_mib", None),
             layout=layout,
             share_prompts=self.shares_prompts(call.model),
-            forced=self._is_forced,
+            forced=self.is_forced,
             needs_last_column=needs_last_column,
             runs_sdpa=causal_lm.config._attn_implementation == "sdpa",
         )
 
     @property
-    def _is_forced(self) -> bool:
+    def is_forced(self) -> bool:
+        """Whether a layout was asked for."""
         return self.option("fused_layout", "auto") != "auto"
 
     def _refuse(self, causal_lm: PreTrainedModel, options: ScoringOptions, error: RuntimeError) -> None:
@@ -218,9 +219,9 @@ class Scorer:
             `ValueError`, [`BordersIgnoredError`]: when that layout was asked for.
         """
         ignores_borders = isinstance(error, BordersIgnoredError)
-        if self._is_forced and ignores_borders:
+        if self.is_forced and ignores_borders:
             raise error
-        if self._is_forced:
+        if self.is_forced:
             raise ValueError(
                 f"fused_layout={options.layout!r} does not fit this model: {error}. Use 'auto'."
             ) from error

@@ -234,6 +234,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             scores = self._loss_scores(call, trls)
         else:
             padding = why_padding_may_be_read(self, self._deferral.is_generating)
+            padding = None if self._scorer.is_forced else padding  # whoever asks for a layout says that nobody does
             scores = self._scorer.scores(ask_for_call(self, call, padding is not None), call, trls, padding)
         if is_of_loss:
             self._loss_logps = scores.logps
