@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from .dealing import balance, prompt_numbers
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
+from .layout import Rows
 from .replacing import replaced
 from .scorer import Scorer
 from .scoring import Scores
@@ -194,8 +195,10 @@ def plan_merges(batches: list[dict[str, Any]], limit: int, share_prompts: bool) 
     prompt_ids, prompt_mask, completion_mask = (torch.cat([batch[name] for batch in batches]) for name in names)
     rows = len(prompt_ids)
     prompts = prompt_numbers(prompt_ids, prompt_mask) if share_prompts else list(range(rows))
-    rising, falling = prompt_mask.diff(dim=1) < 0, completion_mask.diff(dim=1) > 0
-    holes = rising.any(1) | falling.any(1) | (completion_mask.any(1) & ~prompt_mask[:, -1:].all(1))
+    scored, mask = completion_mask.bool(), torch.cat([prompt_mask, completion_mask], dim=1)
+    wanted = scored.any(1)
+    laid_out = Rows(mask, mask, completion_mask.shape[1], scored, wanted)  # token ids do not matter
+    holes = laid_out.with_holes(mask.bool() & wanted.unsqueeze(1))
     prompt_lengths, lengths, has_holes = torch.stack([prompt_mask.sum(1), completion_mask.sum(1), holes]).tolist()
     if any(has_holes):
         return list(range(len(batches)))
