@@ -82,7 +82,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         self._deferral = LogpsDeferral(self, self._scorer)
         # The micro-batch whose loss TRL's own `_compute_loss` computes, and what of it TRL reads
         self._loss_inputs: tuple[dict[str, Any], dict[str, Any]] | None = None
-        self._loss_logps: Tensor | None = None
+        self._loss_logps: Tensor | None = None  # its log-probs
         self._current_micro_batch: dict[str, Any] = {}
         self._window_step = 0
         self._is_in_step = False
@@ -156,7 +156,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(model, inputs)
         check_shapes(inputs)
         own_inputs = dict(inputs)  # what is added for TRL is not for the buffered micro-batch
-        with replaced(self, "_loss_inputs", (inputs, own_inputs)):
+        with replaced(self, "_loss_inputs", (inputs, own_inputs)), replaced(self, "_loss_logps", None):
             if not replaces_kl(self):
                 return super()._compute_loss(model, own_inputs)
             with kl_left_out(self):
