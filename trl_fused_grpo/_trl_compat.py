@@ -83,8 +83,10 @@ OBJECTIVE_METHODS = tuple(
     if name != "_get_per_token_logps_and_entropies" and inspect.isfunction(getattr(GRPOTrainer, name, None))
 )
 
-# TRL < 1.15: log-probs come from the logits of the model's own forward, those of padding too; later they are zero there
+# TRL < 1.15: log-probs come from the logits of the model's own forward
 SCORES_THROUGH_LOGITS = not AUX_LOSS_IS_MIXTRALS
+# TRL < 1.14: log-probs of padding are computed too, later they are zero
+SCORES_PADDING = Version("1.14.0") > TRL
 
 # TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
 _RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL

@@ -72,7 +72,7 @@ def why_padding_may_be_read(trainer: Any, is_generating: bool) -> str | None:
         trainer (`GRPOTrainer`): whose log-prob method was called.
         is_generating (`bool`): whether TRL called it while it generates: the result is kept with the micro-batches.
     """
-    if not compat.SCORES_THROUGH_LOGITS:
+    if not compat.SCORES_PADDING:
         return None
     found = replaced_method(trainer, (*MICRO_BATCH_METHODS, "_generate_and_score_completions"))
     if found is None and not is_generating:
