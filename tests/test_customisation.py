@@ -16,7 +16,7 @@ from trl_fused_grpo.customisation import (
     gradient_hook,
     is_library_function,
     replaced_backward,
-    replaced_in_trl,
+    replaced_behind,
     replaced_method,
     watching_callback,
 )
@@ -56,7 +56,7 @@ def test_a_function_is_a_librarys_when_all_that_it_wraps_is(function, expected):
 def test_a_trainer_as_it_comes_has_nothing_replaced(trainer):
     assert replaced_method(trainer, MICRO_BATCH_METHODS) is None
     assert replaced_method(trainer, ("_generate_and_score_completions",)) is None
-    assert all(replaced_in_trl(name) is None for name in MICRO_BATCH_METHODS if hasattr(GRPOTrainer, name))
+    assert all(replaced_behind(trainer, name) is None for name in MICRO_BATCH_METHODS if hasattr(GRPOTrainer, name))
     assert watching_callback(trainer) is None
     assert gradient_hook(trainer.model) is None
     assert not replaced_backward(trainer.accelerator)

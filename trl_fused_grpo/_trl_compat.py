@@ -84,7 +84,7 @@ OBJECTIVE_METHODS = tuple(
 )
 
 # TRL < 1.15: log-probs come from the logits of the model's own forward
-SCORES_THROUGH_LOGITS = not AUX_LOSS_IS_MIXTRALS
+SCORES_THROUGH_LOGITS = not _HAS_FUSED_HEAD
 # TRL < 1.14: log-probs of padding are computed too, later they are zero
 SCORES_PADDING = Version("1.14.0") > TRL
 

@@ -92,12 +92,6 @@ def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
     return None
 
 
-def replaced_in_trl(name: str) -> str | None:
-    """The class of TRL's trainer whose method `name` is not a library's any more, or `None`."""
-    method = getattr(GRPOTrainer, name)
-    return None if is_library_function(method) else f"GRPOTrainer.{name}"
-
-
 def replaced_behind(trainer: Any, name: str) -> str | None:
     """
     What runs where this package's trainer calls the method `name` of the class behind it, if that is not a library's:
