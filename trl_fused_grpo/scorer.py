@@ -67,11 +67,6 @@ class Scorer:
         """Whether a prompt stands in a packed row once."""
         return self.option("fused_share_prompts", True) and keys_may_repeat(self.causal_lm(model))
 
-    @property
-    def borders_ignored(self) -> bool:
-        """Whether the policy was found not to take the rows that its layout gave it."""
-        return self.causal_lm(self.trainer.model) in self._refusals
-
     def layout(self, model: nn.Module, is_multimodal: bool = False, keeps_padding: str | None = None) -> LayoutName:
         """
         The layout of a model's rows: the one asked for, or the first that the model allows.
@@ -175,11 +170,10 @@ class Scorer:
                 return  # what follows refuses it too, and says why
             finally:
                 _restore_random_states(before, call.input_ids)
-        # Every process comes to the same end
-        difference = self.trainer.accelerator.gather((logps[0] - logps[1]).abs().max().reshape(1)).max()
+        difference = (logps[0] - logps[1]).abs().max()
         dtype = torch.get_autocast_dtype(ids.device.type) if torch.is_autocast_enabled(ids.device.type) else None
         eps = torch.finfo(dtype or causal_lm.dtype).eps
-        if not difference <= max(1e-3, 32 * eps):
+        if self._on_any_process(not difference <= max(1e-3, 32 * eps)):  # so that all come to the same end
             error = RowsRefusedError(f"{found}, whose code is not known, makes other log-probs of rows without it")
             self._refuse(causal_lm, options, error)
 
