@@ -122,7 +122,8 @@ class Scorer:
         rows = (call.input_ids, call.attention_mask, call.logits_to_keep, call.multimodal)
         host_inputs = (lambda: compat.host_model_inputs(host_seam, *rows)) if call.multimodal else None
         with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
-            self._try_out(call, self._options(call, keeps_padding))
+            if causal_lm not in self._tried_out:
+                self._try_out(call, self._options(call, keeps_padding))
             while True:
                 options = self._options(call, keeps_padding)
                 if options.layout == "host":
@@ -142,7 +143,7 @@ class Scorer:
         it differs, rows keep the padding from now on.
         """
         causal_lm = self.causal_lm(call.model)
-        if causal_lm in self._tried_out or options.layout == "host" or self.is_forced:
+        if options.layout == "host" or self.is_forced:
             return
         self._tried_out.add(causal_lm)
         modules = self._modules_of(call.model)
