@@ -113,9 +113,9 @@ class Course:
         self.truth: list[torch.Tensor] | None = None
         # In float32: a sampler that rounds as one of the contenders does would leave no noise in that one's ratios
         with self.host.in_float32():
-            scorer = self.build(Contender("scorer"))
-            with self.host.running(scorer):
-                self.rollout.score(scorer, seed)
+            engine = self.build(Contender("engine"))
+            with self.host.running(engine):
+                self.rollout.score(engine, seed)
         self.model_bytes = allocated() - before  # with the work space of libraries
 
     def build(self, contender: Contender) -> Any:

@@ -7,8 +7,8 @@ from _work import SEQUENCE, Forecast, Work
 from torch import Tensor
 
 from trl_fused_grpo import FusedLinearGRPOLoss
-from trl_fused_grpo.fused_linear import FusedStats, Way, fused_linear_logps
-from trl_fused_grpo.lm_head import LMHead
+from trl_fused_grpo.ops.linear_logps import Backward, FusedStats, fused_linear_logps
+from trl_fused_grpo.ops.lm_head import LMHead
 
 
 Step = Callable[[], Tensor | None]
@@ -18,7 +18,10 @@ def _run(work: Work, logps_of: Callable[[], Tensor]) -> Step:
     """Loss forward and, when the work has gradients, backward; returns the log-probabilities where there are any."""
 
     def step() -> Tensor:
-        with torch.set_grad_enabled(work.grad), torch.autocast(work.hidden.device.type, torch.bfloat16, work.autocast):
+        with (
+            torch.set_grad_enabled(work.grad),
+            torch.autocast(work.hidden.device.type, torch.bfloat16, work.autocast),
+        ):
             logps = logps_of()
             loss = work.loss(logps)
         if work.grad:
@@ -28,9 +31,9 @@ def _run(work: Work, logps_of: Callable[[], Tensor]) -> Step:
     return step
 
 
-def ours(work: Work, way: Way = "auto", logits_mib: float | None = None) -> Step:
+def ours(work: Work, backward: Backward = "auto", logits_mib: float | None = None) -> Step:
     """This package. Fails when more rows are recomputed than those few whose terms cancel to rounding."""
-    forecast = None if way == "recompute" else Forecast(work)
+    forecast = None if backward == "recompute" else Forecast(work)
     stats = FusedStats()
 
     def logps_of() -> Tensor:
@@ -39,7 +42,7 @@ def ours(work: Work, way: Way = "auto", logits_mib: float | None = None) -> Step
             LMHead(work.weight),
             work.targets,
             forecast=forecast,
-            way=way,
+            backward=backward,
             logits_mib=logits_mib,
             stats=stats,
         )[0]
@@ -48,7 +51,7 @@ def ours(work: Work, way: Way = "auto", logits_mib: float | None = None) -> Step
 
     def step() -> Tensor | None:
         logps = run()
-        if stats.recomputed > stats.rows / 1000 and way != "recompute":
+        if stats.recomputed > stats.rows / 1000 and backward != "recompute":
             raise RuntimeError(f"{work.case}: {stats.recomputed} of {stats.rows} rows were recomputed")
         return logps
 
@@ -83,7 +86,7 @@ def dense(work: Work) -> Step:
 
 
 def liger(work: Work, compiled: bool) -> Step | None:
-    """Liger's fused linear GRPO loss: one sequence at a time, on-policy only; it returns no log-probabilities."""
+    """Liger's fused work GRPO loss: one sequence at a time, on-policy only; it returns no log-probabilities."""
     try:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
     except ImportError:

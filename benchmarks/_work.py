@@ -18,7 +18,7 @@ class Work:
     """
     One loss pass: a head, rows of hidden states and a GRPO objective over the log-probabilities.
 
-    Without `old_logps` the policy is on-policy; without `ref_logps` there is no KL. Rows from `live_rows` on have
+    Without `old_logps` the policy is on-policy; without `ref_logps` there is no KL. Rows from `grad_rows` on have
     advantage zero.
     """
 
@@ -27,7 +27,7 @@ class Work:
     weight: Tensor  # [V, H]
     targets: Tensor  # [N]
     advantages: Tensor  # [N]
-    live_rows: int
+    grad_rows: int
     old_logps: Tensor | None = None  # [N]
     ref_logps: Tensor | None = None  # [N]
     autocast: bool = False
@@ -66,7 +66,7 @@ class Forecast:
     """The gradients of a work's objective, known before the logits (on-policy) or from the log-probabilities."""
 
     def __init__(self, work: Work):
-        self.work, self.live_rows = work, work.live_rows
+        self.work, self.grad_rows = work, work.grad_rows
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the rows' log-probabilities; nothing depends on the entropies."""
@@ -143,10 +143,10 @@ def as_case(case: str, base: Work, reference: Reference) -> Work:
         old_logps, ref_logps = (reference.logps.float() + scale * n for scale, n in zip((0.1, 0.3), noise, strict=True))
         work = replace(work, old_logps=old_logps, ref_logps=ref_logps)
     elif case == "half-dead":
-        live_rows = len(base.hidden) // 2
+        grad_rows = len(base.hidden) // 2
         advantages = base.advantages.clone()
-        advantages[live_rows:] = 0.0
-        work = replace(work, advantages=advantages, live_rows=live_rows)
+        advantages[grad_rows:] = 0.0
+        work = replace(work, advantages=advantages, grad_rows=grad_rows)
     elif case == "no-grad":
         work = replace(work, grad=False)
     elif case == "fp32-master":

@@ -67,13 +67,13 @@ def draw_curve(name: str) -> plt.Figure:
     """Time against peak memory, a point for each size of the chunk of logits."""
     record = load(name)
     figure, axes = plt.subplots(figsize=(8, 5))
-    for way in ("forecast", "recompute", "trl"):
-        points = [point for point in record["curve"] if point["way"] == way]
-        label = "TRL's fused head" if way == "trl" else f'fused_way="{way}"'
+    for backward in ("forecast", "recompute", "trl"):
+        points = [point for point in record["curve"] if point["backward"] == backward]
+        label = "TRL's fused head" if backward == "trl" else f'fused_backward="{backward}"'
         axes.plot(
-            [p["peak_gib"] for p in points], [p["ms"] for p in points], "s" if way == "trl" else "o-", label=label
+            [p["peak_gib"] for p in points], [p["ms"] for p in points], "s" if backward == "trl" else "o-", label=label
         )
-        shift = (5, -11 if way == "forecast" else 5)
+        shift = (5, -11 if backward == "forecast" else 5)
         for point in points:
             if point["logits_mib"]:
                 place = point["peak_gib"], point["ms"]

@@ -21,7 +21,7 @@ from _work import Reference, Work, as_case, make
 from rich.console import Console
 from rich.table import Table
 
-from trl_fused_grpo.fused_linear import Way
+from trl_fused_grpo.ops.linear_logps import Backward
 
 
 SHAPES = {"cuda": ["16384x1024", "32768x1024", "16384x4096", "4096x1024"], "cpu": ["2048x512"]}
@@ -123,11 +123,11 @@ def run_curve(base: Work, reference: Reference, repeats: int) -> list[dict]:
     work = as_case("on-policy", base, reference)
     points: list[tuple[str, int | None]] = []
     steps: dict[str, Step] = {}
-    ways: tuple[Way, ...] = ("forecast", "recompute")
-    for way in ways:
+    ways: tuple[Backward, ...] = ("forecast", "recompute")
+    for backward in ways:
         for mib in CURVE_MIB:
-            points.append((way, mib))
-            steps[f"{way} {mib}"] = ours(work, way, mib)
+            points.append((backward, mib))
+            steps[f"{backward} {mib}"] = ours(work, backward, mib)
     peer = trl_fused_head(work)
     if peer is not None:
         points.append(("trl", None))
@@ -135,7 +135,9 @@ def run_curve(base: Work, reference: Reference, repeats: int) -> list[dict]:
     measured = interleaved(steps, lambda: drop_gradients(work), base.hidden.device.type, repeats)
     rows, width, vocab = work.shape
     shared = {"rows": rows, "width": width, "vocab": vocab}
-    return [{**shared, "way": way, "logits_mib": mib, **measured[f"{way} {mib}"]} for way, mib in points]
+    return [
+        {**shared, "backward": backward, "logits_mib": mib, **measured[f"{backward} {mib}"]} for backward, mib in points
+    ]
 
 
 def run_profile(case: str, base: Work, reference: Reference, steps: int = 3) -> list[dict]:
@@ -217,11 +219,11 @@ def print_records(records: list[dict]) -> None:
 def print_curve(points: list[dict]) -> None:
     """One row per way and size of the chunk of logits."""
     table = Table(title="on-policy, over the size of the chunk of logits")
-    for column in ("way", "MiB of logits", "ms", "peak GiB"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    for column in ("backward", "MiB of logits", "ms", "peak GiB"):
+        table.add_column(column, justify="left" if column == "backward" else "right")
     for point in points:
         peak = "" if point["peak_gib"] is None else f"{point['peak_gib']:.3f}"
-        table.add_row(point["way"], str(point["logits_mib"] or ""), f"{point['ms']:.2f}", peak)
+        table.add_row(point["backward"], str(point["logits_mib"] or ""), f"{point['ms']:.2f}", peak)
     console.print(table)
 
 

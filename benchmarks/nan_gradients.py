@@ -32,7 +32,7 @@ NEIGHBOURS = [2848, 2872, 2876, 2878, 2879, 2880, 2881, 2882, 2884, 2888, 2896, 
 WIDTHS = {"cuda": [512, 1024, 1984, 2048, 2752, 2816, *NEIGHBOURS, 2944, 3008, 3072, 4096, 4352], "cpu": [300, 320]}
 # Which attention may run, and how ours lays out the rows
 STOCK = {"stock": None, "stock, efficient": SDPBackend.EFFICIENT_ATTENTION, "stock, math": SDPBackend.MATH}
-LAYOUTS = ("packed", "aligned", "host")
+LAYOUTS = ("packed", "aligned", "padded")
 # Far more than what bfloat16 rounds off here
 NORM_RTOL = 2e-2
 

@@ -42,11 +42,11 @@ console = Console(width=170)
 # Further options than `use_reentrant` keep the trainer's hands off; this one is torch's default
 TORCHS_OWN = {"use_reentrant": False, "determinism_check": "default"}
 
-ALONE = {"fused_pass_tokens": 0}
+ALONE = {"fused_max_tokens_per_forward": 0}
 
 LEVERS = (
     Contender("aligned rows instead of packed", options={"fused_layout": "aligned"}),
-    Contender("host's rows instead of packed", options={"fused_layout": "host"}),
+    Contender("host's rows instead of packed", options={"fused_layout": "padded"}),
     Contender("with an old log-prob pass", options={"fused_skip_old_logps": False}),
     Contender("every copy of a prompt", options={"fused_share_prompts": False}),
     Contender("every micro-batch alone in the model", options=ALONE),

@@ -26,9 +26,9 @@ def relative_error(value, truth):
 class KnownGradients:
     """A forecast that says what it was told."""
 
-    def __init__(self, grad_logps, grad_entropies=None, live_rows=None):
+    def __init__(self, grad_logps, grad_entropies=None, grad_rows=None):
         self.grad_logps, self.grad_entropies = grad_logps, grad_entropies
-        self.live_rows = len(grad_logps) if live_rows is None else live_rows
+        self.grad_rows = len(grad_logps) if grad_rows is None else grad_rows
 
     def __call__(self, rows, logps, entropies):
         return self.grad_logps[rows], None if self.grad_entropies is None else self.grad_entropies[rows]

@@ -51,7 +51,7 @@ def test_the_flag_gives_no_deprecation_warning(tmp_path, recwarn):
 
 def test_fused_config_is_on_by_default_with_its_further_options(tmp_path):
     args = FusedGRPOConfig(**options(tmp_path))
-    assert (args.use_liger_loss, args.fused_way, args.fused_logits_mib) == (True, "auto", None)
+    assert (args.use_liger_loss, args.fused_backward, args.fused_logits_mib) == (True, "auto", None)
 
 
 IMPORTED_BEFORE = """

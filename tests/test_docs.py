@@ -7,21 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from trl_fused_grpo import (
-    _trl_compat,
-    attention_watch,
-    checks,
-    eligibility,
-    layout,
-    layout_choice,
-    packed_attention,
-    scorer,
-)
-from trl_fused_grpo.customisation import LIBRARIES, MICRO_BATCH_METHODS
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.modeling import attention_watch, layout, layout_choice, packed_attention
+from trl_fused_grpo.training import checks, eligibility, engine
+from trl_fused_grpo.training.customisation import LIBRARIES, MICRO_BATCH_METHODS
 
 
 PAGE = " ".join((Path(__file__).parents[1] / "docs" / "faster-paths.md").read_text(encoding="utf-8").split())
-MODULES = (_trl_compat, attention_watch, checks, eligibility, layout, layout_choice, packed_attention, scorer)
+MODULES = (trl_compat, attention_watch, checks, eligibility, layout, layout_choice, packed_attention, engine)
 
 
 def reasons():
@@ -59,7 +52,7 @@ def test_every_reason_stands_on_the_page(reason):
     assert reason in plain(PAGE)
 
 
-@pytest.mark.parametrize("method", [name for name in MICRO_BATCH_METHODS if name not in _trl_compat.OBJECTIVE_METHODS])
+@pytest.mark.parametrize("method", [name for name in MICRO_BATCH_METHODS if name not in trl_compat.OBJECTIVE_METHODS])
 def test_every_method_whose_replacement_counts_stands_on_the_page(method):
     assert f"`{method}`" in PAGE
 

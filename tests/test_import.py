@@ -5,7 +5,7 @@ import sys
 
 from packaging.version import Version
 
-from trl_fused_grpo import _trl_check
+from trl_fused_grpo._compat import required as _trl_check
 
 
 LOSING = """
@@ -19,7 +19,7 @@ def outcome():
     for name in [n for n in sys.modules if n.split(".")[0] == "trl_fused_grpo"]:
         del sys.modules[name]
     try:
-        importlib.import_module("trl_fused_grpo._trl_compat")
+        importlib.import_module("trl_fused_grpo._compat.trl")
     except ImportError as error:
         return str(error)
     except Exception as error:

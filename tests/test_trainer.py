@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl import GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOTrainer
-from trl_fused_grpo.eligibility import MEANS_OVER_MICRO_BATCHES
+from trl_fused_grpo.parity.errors import MEANS_OVER_MICRO_BATCHES
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 
 from .oracle import relative_error
@@ -146,23 +146,23 @@ def test_a_subclass_with_its_own_objective_trains_that_objective(tmp_path):
 class WrongForecast(FusedGRPOTrainer):
     """Expects gradients that nobody sends."""
 
-    def _ask_for_loss(self, inputs):
-        question = super()._ask_for_loss(inputs)
-        wrong = torch.linspace(-1, 2, question.mask.numel()).view(question.mask.shape)
-        return replace(question, forecast=_Fixed(question.forecast.live, wrong))
+    def _build_loss_request(self, inputs):
+        logps_request = super()._build_loss_request(inputs)
+        wrong = torch.linspace(-1, 2, logps_request.mask.numel()).view(logps_request.mask.shape)
+        return replace(logps_request, forecast=_Fixed(logps_request.forecast.needs_grad, wrong))
 
 
 class _Fixed:
-    def __init__(self, live, values):
-        self.live, self.values = live, values
+    def __init__(self, needs_grad, values):
+        self.needs_grad, self.values = needs_grad, values
 
-    def at(self, index, live_rows):
+    def at(self, index, grad_rows):
         picked = self.values.flatten()[index]
 
         def forecast(rows, logps, entropies):
             return picked[rows], None
 
-        forecast.live_rows = live_rows
+        forecast.grad_rows = grad_rows
         return forecast
 
 
@@ -178,9 +178,9 @@ def test_a_wrong_forecast_trains_the_same_and_is_reported(tmp_path):
 def test_forcing_the_recompute_way_gives_the_same_gradients(tmp_path):
     inputs = make_inputs()
     _, expected = loss_and_gradients(make_trainer(tmp_path), inputs)
-    trainer = make_trainer(tmp_path, fused_way="recompute")
+    trainer = make_trainer(tmp_path, fused_backward="recompute")
     _, gradients = loss_and_gradients(trainer, inputs)
-    assert trainer.fused_stats.way == "recompute"
+    assert trainer.fused_stats.backward == "recompute"
     assert all(relative_error(gradients[name], expected[name]) < 1e-5 for name in expected)
 
 

@@ -1,11 +1,12 @@
 """Drop-in `GRPOTrainer` for TRL whose fused loss trains exactly what TRL's own loss trains."""
 
-from . import _trl_compat as _trl_compat  # first: it refuses a TRL that the rest cannot build upon
+from ._compat import trl as _trl_compat  # noqa: F401 - first: it refuses a TRL that the rest cannot build upon
 from .config import FusedGRPOConfig as FusedGRPOConfig
-from .fused_linear import FusedStats as FusedStats
-from .fused_linear import fused_linear_logps as fused_linear_logps
-from .lm_head import LMHead as LMHead
-from .loss import FusedLinearGRPOLoss as FusedLinearGRPOLoss
+from .loss.liger_loss import FusedLinearGRPOLoss as FusedLinearGRPOLoss
+from .modeling.output_projection import read_lm_head as read_lm_head
+from .ops.linear_logps import FusedStats as FusedStats
+from .ops.linear_logps import fused_linear_logps as fused_linear_logps
+from .ops.lm_head import LMHead as LMHead
 from .patching import patch as patch
 from .trainer import FusedGRPOTrainer as FusedGRPOTrainer
 

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging as transformers_logging
 
+from trl_fused_grpo.parity.jobs import results_of
+
 from .parity import CASES, CUSTOMISED_CASES, MODEL_CASES, Case, Settings, report
-from .parity.jobs import results_of
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)

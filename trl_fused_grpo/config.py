@@ -89,14 +89,14 @@ class FusedGRPOConfig(GRPOConfig):
     Args:
         use_liger_loss (`bool`, *optional*, defaults to `True`):
             Whether to compute the loss through the fused linear function.
-        fused_way (`str`, *optional*, defaults to `"auto"`):
+        fused_backward (`str`, *optional*, defaults to `"auto"`):
             `"forecast"` or `"recompute"` force how gradients of a trained head are built, `"auto"` takes the cheaper.
         fused_logits_mib (`float`, *optional*):
             Memory for the chunk of logits, in MiB. Defaults to what keeps the peak below that of TRL 1.16.
         fused_layout (`str`, *optional*, defaults to `"auto"`):
             `"packed"` (all sequences of a micro-batch in one row without padding), `"aligned"` (rows shifted left and
-            cut to the longest) or `"host"` (as TRL pads them); `"auto"` takes the first that the model allows. Forcing
-            one that it does not allow raises.
+            cut to the longest) or `"padded"` (as TRL pads them); `"auto"` takes the first that the model allows.
+            Forcing one that it does not allow raises.
         fused_skip_old_logps (`bool`, *optional*):
             With vLLM and on-policy steps, take the importance ratio from the training pass instead of computing old
             log-probs in a forward of their own. Defaults to where that is possible; `True` also tells where it is not.
@@ -107,11 +107,11 @@ class FusedGRPOConfig(GRPOConfig):
             Deal sequences into micro-batches by prompt and length where the loss does not depend on the cut, instead of
             at random. Logged means over micro-batches (`entropy`, `kl`, `clip_ratio/*`) follow the cut. Worth it where
             micro-batches do not share passes.
-        fused_pass_tokens (`int`, *optional*):
+        fused_max_tokens_per_forward (`int`, *optional*):
             Run packed micro-batches of an accumulation window through the model together, up to this many tokens; the
             loss remains that of each. Defaults to the size of TRL's padded micro-batch, at most 16,384. 0 runs each
             alone, in the least memory.
-        fused_skip_dead_sequences (`bool`, *optional*, defaults to `False`):
+        fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
             metric then covers the others only.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
@@ -121,7 +121,7 @@ class FusedGRPOConfig(GRPOConfig):
     """
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})
-    fused_way: str = field(
+    fused_backward: str = field(
         default="auto",
         metadata={"help": "How gradients of a trained head are built.", "choices": ["auto", "forecast", "recompute"]},
     )
@@ -131,7 +131,7 @@ class FusedGRPOConfig(GRPOConfig):
 
     fused_layout: str = field(
         default="auto",
-        metadata={"help": "Layout of the rows.", "choices": ["auto", "packed", "aligned", "host"]},
+        metadata={"help": "Layout of the rows.", "choices": ["auto", "packed", "aligned", "padded"]},
     )
     fused_skip_old_logps: bool | None = field(
         default=None,
@@ -143,10 +143,10 @@ class FusedGRPOConfig(GRPOConfig):
     fused_balance: bool = field(
         default=False, metadata={"help": "Deal sequences into micro-batches by prompt and length."}
     )
-    fused_pass_tokens: int | None = field(
+    fused_max_tokens_per_forward: int | None = field(
         default=None, metadata={"help": "Tokens of the micro-batches that run together (default: a padded one's)."}
     )
-    fused_skip_dead_sequences: bool = field(
+    fused_skip_zero_grad_sequences: bool = field(
         default=False, metadata={"help": "Leave sequences without gradient out of the model."}
     )
     kl_estimator: str = field(
@@ -155,13 +155,17 @@ class FusedGRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.fused_layout not in ("auto", "packed", "aligned", "host"):
-            raise ValueError(f'fused_layout must be "auto", "packed", "aligned" or "host", not {self.fused_layout!r}.')
-        if self.fused_way not in ("auto", "forecast", "recompute"):
-            raise ValueError(f'fused_way must be "auto", "forecast" or "recompute", not {self.fused_way!r}.')
+        if self.fused_layout not in ("auto", "packed", "aligned", "padded"):
+            raise ValueError(
+                f'fused_layout must be "auto", "packed", "aligned" or "padded", not {self.fused_layout!r}.'
+            )
+        if self.fused_backward not in ("auto", "forecast", "recompute"):
+            raise ValueError(f'fused_backward must be "auto", "forecast" or "recompute", not {self.fused_backward!r}.')
         if self.kl_estimator not in ("k1", "k2", "k3", "k4"):
             raise ValueError(f'kl_estimator must be "k1", "k2", "k3" or "k4", not {self.kl_estimator!r}.')
-        if self.fused_pass_tokens is not None and self.fused_pass_tokens < 0:
-            raise ValueError(f"fused_pass_tokens must be None, 0 or positive, not {self.fused_pass_tokens}.")
+        if self.fused_max_tokens_per_forward is not None and self.fused_max_tokens_per_forward < 0:
+            raise ValueError(
+                f"fused_max_tokens_per_forward must be None, 0 or positive, not {self.fused_max_tokens_per_forward}."
+            )
         if self.fused_logits_mib is not None and self.fused_logits_mib <= 0:
             raise ValueError(f"fused_logits_mib must be positive or None, not {self.fused_logits_mib}.")

@@ -12,33 +12,30 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-from . import _trl_compat as compat
-from .checks import (
+from trl_fused_grpo.modeling.fused_forward import install_fused_forward
+from trl_fused_grpo.modeling.output_projection import output_projection
+from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off
+from trl_fused_grpo.ops.linear_logps import FusedStats
+from trl_fused_grpo.training.checks import (
     check_aux_loss,
+    check_backward,
     check_head,
     check_kl_estimator,
     check_shapes,
     check_sharding,
-    check_way,
     tell_what_has_no_effect,
 )
-from .customisation import replaced_behind, replaced_method
-from .deferral import LogpsDeferral
-from .eligibility import (
-    why_forwards_are_not_shared,
-    why_not_fused,
-    why_padding_may_be_read,
-)
-from .fused_forward import attach
-from .fused_linear import FusedStats
-from .kl import kl_left_out, kl_term, replaces_kl
-from .lm_head import output_projection
-from .merging import MicroBatchMerger, reducing_gradients
-from .packed_attention import cudnn_attention_off
-from .question import ask_for_call, ask_for_loss
-from .replacing import replaced
-from .scorer import Scorer
-from .scoring import HostCall, Question, Scores
+from trl_fused_grpo.training.customisation import replaced_behind, replaced_method
+from trl_fused_grpo.training.deferral import LogpsDeferral
+from trl_fused_grpo.training.eligibility import why_forwards_are_not_shared, why_not_fused, why_padding_may_be_read
+from trl_fused_grpo.training.engine import LogpsEngine
+from trl_fused_grpo.training.kl import kl_left_out, kl_term, replaces_kl
+from trl_fused_grpo.training.logps import LogpsArgs, LogpsRequest, PerTokenLogps
+from trl_fused_grpo.training.loss_request import build_call_request, build_loss_request
+from trl_fused_grpo.training.merging import MicroBatchMerger, reducing_gradients
+
+from ._compat import trl as trl_compat
+from ._utils import temporary_attr
 
 
 logger = logging.get_logger(__name__)
@@ -53,8 +50,8 @@ class FusedGRPOTrainer(GRPOTrainer):
     fused linear function; TRL's own `_compute_loss` turns them into the loss. With `use_liger_loss=False` it is the
     stock trainer. `use_liger_kernel=True` means the fused loss and Liger's layer kernels.
 
-    Micro-batches of an accumulation window may share a forward of the model (`fused_pass_tokens`). Each has its loss in
-    its own training step; the gradients of all come with the last of them.
+    Micro-batches of an accumulation window may share a forward of the model (`fused_max_tokens_per_forward`). Each has
+    its loss in its own training step; the gradients of all come with the last of them.
 
     What you override, hook or replace is heeded: a faster path that assumes TRL's own is left then, and the reason is
     logged once (`docs/faster-paths.md`).
@@ -77,9 +74,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         layer_kernels = getattr(config, "use_liger_kernel", False)
         self.use_liger_loss = bool(getattr(config, "use_liger_loss", False) or layer_kernels)
         self._stats: list[FusedStats] = []
-        self._scorer = Scorer(self)
-        self._merger = MicroBatchMerger(self, self._scorer)
-        self._deferral = LogpsDeferral(self, self._scorer)
+        self._engine = LogpsEngine(self)
+        self._merger = MicroBatchMerger(self, self._engine)
+        self._deferral = LogpsDeferral(self, self._engine)
         # The micro-batch whose loss TRL's own `_compute_loss` computes, and what of it TRL reads
         self._loss_inputs: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._loss_logps: Tensor | None = None  # its log-probs
@@ -92,27 +89,41 @@ class FusedGRPOTrainer(GRPOTrainer):
             return
         if isinstance(model, PreTrainedModel):
             output_projection(model)  # before the host fails on it with less to say
-        with compat.liger_flag_lowered(config), compat.adapter_on_head_allowed():
+        with trl_compat.liger_flag_lowered(config), trl_compat.adapter_on_head_allowed():
             super().__init__(*args, **kwargs)
-        check_way(self, self._scorer.option("fused_way", "auto"))
-        check_aux_loss(self, self._scorer.causal_lm(self.model))
-        check_sharding(self, self._scorer.causal_lm(self.model))
+        check_backward(self, self._engine.option("fused_backward", "auto"))
+        check_aux_loss(self, self._engine.causal_lm(self.model))
+        check_sharding(self, self._engine.causal_lm(self.model))
         check_kl_estimator(self)
         if layer_kernels and self.accelerator.device.type == "cpu":
-            compat.leave_layers(config)
+            trl_compat.leave_layers(config)
         elif layer_kernels:
-            compat.apply_liger_layer_kernels(self._scorer.causal_lm(self.model), config)
+            trl_compat.apply_liger_layer_kernels(self._engine.causal_lm(self.model), config)
         policies: tuple[Any, ...] = (self.model, self.ref_model)
         for policy in policies:
             if policy is not None:
-                check_head(self, output_projection(self._scorer.causal_lm(policy)))
-                attach(self._scorer.causal_lm(policy))
-        tell_what_has_no_effect(self, lambda: self._scorer.layout(self.model))
+                check_head(self, output_projection(self._engine.causal_lm(policy)))
+                install_fused_forward(self._engine.causal_lm(policy))
+        tell_what_has_no_effect(self, lambda: self._engine.layout(self.model))
 
     @property
     def fused_stats(self) -> FusedStats:
         """What the fused function did in the last loss forward; its backward fills in `recomputed`."""
         return self._stats[-1] if self._stats else FusedStats()
+
+    @property
+    def is_rebalanced(self) -> bool:
+        """Whether the sequences of the last generation batch were partitioned anew (`fused_balance`)."""
+        return self._merger.rebalanced
+
+    def fused_layout(self, is_multimodal: bool = False) -> str:
+        """
+        The layout that the policy's rows get: `"packed"`, `"aligned"` or `"padded"`.
+
+        Args:
+            is_multimodal (`bool`, *optional*, defaults to `False`): whether there are images.
+        """
+        return self._engine.layout(self.model, is_multimodal)
 
     def train(self, *args, **kwargs):
         if self.use_liger_loss:
@@ -135,7 +146,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             return int(self._is_in_step)
         return max(self.current_gradient_accumulation_steps - self._window_step, 1)
 
-    @compat.profiling_decorator
+    @trl_compat.profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.use_liger_loss or return_outputs or replaced_behind(self, "compute_loss"):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -151,12 +162,12 @@ class FusedGRPOTrainer(GRPOTrainer):
         return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model, inputs):
-        is_trls = not replaced_behind(self, "_compute_loss") and not replaced_method(self, compat.OBJECTIVE_METHODS)
+        is_trls = not replaced_behind(self, "_compute_loss") and not replaced_method(self, trl_compat.OBJECTIVE_METHODS)
         if not self.use_liger_loss or not is_trls:
             return super()._compute_loss(model, inputs)
         check_shapes(inputs)
         own_inputs = dict(inputs)  # what is added for TRL is not for the buffered micro-batch
-        with replaced(self, "_loss_inputs", (inputs, own_inputs)), replaced(self, "_loss_logps", None):
+        with temporary_attr(self, "_loss_inputs", (inputs, own_inputs)), temporary_attr(self, "_loss_logps", None):
             if not replaces_kl(self):
                 return super()._compute_loss(model, own_inputs)
             with kl_left_out(self):
@@ -172,12 +183,15 @@ class FusedGRPOTrainer(GRPOTrainer):
         @wraps(backward)  # whether it was replaced is seen through this
         def backward_of_forward(loss: Tensor, **options: Any) -> None:
             is_window_end = self.accelerator.sync_gradients
-            is_padded = any(stats.layout == "host" for stats in self._stats)
+            is_padded = any(stats.layout == "padded" for stats in self._stats)
             # Checkpointed layers compute their attention again
             with cudnn_attention_off() if is_padded else nullcontext():
                 self._merger.backward(loss, self._current_micro_batch, is_window_end, partial(backward, **options))
 
-        with replaced(self.accelerator, "backward", backward_of_forward), replaced(self, "_is_in_step", True):
+        with (
+            temporary_attr(self.accelerator, "backward", backward_of_forward),
+            temporary_attr(self, "_is_in_step", True),
+        ):
             output = super().training_step(model, inputs, num_items_in_batch)
         self._window_step = 0 if self.accelerator.sync_gradients else self._window_step + 1
         if not self._merger.is_waiting:
@@ -192,12 +206,12 @@ class FusedGRPOTrainer(GRPOTrainer):
         recomputed, rows = counts
         self._metrics["train"]["fused/rows_recomputed"].append(recomputed / max(rows, 1))
 
-    def _ask_for_loss(self, inputs: dict[str, Any]) -> Question:
+    def _build_loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:
         has_aux_loss = getattr(self, "aux_loss_enabled", False)
-        skip_dead = self._scorer.option("fused_skip_dead_sequences", False) and not has_aux_loss
-        return ask_for_loss(self, inputs, skip_dead)
+        skip_zero_grad = self._engine.option("fused_skip_zero_grad_sequences", False) and not has_aux_loss
+        return build_loss_request(self, inputs, skip_zero_grad)
 
-    @compat.profiling_decorator
+    @trl_compat.profiling_decorator
     def _get_per_token_logps_and_entropies(
         self,
         model,
@@ -212,7 +226,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         trls = super()._get_per_token_logps_and_entropies
 
         def trls_own():
-            aux = {"compute_aux_loss": compute_aux_loss} if compat.SEAM_RETURNS_AUX_LOSS else {}
+            aux = {"compute_aux_loss": compute_aux_loss} if trl_compat.RETURNS_AUX_LOSS else {}
             flags = {"batch_size": batch_size, "compute_entropy": compute_entropy}  # TRL 1.14 takes them by name only
             return trls(model, input_ids, attention_mask, logits_to_keep, **flags, **aux, **multimodal)
 
@@ -220,28 +234,28 @@ class FusedGRPOTrainer(GRPOTrainer):
             return trls_own()
         given = {name: value for name, value in multimodal.items() if value is not None}
         flags = (compute_entropy, compute_aux_loss, given)
-        call = HostCall(model, input_ids, attention_mask, logits_to_keep, batch_size, *flags)
+        call = LogpsArgs(model, input_ids, attention_mask, logits_to_keep, batch_size, *flags)
         if self._deferral.takes(call):
-            return compat.seam_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
+            return trl_compat.logps_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
         is_own = replaced_method(self, ("_get_per_token_logps_and_entropies",)) is None
         is_of_loss = self._loss_inputs is not None and is_own
-        reason = why_not_fused(self, model, self._scorer.causal_lm(model))
+        reason = why_not_fused(self, model, self._engine.causal_lm(model))
         if reason is not None:
             logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
             logps, entropies, *aux = trls_own()
-            scores = Scores(logps, entropies, aux[0] if aux else None)
+            logps = PerTokenLogps(logps, entropies, aux[0] if aux else None)
         elif is_of_loss:
-            scores = self._loss_scores(call, trls)
+            logps = self._loss_scores(call, trls)
         else:
             padding = why_padding_may_be_read(self, self._deferral.is_generating)
-            padding = None if self._scorer.is_forced else padding  # whoever asks for a layout says that nobody does
-            scores = self._scorer.scores(ask_for_call(self, call, padding is not None), call, trls, padding)
+            padding = None if self._engine.is_forced else padding  # whoever asks for a layout says that nobody does
+            logps = self._engine.compute(build_call_request(self, call, padding is not None), call, trls, padding)
         if is_of_loss:
-            self._loss_logps = scores.logps
-            self._deferral.fill_ratio(self._loss_inputs[1], scores.logps, self._step)
-        return compat.seam_result(scores.logps, compat.host_entropies(self, scores.entropies), scores.aux_loss)
+            self._loss_logps = logps.logps
+            self._deferral.fill_ratio(self._loss_inputs[1], logps.logps, self._step)
+        return trl_compat.logps_result(logps.logps, trl_compat.entropies_as_trl(self, logps.entropies), logps.aux_loss)
 
-    def _loss_scores(self, call: HostCall, host_method: Callable) -> Scores:
+    def _loss_scores(self, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
         """The log-probabilities of the micro-batch whose loss TRL computes, and those that share its forward."""
         assert self._loss_inputs is not None
         inputs, _ = self._loss_inputs
@@ -250,28 +264,28 @@ class FusedGRPOTrainer(GRPOTrainer):
         if kept is not None:
             return kept
         together = self._merger.together(inputs, self._steps_left) if has_grad else [inputs]
-        if len(together) > 1 and why_forwards_are_not_shared(self, self._scorer.layout(call.model)) is not None:
+        if len(together) > 1 and why_forwards_are_not_shared(self, self._engine.layout(call.model)) is not None:
             together = [inputs]  # what was found out or replaced since the plan
-        question = Question.joined([self._ask_for_loss(batch) for batch in together])
+        logps_request = LogpsRequest.joined([self._build_loss_request(batch) for batch in together])
         if len(together) == 1:
-            scores = [self._scorer.scores(question, call, host_method)]
+            logps = [self._engine.compute(logps_request, call, trl_method)]
         else:
             ends_window = len(together) == self._steps_left
             with reducing_gradients(call.model) if ends_window else nullcontext():
-                of_all = self._scorer.scores(question, call.of(together), host_method)
-            scores = of_all.split([len(batch["completion_ids"]) for batch in together])
-            self._merger.keep(inputs, scores)
+                of_all = self._engine.compute(logps_request, call.of(together), trl_method)
+            logps = of_all.split([len(batch["completion_ids"]) for batch in together])
+            self._merger.keep(inputs, logps)
         if has_grad:
-            self._stats = scores[0].stats
-        return scores[0]
+            self._stats = logps[0].stats
+        return logps[0]
 
     def _generate_and_score_completions(self, inputs):
         if not self.use_liger_loss:
             return super()._generate_and_score_completions(inputs)
-        self._scorer.look_again()
-        skip_old = self._scorer.option("fused_skip_old_logps", None) is not False
+        self._engine.look_again()
+        skip_old = self._engine.option("fused_skip_old_logps", None) is not False
         deferral = self._deferral
-        with deferral.generation(self._steps_left, skip_old, self._scorer.layout(self.model)):
+        with deferral.generation(self._steps_left, skip_old, self._engine.layout(self.model)):
             if not deferral.defers_old:
                 return super()._generate_and_score_completions(inputs)
             output = super()._generate_and_score_completions(inputs)

@@ -4,8 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from trl_fused_grpo._model_compat import is_peft_model
-from trl_fused_grpo._trl_compat import REFUSES_ADAPTER_ON_HEAD, seam_result
+from trl_fused_grpo._compat.models import is_peft_model
+from trl_fused_grpo._compat.trl import REFUSES_ADAPTER_ON_HEAD, logps_result
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,4 @@ def dense_log_probs(
     logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
     log_probs = (logits / self.temperature).log_softmax(-1)
     logps = log_probs.gather(-1, input_ids[:, -logits_to_keep:].unsqueeze(-1)).squeeze(-1)
-    return seam_result(logps, -(log_probs.exp() * log_probs).sum(-1).detach(), None)
+    return logps_result(logps, -(log_probs.exp() * log_probs).sum(-1).detach(), None)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trl_fused_grpo import _trl_compat as compat
+from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import save_checkpoint
 
 from . import batches
@@ -219,7 +219,7 @@ def test_what_an_engine_cannot_train_is_refused_in_the_constructor(run: Run, out
     fields = pytest.importorskip("peft").LoraConfig.__dataclass_fields__
     if run.case in TOGETHER and "ensure_weight_tying" not in fields:
         pytest.skip("this PEFT does not tie adapters")
-    if run.case == "saved-head-tied" and not compat.FSDP2_FORBIDS_TIES_OF_HEADS:
+    if run.case == "saved-head-tied" and not trl_compat.FSDP2_FORBIDS_TIES_OF_HEADS:
         pytest.skip("torch and Accelerate take it")
     ours, theirs = outcome(run), outcome(run, "dense")
     assert theirs.each_rank("was_built") == [True] * RANKS

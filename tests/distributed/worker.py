@@ -28,9 +28,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, eligibility
-from trl_fused_grpo import _trl_compat as compat
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import PAD_ID, tokenizer
+from trl_fused_grpo.training import eligibility
 
 from .adapters import HEADS, TOGETHER, Head, adapter, adapters_disabled, dense_log_probs
 from .wrong_forecast import misled
@@ -205,7 +206,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     which their rounding is nothing.
     """
     shares_passes = run.case == "window" and run.trainer == "fused"
-    options |= {"fused_pass_tokens": 1000} if shares_passes else {}
+    options |= {"fused_max_tokens_per_forward": 1000} if shares_passes else {}
     args = (FusedGRPOConfig if shares_passes else GRPOConfig)(
         output_dir=str(folder / "output"),
         per_device_train_batch_size=len(batches[0]["completion_ids"]),
@@ -231,7 +232,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     )
     torch.manual_seed(0)
     trainer_class = {"stock": Fed, "dense": FedDense}.get(run.trainer, FedFused)
-    with compat.adapter_on_head_allowed() if run.trainer == "dense" else nullcontext():
+    with trl_compat.adapter_on_head_allowed() if run.trainer == "dense" else nullcontext():
         trainer = trainer_class(
             model=str(folder / run.model),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),

@@ -14,7 +14,7 @@ class _Rows:
     """Wrong for every other row."""
 
     def __init__(self, right: Any):
-        self.right, self.live_rows = right, right.live_rows
+        self.right, self.grad_rows = right, right.grad_rows
 
     def __call__(self, rows: slice, logps: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, Any]:
         grad, grad_entropies = self.right(rows, logps, entropies)
@@ -24,10 +24,10 @@ class _Rows:
 
 class _WrongForecast:
     def __init__(self, right: Any):
-        self.right, self.live = right, right.live
+        self.right, self.needs_grad = right, right.needs_grad
 
-    def at(self, index: torch.Tensor, live_rows: int) -> _Rows:
-        return _Rows(self.right.at(index, live_rows))
+    def at(self, index: torch.Tensor, grad_rows: int) -> _Rows:
+        return _Rows(self.right.at(index, grad_rows))
 
 
 @contextmanager

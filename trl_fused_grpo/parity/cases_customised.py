@@ -71,7 +71,7 @@ def own_objectives() -> list[Case]:
             "contrastive-loss-host",
             "other completions, TRL's padding",
             subclass(o.contrastive_loss_first),
-            fused={"fused_layout": "host"},
+            fused={"fused_layout": "padded"},
         ),
         _case("loss-twice", "TRL's loss of two versions of a micro-batch", subclass(o.loss_twice)),
         _case("loss-plus", "TRL's loss of other advantages, doubled", subclass(o.loss_plus)),

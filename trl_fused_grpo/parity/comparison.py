@@ -13,22 +13,10 @@ import torch
 import trl
 from packaging.version import Version
 
-from trl_fused_grpo.eligibility import MEANS_OVER_MICRO_BATCHES
-
 from .case import Case, SkippedError
-from .errors import Errors, differing_metrics, measure
+from .errors import MEANS_OVER_MICRO_BATCHES, Errors, differing_metrics, measure
 from .play import Data, Outcome, make_data, play
-from .trainers import (
-    RefusedError,
-    Settings,
-    fused,
-    has_liger_loss,
-    load,
-    oracle,
-    stock,
-    stock_liger,
-    weights,
-)
+from .trainers import RefusedError, Settings, fused, has_liger_loss, load, oracle, stock, stock_liger, weights
 from .training import run_both
 from .training_errors import problems_of
 
@@ -85,7 +73,7 @@ class Result:
         recomputed (`float`, *optional*):
             Fraction of rows that backward had to compute again.
         layout (`str`, *optional*):
-            How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"host"`.
+            How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
         seconds (`float`):
             Time the case took.
     """

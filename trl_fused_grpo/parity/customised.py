@@ -9,7 +9,7 @@ PLAIN, UNEVEN, MARKED = Rollout(), Rollout(uneven=True), Rollout(uneven=True, ma
 SAMPLED = Rollout(sampling="token", uneven=True)
 VLLM = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
 OFF_POLICY = {"steps_per_generation": 8}  # the second window of a generation batch has old log-probs
-AS_PADDED = {"fused_layout": "host"}  # dropout of single elements draws its numbers in the order of TRL's columns
+AS_PADDED = {"fused_layout": "padded"}  # dropout of single elements draws its numbers in the order of TRL's columns
 
 
 def case(

@@ -10,6 +10,8 @@ from .play import Outcome
 
 
 METRIC_TOLERANCE, METRIC_FLOOR = 1e-4, 1e-6  # relative, absolute
+# Logged means over micro-batches, or how their names begin: they depend on the cut, which is a random one in TRL
+MEANS_OVER_MICRO_BATCHES = ("entropy", "kl", "clip_ratio/", "cispo_clip_ratio", "vespo/")
 
 
 @dataclass(frozen=True)

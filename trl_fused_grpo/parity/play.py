@@ -36,7 +36,7 @@ class Outcome:
         recomputed (`int`, *optional*):
             Rows of these that backward computed a second time.
         layout (`str`, *optional*):
-            How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"host"`.
+            How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
         dealt (`bool`):
             Whether the fused trainer dealt sequences into micro-batches of its own.
     """
@@ -122,7 +122,7 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 outcome.tensors[f"{name} (window {window})" if window else name] = gradient.detach().cpu().clone()
         _collect_metrics(trainer, "train", outcome)
-        outcome.dealt |= getattr(getattr(trainer, "_merger", None), "rebalanced", False)
+        outcome.dealt |= getattr(trainer, "is_rebalanced", False)
         if case.update:
             _move(trainer, window, dtype)
     return outcome
@@ -141,7 +141,7 @@ def _move(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
 def _count_rows(trainer: Trainer, case: Case, outcome: Outcome) -> None:
     stats = getattr(trainer, "fused_stats", None)
     if stats is not None:
-        outcome.layout = trainer._scorer.layout(trainer.model, bool(getattr(case.data, "images", None)))
+        outcome.layout = trainer.fused_layout(bool(getattr(case.data, "images", None)))
         outcome.rows = (outcome.rows or 0) + stats.rows
         outcome.recomputed = (outcome.recomputed or 0) + stats.recomputed
 

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_fused_grpo import _trl_compat as compat
+from trl_fused_grpo._compat import trl as trl_compat
 
 from .adapters import adapter_config
 from .case import Batch, Case, Rollout, SkippedError, Trainer
@@ -175,8 +175,8 @@ def stock(case: Case, settings: Settings, cls: Callable[..., Trainer] = StockGRP
     Stock TRL on its own, non-Liger path, or its objective on dense logits where it refuses the case's adapter; `cls`
     may be a subclass.
     """
-    refused = case.adapter == "head" and compat.REFUSES_ADAPTER_ON_HEAD
-    with _own_mixed_precision(), compat.adapter_on_head_allowed() if refused else nullcontext():
+    refused = case.adapter == "head" and trl_compat.REFUSES_ADAPTER_ON_HEAD
+    with _own_mixed_precision(), trl_compat.adapter_on_head_allowed() if refused else nullcontext():
         trainer = _construct(cls, case, settings, settings.dtype)
         if refused:
             trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
@@ -221,7 +221,7 @@ def oracle(case: Case, settings: Settings) -> Trainer:
     the model's dtype, which leaves an error of order 1e-7, four orders of magnitude below bfloat16's.
     """
     options = {name: value for name, value in case.config.items() if name != "cast_lm_head_to_fp32"}
-    with _own_mixed_precision(), compat.adapter_on_head_allowed():
+    with _own_mixed_precision(), trl_compat.adapter_on_head_allowed():
         trainer = _construct(StockGRPOTrainer, replace(case, config=options), settings, torch.float32)
         for model in filter(None, (trainer.model, trainer.ref_model)):
             model.double()

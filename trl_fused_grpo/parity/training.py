@@ -92,7 +92,7 @@ class Run:
 
 @dataclass
 class Pair:
-    """A run of stock's, and ours of the same: by `fused_pass_tokens`."""
+    """A run of stock's, and ours of the same: by `fused_max_tokens_per_forward`."""
 
     stock: Run
     ours: dict[int | None, Run]
@@ -136,7 +136,7 @@ def run_both(case: Case, settings: Settings) -> Pair:
         raise StockFailedError(f"stock itself fails: {type(error).__name__}: {error}") from error
     ours = {}
     for tokens in PASS_TOKENS:
-        options = {} if tokens is None else {"fused_pass_tokens": tokens}
+        options = {} if tokens is None else {"fused_max_tokens_per_forward": tokens}
         ours[tokens] = train(
             _fused, _class_under_test(settings), replace(case, fused={**options, **case.fused}), settings
         )
@@ -191,8 +191,8 @@ def _train(
     shares = [entry["fused/rows_recomputed"] for entry in trainer.state.log_history if "fused/rows_recomputed" in entry]
     run.recomputed = sum(shares) / len(shares) if shares else None
     run.log = [_compared(entry) for entry in trainer.state.log_history]
-    scorer = getattr(trainer, "_scorer", None)
-    run.layout = scorer.layout(trainer.model) if scorer is not None and shares else None
+    engine = getattr(trainer, "_engine", None)
+    run.layout = engine.layout(trainer.model) if engine is not None and shares else None
     return run
 
 

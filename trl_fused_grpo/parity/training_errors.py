@@ -27,7 +27,7 @@ class Figures(Protocol):
 
 def problems_of(case: Case, pair: Pair, figures: Figures) -> list[str]:
     """
-    Compare ours with stock's, at every `fused_pass_tokens` that was tried.
+    Compare ours with stock's, at every `fused_max_tokens_per_forward` that was tried.
 
     Args:
         case ([`Case`]):
@@ -51,7 +51,7 @@ def problems_of(case: Case, pair: Pair, figures: Figures) -> list[str]:
         if _worst(errors) > worst:
             worst = _worst(errors)
             _fill(figures, pair.stock, ours, errors)
-        where = "" if tokens is None else f" (fused_pass_tokens={tokens})"
+        where = "" if tokens is None else f" (fused_max_tokens_per_forward={tokens})"
         found = _problems_of_run(case, pair.stock, ours, errors)
         problems += [problem + where for problem in found if problem not in problems]
     return problems

@@ -1,0 +1,346 @@
+"""FusedLinearGRPOLoss: Liger's loss where Liger has one, float64 arithmetic where it has none."""
+
+import inspect
+
+import pytest
+import torch
+from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+from tests.grpo_oracle import grpo_loss
+from tests.oracle import dense_logps, relative_error
+from trl_fused_grpo import FusedLinearGRPOLoss
+from trl_fused_grpo.loss.objective import KL_ESTIMATORS, LOSS_TYPES, GRPOObjective
+
+
+B, T, H, V = 4, 9, 17, 53
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+HIDDEN, WEIGHT, BIAS = randn(B, T, H), 0.3 * randn(V, H, seed=1), randn(V, seed=2)
+IDS = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
+MASK = (torch.arange(T) < torch.tensor([9, 4, 1, 6])[:, None]).float()
+MASK[0, 3] = 0
+ADVANTAGES = torch.tensor([1.4, -0.5, 0.3, -0.2])  # a loss that does not cancel
+RATIO = 0.2 + torch.rand(B, T, generator=torch.Generator().manual_seed(4))
+TEMPERATURE = 0.8
+
+
+def dense(hidden, weight, bias):
+    logps, entropies = dense_logps(hidden.flatten(0, 1), weight, IDS.flatten(), bias, TEMPERATURE)
+    return logps.view(B, T), entropies.view(B, T)
+
+
+CURRENT = dense(HIDDEN, WEIGHT, BIAS)[0]
+OLD, REF = CURRENT + 0.4 * randn(B, T, seed=5), CURRENT + 0.5 * randn(B, T, seed=6)
+
+
+def run(cls, options, bias=True, factor=4.0, hidden=HIDDEN, mask=MASK, advantages=ADVANTAGES, **inputs):
+    """The loss object, loss, metrics, and gradients of hidden states, weight and bias."""
+    leaves = [x.clone().requires_grad_() for x in (hidden, WEIGHT, BIAS) if bias or x is not BIAS]
+    loss_fn = cls(**{"temperature": TEMPERATURE, "max_completion_length": 12, "compiled": False, **options})
+    loss, metrics = loss_fn(*leaves[:2], IDS, mask, advantages, leaves[2] if bias else None, **inputs)
+    return loss_fn, loss.detach(), metrics, torch.autograd.grad(loss * factor, leaves)
+
+
+def truth(options, factor=4.0, mask=MASK, advantages=ADVANTAGES, **inputs):
+    """Loss, KL divergence and gradients of the same in float64."""
+    leaves = [x.double().requires_grad_() for x in (HIDDEN, WEIGHT, BIAS)]
+    logps, entropies = dense(*leaves)
+    options = {"loss_type": "dapo", "max_completion_length": 12, **options}
+    loss, kl = grpo_loss(options, logps, mask, advantages, entropies=entropies, **inputs)
+    return loss.detach(), kl, torch.autograd.grad(loss * factor, leaves)
+
+
+def assert_close(values, truths, tolerance=1e-5):
+    errors = [relative_error(value, expected) for value, expected in zip(values, truths, strict=True)]
+    assert max(errors) <= tolerance, errors
+
+
+LIGER_ARGUMENTS = {
+    "__init__": (
+        "self beta compiled use_ref_model chunk_size epsilon_low epsilon_high loss_type max_completion_length "
+        "importance_sampling_level sapo_temperature_pos sapo_temperature_neg temperature delta use_bias_correction_kl "
+        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
+    ),
+    "forward": (
+        "self _input lin_weight selected_token_ids attention_mask advantages bias ref_per_token_logps "
+        "old_per_token_logps ref_input ref_weight ref_bias vllm_is_ratio num_items_in_batch"
+    ),
+}
+
+
+@pytest.mark.parametrize("method", LIGER_ARGUMENTS)
+def test_positional_arguments_are_those_of_the_newest_liger(method):
+    ours = inspect.signature(getattr(FusedLinearGRPOLoss, method)).parameters
+    positional = [p.name for p in ours.values() if p.kind is not p.KEYWORD_ONLY]
+    assert positional == LIGER_ARGUMENTS[method].split()
+    installed = inspect.signature(getattr(LigerFusedLinearGRPOLoss, method)).parameters
+    for name, parameter in installed.items():
+        assert ours[name].default == parameter.default
+    assert issubclass(FusedLinearGRPOLoss, LigerFusedLinearGRPOLoss)
+
+
+def liger_cases():
+    """One axis at a time around every loss type and level: (name, options, inputs)."""
+    ratios = {"per-sequence": RATIO[:, 0], "one-column": RATIO[:, :1], "per-token": RATIO}
+    reference = {"ref_input": HIDDEN + 0.1, "ref_weight": 0.9 * WEIGHT, "ref_bias": BIAS}
+    for loss_type in LOSS_TYPES:
+        for level in ("token", "sequence"):
+            if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
+                continue
+            base = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.0, "use_ref_model": False}
+            if loss_type == "cispo":
+                base["epsilon_high"] = 1.3
+            kl = {**base, "beta": 0.1, "use_ref_model": True}
+            name = f"{loss_type}-{level}".replace("_", "-")
+            yield f"{name}-on-policy", base, {}
+            yield f"{name}-off-policy", base, {"old_per_token_logps": OLD}
+            for shape, ratio in ratios.items():
+                yield f"{name}-ratio-{shape}", base, {"old_per_token_logps": OLD, "vllm_is_ratio": ratio}
+            yield f"{name}-kl", kl, {"ref_per_token_logps": REF, "vllm_is_ratio": RATIO}
+            yield f"{name}-kl-off-policy", kl, {"ref_per_token_logps": REF, "old_per_token_logps": OLD}
+            yield f"{name}-kl-reference-model", kl, reference
+            yield f"{name}-kl-no-reference", {**kl, "use_ref_model": False}, {"old_per_token_logps": OLD}
+            corrected = {**kl, "use_bias_correction_kl": True, "delta": 1.5}
+            yield f"{name}-kl-corrected", corrected, {"ref_per_token_logps": REF, "old_per_token_logps": OLD}
+            if loss_type in ("dapo", "cispo", "vespo"):
+                yield f"{name}-window", base, {"num_items_in_batch": torch.tensor(77)}
+
+
+LIGER_CASES = {name: (options, inputs) for name, options, inputs in liger_cases()}
+# Releases before 0.8.2 take a token's ratio for the bias correction at sequence level too
+TOKEN_RATIO_CORRECTS_KL = "num_items_in_batch" not in inspect.signature(LigerFusedLinearGRPOLoss.forward).parameters
+FIRST_OPTION = {"cispo": "sapo_temperature_pos", "sapo": "sapo_temperature_pos", "luspo": "delta", "vespo": "delta"}
+
+
+def skip_what_the_installed_liger_lacks(options, inputs):
+    known = {
+        *inspect.signature(LigerFusedLinearGRPOLoss.__init__).parameters,
+        *inspect.signature(LigerFusedLinearGRPOLoss.forward).parameters,
+    }
+    missing = {*options, *inputs, FIRST_OPTION.get(options["loss_type"], "beta")} - known
+    if options.get("use_bias_correction_kl") and options["importance_sampling_level"] == "sequence":
+        missing |= {"sequence-level bias correction"} if TOKEN_RATIO_CORRECTS_KL else set()
+    if missing:
+        pytest.skip(f"the installed Liger has no {', '.join(sorted(missing))}")
+
+
+@pytest.mark.parametrize("name", LIGER_CASES)
+def test_loss_metrics_and_gradients_are_ligers(name):
+    options, inputs = LIGER_CASES[name]
+    skip_what_the_installed_liger_lacks(options, inputs)
+    _, loss, metrics, grads = run(LigerFusedLinearGRPOLoss, options, **inputs)
+    loss_fn, our_loss, our_metrics, our_grads = run(FusedLinearGRPOLoss, options, **inputs)
+    assert isinstance(our_metrics, tuple)
+    assert_close([our_loss, *our_grads], [loss, *grads], 2e-5 if options["loss_type"] == "vespo" else 1e-5)
+    for mine, theirs in zip(our_metrics, metrics, strict=True):
+        assert mine.item() == pytest.approx(theirs.item(), rel=1e-5, abs=1e-7)
+    if loss_fn.objective.is_tokenwise("old_per_token_logps" in inputs):
+        assert loss_fn.stats.recomputed == 0
+
+
+BEYOND_LIGER = {
+    "off-policy-mask": ({"off_policy_mask_threshold": 0.05}, {"old_per_token_logps": OLD}),
+    "off-policy-mask-sampler": (
+        {"off_policy_mask_threshold": 0.05, "loss_type": "grpo"},
+        {"old_per_token_logps": OLD, "sampling_per_token_logps": CURRENT + 0.2 * randn(B, T, seed=9)},
+    ),
+    "top-entropy": ({"top_entropy_quantile": 0.4}, {"old_per_token_logps": OLD}),
+    "entropy-bonus": ({"entropy_coef": 0.1, "loss_type": "grpo"}, {"old_per_token_logps": OLD}),
+    "entropy-bonus-on-policy": ({"entropy_coef": 0.1}, {}),
+    **{
+        f"kl-{name}": ({"kl_estimator": name, "beta": 0.2}, {"ref_per_token_logps": REF, "old_per_token_logps": OLD})
+        for name in KL_ESTIMATORS
+    },
+    **{
+        f"{name.replace('_', '-')}-normalizer": ({"reduction": name, "loss_type": "sapo"}, {"normalizer": 31.0})
+        for name in ("token_mean", "sequence_mean", "fixed_length", "sequence_sum")
+    },
+    "normalizer": ({}, {"normalizer": torch.tensor(31.0)}),
+    "token-advantages": ({}, {"advantages": 0.3 + randn(B, T, seed=10), "old_per_token_logps": OLD}),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_LIGER)
+def test_further_options_equal_the_oracle(name):
+    options, inputs = BEYOND_LIGER[name]
+    options = {"beta": 0.0, **options}
+    loss_fn, loss, metrics, grads = run(FusedLinearGRPOLoss, options, **inputs)
+    names = {"old_per_token_logps": "old", "ref_per_token_logps": "ref", "sampling_per_token_logps": "sampling"}
+    inputs = {names.get(key, key): value for key, value in inputs.items()}
+    expected, kl, truths = truth(options, **inputs)
+    assert_close([loss, *grads], [expected, *truths], 3e-6)
+    if options["beta"] != 0.0:
+        assert metrics[0].item() == pytest.approx(kl, rel=1e-5)
+    if loss_fn.objective.is_tokenwise("old" in inputs):
+        assert loss_fn.stats.recomputed == 0
+
+
+@pytest.mark.parametrize("gap", [1e-2, 1e-4])
+def test_a_reference_next_to_the_policy_is_forecast_to_the_last_bit(gap):
+    ref = CURRENT + gap * randn(B, T, seed=11)
+    loss_fn, *_ = run(FusedLinearGRPOLoss, {"beta": 0.1}, advantages=torch.zeros(B), ref_per_token_logps=ref)
+    assert (loss_fn.stats.backward, loss_fn.stats.recomputed) == ("forecast", 0)
+
+
+def test_only_tokens_that_count_are_projected_and_padding_may_hold_anything():
+    ids, poison = IDS.clone(), torch.full((B, T), float("nan"))
+    ids[MASK == 0] = -100
+    hidden = HIDDEN.masked_fill(MASK[..., None] == 0, float("nan"))
+    loss_fn = FusedLinearGRPOLoss(beta=0.1, temperature=TEMPERATURE)
+    weight = WEIGHT.clone().requires_grad_()
+    inputs = {
+        name: torch.where(MASK == 0, poison, value)
+        for name, value in (("old_per_token_logps", OLD), ("ref_per_token_logps", REF), ("vllm_is_ratio", RATIO))
+    }
+    loss, _ = loss_fn(hidden, weight, ids, MASK, ADVANTAGES, BIAS, **inputs)
+    (grad,) = torch.autograd.grad(4 * loss, weight)
+    clean = {"old_per_token_logps": OLD, "ref_per_token_logps": REF, "vllm_is_ratio": RATIO}
+    _, expected, _, grads = run(FusedLinearGRPOLoss, {"beta": 0.1}, **clean)
+    assert_close([loss.detach(), grad], [expected, grads[1]], 1e-6)
+    assert loss_fn.stats.rows == MASK.sum()
+
+
+def test_tokens_without_gradient_take_part_in_the_forward_only(monkeypatch):
+    from trl_fused_grpo.ops import chunked_linear
+
+    heights = []
+    add = chunked_linear.GradAccumulator.add
+    monkeypatch.setattr(
+        chunked_linear.GradAccumulator,
+        "add",
+        lambda self, rows, logits, *rest: (heights.append(len(logits)), add(self, rows, logits, *rest)),
+    )
+    advantages = torch.tensor([1.4, 0.0, 0.0, -0.2])
+    run(FusedLinearGRPOLoss, {"beta": 0.0}, advantages=advantages)
+    assert sum(heights) == MASK[[0, 3]].sum()
+
+
+@pytest.mark.parametrize("shape", ["per-sequence", "one-column", "per-token"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_each_token_may_have_its_own_temperature(shape, bias):
+    temperature = 0.5 + torch.rand(B, T, generator=torch.Generator().manual_seed(12))
+    if shape != "per-token":
+        temperature = temperature[:, :1]
+    leaves = [x.double().requires_grad_() for x in (HIDDEN, WEIGHT, BIAS)][: 3 if bias else 2]
+    logits = leaves[0] @ leaves[1].T + (leaves[2] if bias else 0.0)
+    log_p = (logits / temperature.unsqueeze(-1)).log_softmax(-1)
+    expected, _ = grpo_loss(
+        {"loss_type": "dapo"}, log_p.gather(-1, IDS[..., None]).squeeze(-1), MASK, ADVANTAGES, old=OLD
+    )
+    truths = torch.autograd.grad(4 * expected, leaves)
+    temperature = temperature[:, 0] if shape == "per-sequence" else temperature
+    inputs = {"old_per_token_logps": OLD, "temperature": temperature}
+    loss_fn, loss, _, grads = run(FusedLinearGRPOLoss, {"beta": 0.0}, bias, **inputs)
+    assert_close([loss, *grads], [expected.detach(), *truths], 3e-6)
+    assert loss_fn.stats.recomputed == 0
+
+
+def test_a_frozen_head_takes_the_way_of_two_gemms_and_gets_no_gradient():
+    loss_fn = FusedLinearGRPOLoss(beta=0.0, temperature=TEMPERATURE, importance_sampling_level="sequence")
+    hidden = HIDDEN.clone().requires_grad_()
+    loss, _ = loss_fn(hidden, WEIGHT, IDS, MASK, ADVANTAGES, BIAS, old_per_token_logps=OLD)
+    (grad,) = torch.autograd.grad(4 * loss, hidden)
+    expected, _, truths = truth({"importance_sampling_level": "sequence"}, old=OLD)
+    assert_close([loss.detach(), grad], [expected, truths[0]], 2e-6)
+    assert (loss_fn.stats.backward, loss_fn.stats.recomputed) == ("frozen", 0)
+
+
+def test_a_way_can_be_forced():
+    loss_fn, _, _, grads = run(FusedLinearGRPOLoss, {"beta": 0.0, "backward": "recompute", "logits_mib": 0.001})
+    _, _, _, expected = run(FusedLinearGRPOLoss, {"beta": 0.0})
+    assert loss_fn.stats.backward == "recompute"
+    assert_close(grads, expected, 1e-6)
+
+
+def test_a_batch_without_tokens_gives_a_differentiable_zero():
+    _, loss, metrics, grads = run(FusedLinearGRPOLoss, {"beta": 0.1}, mask=torch.zeros(B, T), ref_per_token_logps=REF)
+    assert [loss.item(), *(m.item() for m in metrics), *(g.abs().sum().item() for g in grads)] == [0.0] * 6
+
+
+def test_nothing_is_kept_for_backward_without_gradients():
+    loss_fn = FusedLinearGRPOLoss(beta=0.0, temperature=TEMPERATURE)
+    with torch.no_grad():
+        loss, _ = loss_fn(HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES, BIAS)
+    assert loss_fn.stats.backward == "no_grad"
+    assert relative_error(loss, truth({})[0]) < 2e-6
+
+
+def test_gradients_flow_to_hidden_states_and_head_only():
+    old, ref, ratio, advantages = (x.clone().requires_grad_() for x in (OLD, REF, RATIO, ADVANTAGES))
+    loss_fn = FusedLinearGRPOLoss(beta=0.1, temperature=TEMPERATURE)
+    weight = WEIGHT.clone().requires_grad_()
+    loss, metrics = loss_fn(
+        HIDDEN, weight, IDS, MASK, advantages, ref_per_token_logps=ref, old_per_token_logps=old, vllm_is_ratio=ratio
+    )
+    loss.backward()
+    assert weight.grad is not None
+    assert all(x.grad is None for x in (old, ref, ratio, advantages))
+    assert not any(m.requires_grad for m in metrics)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_outputs_come_with_names(loss_type):
+    options = {"beta": 0.1, "loss_type": loss_type, "max_completion_length": 12, "temperature": TEMPERATURE}
+    inputs = {"ref_per_token_logps": REF, "old_per_token_logps": OLD}
+    loss, (kl, clipped) = FusedLinearGRPOLoss(**options)(HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES, BIAS, **inputs)
+    outputs = FusedLinearGRPOLoss(**options)(HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES, BIAS, **inputs, return_outputs=True)
+    logps, entropies = dense(HIDDEN, WEIGHT, BIAS)
+    counted = MASK.bool()
+    assert torch.equal(outputs.loss, loss)
+    assert relative_error(outputs.per_token_logps[counted], logps[counted]) < 1e-6
+    assert relative_error(outputs.entropies[counted], entropies[counted]) < 1e-6
+    metrics = outputs.metrics
+    assert metrics["kl"] == kl
+    assert metrics["clip_ratio/region_mean"] == clipped
+    assert metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"] == pytest.approx(clipped.item())
+    assert metrics["entropy"].item() == pytest.approx(entropies[counted].mean().item(), rel=1e-5)
+    assert ("vespo/phi_seq_mean" in metrics) == (loss_type == "vespo")
+
+
+def test_both_references_at_once_are_one_too_many():
+    loss_fn = FusedLinearGRPOLoss(beta=0.1)
+    arguments = HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES
+    expected, _ = loss_fn(*arguments, ref_per_token_logps=REF)
+    with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
+        loss, _ = loss_fn(*arguments, ref_per_token_logps=REF, ref_input=HIDDEN, ref_weight=WEIGHT)
+    assert torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"_input": HIDDEN[:, 1:]}, r"_input has shape \[4, 8\]"),
+        ({"attention_mask": MASK[1:]}, r"attention_mask has shape \[3, 9\]"),
+        ({"advantages": ADVANTAGES[1:]}, r"advantages has shape \[3\].*\[4\] or \[4, 1\] or \[4, 9\]"),
+        ({"old_per_token_logps": OLD[:, 1:]}, r"old_per_token_logps has shape \[4, 8\]"),
+        ({"vllm_is_ratio": RATIO[:, :2]}, r"vllm_is_ratio has shape \[4, 2\]"),
+        ({}, "needs ref_per_token_logps"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused_by_name(inputs, message):
+    names = ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages")
+    arguments = {**dict(zip(names, (HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES), strict=True)), **inputs}
+    with pytest.raises(ValueError, match=message):
+        FusedLinearGRPOLoss()(**arguments)
+
+
+@pytest.mark.parametrize("name", ["sapo_temperature_pos", "sapo_temperature_neg", "delta"])
+def test_what_must_be_positive_is(name):
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
+        FusedLinearGRPOLoss(**{name: 0.0})
+
+
+def test_attributes_set_later_count():
+    loss_fn = FusedLinearGRPOLoss(beta=0.5)
+    loss_fn.beta, loss_fn.loss_type = 0.0, "grpo"
+    assert (loss_fn.objective.beta, loss_fn.objective.loss_type) == (0.0, "grpo")
+    loss_fn(HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES)  # needs no reference any more
+
+
+def test_an_objective_makes_a_loss_and_a_loss_an_objective():
+    objective = GRPOObjective(loss_type="sapo", beta=0.3, kl_estimator="k2", entropy_coef=0.1, reduction="token_mean")
+    assert FusedLinearGRPOLoss.from_objective(objective, backward="recompute").objective == objective

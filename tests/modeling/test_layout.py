@@ -1,0 +1,244 @@
+"""Layouts of the rows: stock's loss and gradients whatever the lengths, and refused where they do not fit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packaging.version import Version
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
+from trl import GRPOTrainer
+
+from tests.oracle import relative_error
+from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
+from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.modeling import checkpointing, layout
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
+from trl_fused_grpo.training.partitioning import balanced_partitions
+
+
+LAYOUTS = ["packed", "aligned", "padded"]
+
+
+def every_length(**extra):
+    """Rows of 0 to 8 completion tokens, prompts of 1 to 4."""
+    inputs = make_inputs(rows=9, **extra)
+    inputs["completion_mask"] = (torch.arange(8) < torch.arange(9)[:, None]).long()
+    lengths = torch.arange(9) % 3 + 1
+    inputs["prompt_mask"] = (torch.arange(3) >= 3 - lengths[:, None]).long()
+    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    return inputs
+
+
+def with_repeated_prompts(inputs):
+    """The same micro-batch with three prompts, of which one has completions on both sides of another's."""
+    prompt = torch.tensor([0, 1, 0, 1, 1, 2, 2, 2, 0])
+    for name in ("prompt_ids", "prompt_mask"):
+        inputs[name] = inputs[name][prompt]
+    return inputs
+
+
+def assert_same(trainer, stock, inputs, tolerance=1e-5):
+    loss, gradients = loss_and_gradients(trainer, inputs)
+    expected_loss, expected = loss_and_gradients(stock, inputs)
+    assert relative_error(loss, expected_loss) < tolerance
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, expected[name]) < tolerance, name
+
+
+@pytest.mark.parametrize("old_logps", [False, True], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_layout_trains_what_stock_trains(tmp_path, name, old_logps):
+    inputs = every_length()
+    if old_logps:
+        inputs["old_per_token_logps"] = torch.full((9, 8), -6.9)
+    assert_same(make_trainer(tmp_path, fused_layout=name), make_trainer(tmp_path, GRPOTrainer), inputs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_layout_under_gradient_checkpointing(tmp_path, name, monkeypatch):
+    trainer = make_trainer(tmp_path, fused_layout=name, gradient_checkpointing=True)
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    calls = []
+    original = checkpointing.checkpoint
+    monkeypatch.setattr(checkpointing, "checkpoint", lambda *args: calls.append(args) or original(*args))
+    assert_same(trainer, make_trainer(tmp_path, GRPOTrainer), every_length())
+    assert len(calls) == trainer.model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "moe"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient-checkpointing"])
+def test_a_prompt_that_completions_share_trains_what_its_copies_train(tmp_path, kind, checkpointing):
+    trainer = make_trainer(tmp_path, kind=kind, gradient_checkpointing=checkpointing)
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = with_repeated_prompts(every_length(old_per_token_logps=torch.full((9, 8), -6.9)))
+    assert_same(trainer, make_trainer(tmp_path, GRPOTrainer, kind=kind), inputs)
+
+
+def test_packed_rows_hold_a_shared_prompt_once(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(layout, "packed", lambda *args, _=layout.packed: seen.append(_(*args)) or seen[-1])
+    inputs = with_repeated_prompts(every_length())
+    for shares in (True, False):
+        loss_and_gradients(make_trainer(tmp_path, fused_share_prompts=shares), inputs)
+    lengths, scored = inputs["prompt_mask"].sum(1), inputs["completion_mask"].any(1)
+    once, each = lengths[[1, 2, 5]].sum(), lengths[scored].sum()
+    tokens = [layout.model_inputs["input_ids"].shape[1] for layout in seen]
+    assert tokens == [inputs["completion_mask"].sum() + prompts for prompts in (once, each)]
+
+
+def test_the_auxiliary_loss_sees_every_copy_of_a_prompt(tmp_path):
+    if not trl_compat.RETURNS_AUX_LOSS:
+        pytest.skip("this TRL has no auxiliary loss")
+    options = {"kind": "moe", "router_aux_loss_coef": 0.5}
+    ours, stock = make_trainer(tmp_path, **options), make_trainer(tmp_path, GRPOTrainer, **options)
+    assert_same(ours, stock, with_repeated_prompts(every_length()))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kind", ["tied", "moe"])
+def test_each_layout_on_other_models(tmp_path, name, kind):
+    assert_same(
+        make_trainer(tmp_path, kind=kind, fused_layout=name),
+        make_trainer(tmp_path, GRPOTrainer, kind=kind),
+        every_length(),
+    )
+
+
+@pytest.mark.parametrize("repeated", [False, True], ids=["", "shared-prompts"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_layout_respects_sliding_windows(tmp_path, name, repeated):
+    config = model_config("tied").to_dict()
+    config.update(use_sliding_window=True, sliding_window=3, max_window_layers=0, layer_types=["sliding_attention"] * 2)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(AutoModelForCausalLM.from_config(Qwen3Config(**config), attn_implementation="sdpa"))
+    ours, stock = (
+        make_trainer(tmp_path, model=models[0], fused_layout=name),
+        make_trainer(tmp_path, GRPOTrainer, model=models[1]),
+    )
+    inputs = every_length()
+    assert_same(ours, stock, with_repeated_prompts(inputs) if repeated else inputs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_absolute_positions_keep_the_host_s_positions(tmp_path, name):
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(AutoModelForCausalLM.from_config(config))
+    ours, stock = (
+        make_trainer(tmp_path, model=models[0], fused_layout=name),
+        make_trainer(tmp_path, GRPOTrainer, model=models[1]),
+    )
+    assert_same(ours, stock, with_repeated_prompts(every_length()))
+
+
+@pytest.mark.parametrize("repeated", [False, True], ids=["", "shared-prompts"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_log_probs_by_sub_batches_come_back_in_order(tmp_path, name, repeated):
+    trainer, stock = make_trainer(tmp_path, fused_layout=name), make_trainer(tmp_path, GRPOTrainer)
+    inputs = with_repeated_prompts(every_length()) if repeated else every_length()
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    with torch.no_grad():
+        ours, theirs = (
+            t._get_per_token_logps_and_entropies(t.model, ids, mask, 8, batch_size=2, compute_entropy=True)
+            for t in (trainer, stock)
+        )
+    keep = inputs["completion_mask"].bool()
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        assert relative_error(mine[keep], other[keep]) < 1e-5
+
+
+def test_packed_rows_hold_no_padding_and_no_sequence_that_is_not_scored(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, fused_layout="packed")
+    seen = []
+    monkeypatch.setattr(layout, "packed", lambda *args, _=layout.packed: seen.append(_(*args)) or seen[-1])
+    inputs = every_length()
+    loss_and_gradients(trainer, inputs)
+    scored = inputs["completion_mask"].any(1)
+    tokens = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1))[scored].sum()
+    assert seen[0].model_inputs["input_ids"].shape == (1, tokens)
+
+
+@pytest.mark.parametrize("name", ["packed", "aligned"])
+def test_attention_gets_no_mask_and_takes_its_causal_path(tmp_path, name, monkeypatch):
+    if name == "aligned" and Version("5.0.0") > model_compat.TRANSFORMERS:
+        pytest.skip("transformers 4 builds a mask wherever positions are given")
+    trainer = make_trainer(tmp_path, fused_layout=name)
+    calls = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        calls.append((kwargs.get("attn_mask"), kwargs["is_causal"]))
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    loss_and_gradients(trainer, every_length())
+    assert set(calls) == {(None, True)}
+
+
+def test_a_layout_that_the_model_cannot_take_is_refused_with_the_reason(tmp_path):
+    model = AutoModelForCausalLM.from_config(model_config("llama"), attn_implementation="eager")
+    trainer = make_trainer(tmp_path, model=model, fused_layout="packed")
+    with pytest.raises(ValueError, match="attn_implementation='eager' knows no sequence borders"):
+        loss_and_gradients(trainer, every_length())
+
+
+def test_a_model_whose_attention_ignores_borders_is_not_trained_on_them(tmp_path):
+    trainer = make_trainer(tmp_path, fused_layout="packed")
+    trainer.model.config.num_hidden_layers = 3  # one layer more than there is
+    with pytest.raises(RuntimeError, match=r'only 2 of 3 attention layers .* fused_layout="aligned"'):
+        loss_and_gradients(trainer, every_length())
+
+
+def test_left_to_choose_such_a_model_is_trained_on_aligned_rows(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.model.config.num_hidden_layers = 3
+    assert_same(trainer, make_trainer(tmp_path, GRPOTrainer), every_length())
+    assert trainer.fused_layout() == "aligned"
+
+
+def test_generation_still_works_after_packed_training(tmp_path):
+    trainer = make_trainer(tmp_path, fused_layout="packed")
+    ids = torch.tensor([[5, 6, 7], [0, 6, 7]])
+    call = {"attention_mask": (ids > 0).long(), "max_new_tokens": 5, "do_sample": False}
+    before = trainer.model.eval().generate(ids, **call)
+    loss_and_gradients(trainer, every_length())
+    assert torch.equal(trainer.model.eval().generate(ids, **call), before)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts", "size"),
+    [([9, 1, 5, 5], 2, 2), ([7, 7, 1, 1, 1, 1], 2, 3), ([3], 1, 4), ([5, 4, 3, 2, 1], 3, 2), ([0, 0, 0], 2, 2)],
+)
+def test_partitioning_gives_every_part_its_share(lengths, parts, size):
+    partitions = balanced_partitions(lengths, parts, size)
+    assert sorted(index for partition in partitions for index in partition) == list(range(len(lengths)))
+    assert len(partitions) == parts and all(1 <= len(partition) <= size for partition in partitions)
+    tokens = [sum(lengths[i] for i in partition) for partition in partitions]
+    assert max(tokens) - min(tokens) <= max(lengths)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_partitioning_keeps_sequences_of_a_prompt_together(data):
+    size, group = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    groups = data.draw(st.integers(1, 6))
+    count = groups * group
+    lengths = data.draw(st.lists(st.integers(0, 99), min_size=count, max_size=count))
+    prompts = data.draw(st.permutations([index // group for index in range(count)]))
+    parts = -(-count // size)
+    partitions = balanced_partitions(lengths, parts, size, prompts)
+    assert sorted(index for partition in partitions for index in partition) == list(range(count))
+    assert len(partitions) == parts and all(1 <= len(partition) <= size for partition in partitions)
+    if size % group == 0 or group % size == 0:  # no prompt needs to be cut, or no part to be shared
+        copies = sum(len({prompts[index] for index in partition}) for partition in partitions)
+        assert copies == max(groups, parts if group % size == 0 else groups)

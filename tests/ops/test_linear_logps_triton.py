@@ -1,0 +1,95 @@
+"""The whole fused function with the Triton kernels, against a dense float64 computation."""
+
+import pytest
+import torch
+
+from tests.oracle import KnownGradients
+from trl_fused_grpo.modeling.fused_forward import as_complex
+from trl_fused_grpo.ops import kernels
+from trl_fused_grpo.ops.linear_logps import fused_linear_logps
+from trl_fused_grpo.ops.lm_head import LMHead
+
+from .test_triton_kernels import CUDA, DEVICE, TRANSFORMS, dense, error, gpu, kernels_run, on_gpu, triton_kernels
+
+
+# The interpreter truncates to bfloat16 where the GPU rounds to nearest
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=on_gpu)]
+
+
+@pytest.fixture(autouse=True)
+def triton_on_every_device(monkeypatch):
+    monkeypatch.setattr(kernels, "for_device", lambda device: triton_kernels)
+
+
+def projected_rows(dtype, shape=(252 if CUDA else 12, 507, 123)):
+    generator = torch.Generator().manual_seed(1)
+    n, vocab, width = shape
+    hidden = torch.randn(n, width, generator=generator)
+    weight = torch.randn(vocab, width, generator=generator) * 3 / width**0.5
+    bias = torch.randn(vocab, generator=generator)
+    targets = torch.randint(vocab, (n,), generator=generator).to(DEVICE)
+    grads = torch.randn(2, n, generator=generator).to(DEVICE)
+    return [x.to(DEVICE, dtype) for x in (hidden, weight, bias)], targets, grads
+
+
+def dense_step(parameters, targets, transform, grad_logps, grad_entropies):
+    """Outputs and gradients by way of dense logits, which are raised to float32 at least, as stock does."""
+    hidden, weight, bias = (x.detach().clone().requires_grad_() for x in parameters)
+    logits = hidden @ weight.t() + bias  # two roundings, as in TRL's fused head
+    logps, _, entropies = dense(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, transform)
+    objective = (logps * grad_logps).sum() + (0 if grad_entropies is None else (entropies * grad_entropies).sum())
+    return logps, entropies, *torch.autograd.grad(objective, (hidden, weight, bias))
+
+
+@gpu
+@kernels_run
+@pytest.mark.parametrize("entropy_grad", [False, True], ids=["logps", "logps-and-entropies"])
+@pytest.mark.parametrize("transform", [TRANSFORMS["plain"], TRANSFORMS["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backward", ["frozen", "forecast", "wrong-forecast", "recompute"])
+def test_fused_function_matches_float64(backward, dtype, transform, entropy_grad):
+    parameters, targets, (grad_logps, grad_entropies) = projected_rows(dtype)
+    grad_entropies = grad_entropies if entropy_grad else None
+    step = (targets, transform, grad_logps, grad_entropies)
+    expected = dense_step([x.double() for x in parameters], *step)
+    own = dense_step(parameters, *step)
+
+    trained = 1 if backward == "frozen" else 3
+    hidden, weight, bias = (x.clone().requires_grad_(i < trained) for i, x in enumerate(parameters))
+    forecast = None
+    if "forecast" in backward:
+        known = grad_logps.roll(1) if backward == "wrong-forecast" else grad_logps
+        forecast = KnownGradients(known, grad_entropies)
+    logps, entropies = fused_linear_logps(
+        hidden,
+        LMHead(weight, bias, transform.logit_scale, transform.softcap),
+        targets,
+        transform.temperature,
+        forecast=forecast,
+        backward=backward.removeprefix("wrong-"),
+        logits_mib=0.15 if CUDA else 0.02,  # several chunks
+        entropy_grad=entropy_grad,
+    )
+    # As the trainer receives them: their gradients come back with gaps between the numbers
+    logps, entropies = as_complex(logps).real, as_complex(entropies).real
+    objective = (logps * grad_logps).sum() + (0 if grad_entropies is None else (entropies * grad_entropies).sum())
+    grads = torch.autograd.grad(objective, (hidden, weight, bias)[:trained])
+    names = ("logps", "entropies", "hidden", "weight", "bias")
+    for name, out, ref, dense_out in zip(names, (logps, entropies, *grads), expected, own, strict=False):
+        # bfloat16 is judged by what a dense computation in bfloat16 loses; a correction is rounded once more
+        share = 2.0 if backward == "wrong-forecast" else 1.1
+        bound = 1e-5 if dtype == torch.float32 else share * error(dense_out, ref) + 1e-5
+        assert error(out, ref) <= bound, name
+
+
+@gpu
+@on_gpu
+def test_fused_function_repeats_its_bits():
+    parameters, targets, (grad_logps, _) = projected_rows(torch.bfloat16, (1000, 5003, 256))
+    runs = []
+    for _ in range(2):
+        hidden, weight, bias = (x.clone().requires_grad_() for x in parameters)
+        forecast = KnownGradients(grad_logps, None)
+        logps, entropies = fused_linear_logps(hidden, LMHead(weight, bias), targets, forecast=forecast, logits_mib=2)
+        runs.append((logps, entropies, *torch.autograd.grad((logps * grad_logps).sum(), (hidden, weight, bias))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -1,0 +1,94 @@
+"""The folders are the architecture: who may import whom, and how long a module and a function may be."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+
+PACKAGE = Path(__file__).parents[1] / "trl_fused_grpo"
+NAME = PACKAGE.name
+MODULES = sorted(PACKAGE.rglob("*.py"))
+LONGEST_MODULE, LONGEST_FUNCTION, LONGEST_TRAINER = 300, 60, 200
+
+# What each part of the package may import of the others, beside itself
+MAY_IMPORT = {
+    "_utils": set(),
+    "_compat": set(),
+    "ops": set(),
+    "loss": {"ops"},
+    "modeling": {"ops", "_compat", "_utils"},
+    "training": {"loss", "modeling", "ops", "_compat", "_utils", "config"},
+    "config": {"_compat"},
+    "trainer": {"training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
+    "patching": {"trainer"},
+    "parity": {"", "_compat"},
+    "cli": {"", "parity"},
+    "__main__": {"cli"},
+    "": {"config", "trainer", "patching", "loss", "modeling", "ops", "_compat"},
+}
+# Distributions that a part may not know of
+FORBIDDEN = {
+    "ops": {"transformers", "trl", "peft", "accelerate", "liger_kernel", "deepspeed", "vllm"},
+    "loss": {"transformers", "trl", "peft", "accelerate", "deepspeed", "vllm"},
+    "modeling": {"trl", "vllm", "liger_kernel"},
+}
+
+
+def name_of(module: Path) -> str:
+    return str(module.relative_to(PACKAGE))
+
+
+def part_of(module: str) -> str:
+    """`ops` of `trl_fused_grpo.ops.lm_head`, an empty string of the package's own `__init__`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that a file imports, by its full name."""
+    here = [NAME, *path.relative_to(PACKAGE).with_suffix("").parts]
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            home = [*here[: -node.level], *(node.module or "").split(".")] if node.level else node.module.split(".")
+            base = ".".join(filter(None, home))
+            for alias in node.names:
+                is_module = (PACKAGE.parent / Path(*base.split("."), alias.name)).with_suffix(".py").exists()
+                is_folder = (PACKAGE.parent / Path(*base.split("."), alias.name)).is_dir()
+                imported.add(f"{base}.{alias.name}" if is_module or is_folder else base)
+    return imported
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_part_imports_only_what_lies_below_it(path):
+    here = path.relative_to(PACKAGE).with_suffix("").parts
+    part = "" if here == ("__init__",) else here[0]
+    own = {part_of(name) for name in imports_of(path) if name.split(".")[0] == NAME}
+    assert own - {part} <= MAY_IMPORT[part]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_part_knows_only_its_libraries(path):
+    part = path.relative_to(PACKAGE).parts[0]
+    roots = {name.split(".")[0] for name in imports_of(path)}
+    assert not roots & FORBIDDEN.get(part, set())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_is_read_in_one_sitting(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= (LONGEST_TRAINER if path.name == "trainer.py" else LONGEST_MODULE)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_function_fits_on_a_screen(path):
+    """Lines of a function without its docstring."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node):
+                length -= node.body[0].end_lineno - node.body[0].lineno + 1
+            assert length <= LONGEST_FUNCTION, f"{node.name} has {length} lines"

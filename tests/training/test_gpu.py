@@ -1,0 +1,80 @@
+"""What only a GPU can show of the trainer: Liger's layer kernels, and attention over packed rows."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+from trl import GRPOTrainer
+
+from tests.oracle import relative_error
+from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
+from trl_fused_grpo.modeling.packed_attention import SharedPrefixKV, _packed_attention, cu_seqlens_arguments
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def model(attention="sdpa"):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        pad_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+
+
+def on_device(inputs):
+    return {name: value.cuda() for name, value in inputs.items()}
+
+
+def test_use_liger_kernel_means_the_fused_loss_and_the_layer_kernels(tmp_path):
+    inputs = on_device(make_inputs(rows=8))
+    stock = make_trainer(tmp_path, GRPOTrainer, model=model(), use_cpu=False)
+    _, expected = loss_and_gradients(stock, inputs)
+    ours = make_trainer(tmp_path, model=model(), use_cpu=False, use_liger_kernel=True, max_steps=1)
+    ours.train()  # transformers >= 5 replaces the layers when training starts
+    assert ours.use_liger_loss
+    assert "liger" in type(ours.model.model.norm).__module__ + ours.model.model.norm.forward.__module__
+    ours.model.load_state_dict(stock.model.state_dict())
+    _, gradients = loss_and_gradients(ours, inputs)
+    assert ours.fused_stats.backward == "forecast"
+    assert all(relative_error(gradients[name], expected[name]) < 1e-3 for name in expected)
+
+
+# Three sequences of 7, 1 and 12 tokens, apart; and the first 4 tokens of the first seen by the second too
+APART = ([7, 1, 12], [7, 1, 12], None)
+SHARED = ([7, 1, 12], [7, 5, 12], [*range(7), *range(4), *range(7, 20)])
+
+
+@pytest.mark.parametrize("window", [None, 5], ids=["full", "sliding-window"])
+@pytest.mark.parametrize("sequences", [APART, SHARED], ids=["apart", "shared-prompt"])
+def test_attention_over_packed_rows_stays_within_each_sequence(sequences, window):
+    heads, key_heads, width = 4, 2, 64
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(1, n, 20, width, device="cuda", generator=generator, dtype=torch.bfloat16).requires_grad_()
+        for n in (heads, key_heads, key_heads)
+    )
+    *lengths, index = sequences
+    device = torch.device("cuda")
+    shared = None if index is None else SharedPrefixKV.at(torch.tensor(index, device=device), 20)
+    borders = cu_seqlens_arguments(*lengths, shared, device)
+    call = {**borders, "scaling": 0.1, "sliding_window": window}
+    weight = torch.randn(1, 20, heads, width, device="cuda", generator=generator, dtype=torch.bfloat16)
+    output = _packed_attention(None, query, key, value, **call)
+    gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
+
+    exact = [t.detach().double().requires_grad_() for t in (query, key, value)]
+    truth = _packed_attention(None, *exact, **call)  # sequence by sequence: FlashAttention knows no float64
+    expected = torch.autograd.grad((truth * weight.double()).sum(), exact)
+    assert relative_error(output, truth) < 1e-2
+    assert all(relative_error(g, e) < 2e-2 for g, e in zip(gradients, expected, strict=True))

@@ -1,0 +1,160 @@
+"""Another KL estimator in the trainer changes the KL term and nothing else."""
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from tests.oracle import relative_error
+from tests.tiny_training import dense_log_probs, loss_and_gradients, make_inputs, make_trainer
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo import trainer as trainer_module
+from trl_fused_grpo._compat.trl import TRL
+from trl_fused_grpo.training import checks
+
+
+def inputs_with_reference(trainer):
+    """A micro-batch whose old and reference log-probs lie around the current ones."""
+    inputs = make_inputs()
+    with torch.no_grad():
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 8)[0]
+    generator = torch.Generator().manual_seed(6)
+    inputs["old_per_token_logps"] = logps + 0.1 * torch.randn(logps.shape, generator=generator)
+    inputs["ref_per_token_logps"] = logps + 0.3 * torch.randn(logps.shape, generator=generator)
+    return inputs
+
+
+def logged_kl(trainer, mode):
+    (values,) = [values for name, values in trainer._metrics[mode].items() if name.startswith("kl/k3")]
+    return values
+
+
+LOSSES = {
+    "dapo": {},
+    "grpo": {"loss_type": "grpo"},
+    "grpo-sequence-level": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "bnpo-accumulated": {"loss_type": "bnpo", "gradient_accumulation_steps": 3},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "bias-corrected": {"use_bias_correction_kl": True},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
+def test_our_own_k3_term_is_the_hosts(tmp_path, monkeypatch, name, is_training):
+    if name == "luspo" and TRL.release < (0, 28):
+        pytest.skip("this TRL has no LUSPO")
+    options = {"beta": 0.2, **LOSSES[name]}
+    stock = make_trainer(tmp_path, GRPOTrainer, **options)
+    ours = make_trainer(tmp_path, **options)
+    inputs = inputs_with_reference(stock)
+    monkeypatch.setattr(trainer_module, "replaces_kl", lambda trainer: True)
+    if not is_training:
+        losses = []
+        for trainer in (stock, ours):
+            trainer.model.eval()
+            trainer.current_gradient_accumulation_steps = 1
+            with torch.no_grad():
+                losses.append(trainer.compute_loss(trainer.model, dict(inputs)))
+        assert relative_error(losses[1], losses[0]) < 1e-5
+        assert logged_kl(ours, "eval") == pytest.approx(stock._metrics["eval"]["kl"], rel=1e-4)
+        return
+    (loss, gradients), (our_loss, our_gradients) = (loss_and_gradients(t, inputs) for t in (stock, ours))
+    assert relative_error(our_loss, loss) < 1e-5
+    assert all(relative_error(our_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
+    assert logged_kl(ours, "train") == pytest.approx(stock._metrics["train"]["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k4"])
+@pytest.mark.parametrize("old_logps", [True, False], ids=["off-policy", "on-policy"])
+@pytest.mark.parametrize("corrected", [True, False], ids=["bias-corrected", "uncorrected"])
+def test_an_estimator_adds_its_own_term_as_forecast(tmp_path, estimator, old_logps, corrected):
+    plain = make_trainer(tmp_path)
+    inputs = inputs_with_reference(plain)
+    if not old_logps:
+        del inputs["old_per_token_logps"]
+    loss, gradients = loss_and_gradients(plain, inputs)
+    ours = make_trainer(tmp_path, beta=0.2, kl_estimator=estimator, use_bias_correction_kl=corrected)
+    our_loss, our_gradients = loss_and_gradients(ours, inputs)
+    assert (ours.fused_stats.backward, ours.fused_stats.recomputed) == ("forecast", 0)
+    assert ours.beta == 0.2
+
+    # the difference of the two is the term alone, from the model's own logits in float64
+    model = plain.model.double()
+    model.zero_grad()
+    logps, _ = dense_log_probs(model, inputs)
+    gap = logps - inputs["ref_per_token_logps"]
+    ratio = (logps - inputs.get("old_per_token_logps", logps.detach())).exp()
+    kl = {"k1": gap, "k2": gap**2 / 2, "k4": gap}[estimator]
+    kl = kl * ratio if corrected or estimator == "k4" else kl
+    name = {"k1": "k4", "k2": "k2_bias_corrected", "k4": "k4"}[estimator] if corrected else estimator
+    term = 0.2 * (kl * inputs["completion_mask"]).sum() / inputs["num_items_in_batch"]
+    term.backward()
+    assert (our_loss - loss).item() == pytest.approx(term.item(), rel=1e-4)
+    for parameter_name, parameter in model.named_parameters():
+        difference = our_gradients[parameter_name] - gradients[parameter_name]
+        assert relative_error(difference, parameter.grad) < 1e-4, parameter_name
+    (logged,) = ours._metrics["train"][f"kl/{name}"]
+    mean = (kl * inputs["completion_mask"]).sum() / inputs["completion_mask"].sum()
+    assert logged == pytest.approx(mean.item(), rel=1e-4)
+    assert [metric for metric in ours._metrics["train"] if metric.startswith("kl")] == [f"kl/{name}"]
+
+
+def test_an_unknown_estimator_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="kl_estimator must be"):
+        FusedGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, kl_estimator="k5")
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What is told once, each time that it is."""
+    messages = []
+    monkeypatch.setattr(checks.logger, "warning_once", messages.append, raising=False)
+    return messages
+
+
+class OwnObjective(FusedGRPOTrainer):
+    """A trainer that changes the loss."""
+
+    def _compute_loss(self, model, inputs):
+        return 2 * super()._compute_loss(model, inputs)
+
+
+def test_an_estimator_that_would_not_be_trained_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"use_liger_loss=False.*kl_estimator='k1'.*use_liger_loss=True"):
+        make_trainer(tmp_path, beta=0.1, kl_estimator="k1", use_liger_loss=False)
+    with pytest.raises(ValueError, match=r"kl_estimator='k1' does not reach .*_compute_loss"):
+        make_trainer(tmp_path, OwnObjective, beta=0.1, kl_estimator="k1")
+    make_trainer(tmp_path, OwnObjective, beta=0.1, kl_estimator="k3")
+
+
+def test_an_estimator_asked_for_later_does_not_go_unheeded_under_an_objective_of_ones_own(tmp_path):
+    trainer = make_trainer(tmp_path, OwnObjective, beta=0.1)
+    inputs = inputs_with_reference(trainer)
+    trainer.args.kl_estimator = "k1"
+    with pytest.raises(ValueError, match="set kl_estimator='k3'"):
+        loss_and_gradients(trainer, inputs)
+
+
+@pytest.mark.parametrize("cls", [FusedGRPOTrainer, OwnObjective])
+def test_an_estimator_without_a_kl_term_is_told_and_trains(tmp_path, told, cls):
+    trainer = make_trainer(tmp_path, cls, beta=0.0, kl_estimator="k1", max_steps=1)
+    assert told == ["kl_estimator='k1' has no effect, because beta=0.0 leaves the KL term out."]
+    trainer.train()
+
+
+@pytest.mark.parametrize(("estimator", "computed"), [("k1", "k4"), ("k2", "k2_bias_corrected"), ("k4", None)])
+def test_what_the_bias_correction_makes_of_an_estimator_is_told(tmp_path, told, estimator, computed):
+    make_trainer(tmp_path, beta=0.1, kl_estimator=estimator, use_bias_correction_kl=True)
+    if computed is None:
+        assert told == []
+        return
+    (message,) = told
+    assert f"kl_estimator={estimator!r} then is {computed!r}" in message and "use_bias_correction_kl=False" in message
+
+
+def test_the_default_is_the_hosts_own_term(tmp_path):
+    trainer = make_trainer(tmp_path, FusedGRPOTrainer, beta=0.2)
+    assert not trainer_module.replaces_kl(trainer)

@@ -1,0 +1,334 @@
+"""Micro-batches that share a forward: which do, and that nothing but the number of forwards changes."""
+
+import logging
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import set_seed
+from trl import GRPOTrainer
+
+from tests.oracle import relative_error
+from tests.tiny_training import make_inputs, make_trainer
+from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._utils import temporary_attr
+from trl_fused_grpo.loss.forecast import BatchForecast
+from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.training.eligibility import why_forwards_are_not_shared
+from trl_fused_grpo.training.loss_request import build_loss_request
+from trl_fused_grpo.training.merging import MAX_TOKENS, default_token_budget, plan_merges
+from trl_fused_grpo.training.partitioning import prompt_group_ids
+
+
+PLENTY = 10_000
+
+
+@pytest.fixture
+def warnings_logged(caplog):
+    """How often a warning that begins so was logged in this test."""
+    type(logging.getLogger()).warning_once.cache_clear()
+    return lambda start: sum(record.message.startswith(start) for record in caplog.records)
+
+
+def train(tmp_path, cls=FusedGRPOTrainer, **options):
+    """Train on what the model generates; weights, logs, and the shape of the input of every forward with gradient."""
+    options = {"max_steps": 2, "gradient_accumulation_steps": 4, "optim": "sgd", "learning_rate": 0.1, **options}
+    trainer = make_trainer(tmp_path, cls, **options)
+    forwards = []
+    if cls is GRPOTrainer:
+
+        def count(module, args, output):
+            if torch.is_grad_enabled():
+                forwards.append(output.shape[:2])
+
+        trainer.model.get_input_embeddings().register_forward_hook(count)
+        trainer.train()
+    else:
+        with fused_forwards(forwards):  # a hook on the model would be heeded: each micro-batch then runs alone
+            trainer.train()
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return weights, [entry for entry in trainer.state.log_history if "grad_norm" in entry], forwards
+
+
+@contextmanager
+def fused_forwards(shapes):
+    """Collects the shape of the input of every fused forward with gradient."""
+    original = FusedRequest.__call__
+
+    def spy(self, causal_lm, **model_inputs):
+        if torch.is_grad_enabled():
+            shapes.append(model_inputs["input_ids"].shape)
+        return original(self, causal_lm, **model_inputs)
+
+    with mock.patch.object(FusedRequest, "__call__", spy):
+        yield
+
+
+def assert_same_training(ours, theirs, metrics=("loss", "grad_norm")):
+    (weights, log, _), (expected, expected_log, _) = ours, theirs
+    for name, weight in expected.items():
+        assert relative_error(weights[name], weight) < 1e-5, name
+    for entry, stock_entry in zip(log, expected_log, strict=True):
+        for name in metrics:
+            assert entry[name] == pytest.approx(stock_entry[name], rel=1e-4, abs=1e-6), name
+        assert entry.keys() - stock_entry.keys() <= {"fused/rows_recomputed"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "bnpo"},
+        {"loss_type": "grpo", "beta": 0.1},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "dapo", "top_entropy_quantile": 0.5},
+        {"loss_type": "dapo", "num_iterations": 2, "max_steps": 4},
+        {"loss_type": "bnpo", "gradient_checkpointing": True},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_a_window_in_one_pass_trains_and_logs_what_stock_does(tmp_path, options):
+    stock = train(tmp_path, GRPOTrainer, **options)
+    ours = train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options)
+    means = ("entropy", "clip_ratio/region_mean", *(("kl",) if "beta" in options else ()))
+    assert_same_training(ours, stock, ("loss", "grad_norm", *means))
+    passes = len(stock[1])
+    assert len(stock[2]) == 4 * passes
+    assert len(ours[2]) == passes
+
+
+@pytest.fixture(scope="module")
+def stock_and_ours(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    return [make_trainer(folder, cls, gradient_accumulation_steps=3) for cls in (GRPOTrainer, FusedGRPOTrainer)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 8), min_size=2, max_size=2), min_size=3, max_size=3),
+    prompts=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+    off_policy=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_a_pass_of_rows_of_any_length_has_the_gradients_of_its_micro_batches(
+    stock_and_ours, lengths, prompts, off_policy, seed
+):
+    stock, ours = stock_and_ours
+    batches = [make_inputs(rows=2, seed=seed + number) for number in range(3)]
+    some_prompts = torch.randint(3, 1000, (3, 3), generator=torch.Generator().manual_seed(seed))
+    for number, (batch, row_lengths) in enumerate(zip(batches, lengths, strict=True)):
+        batch["completion_mask"] = (torch.arange(8) < torch.tensor(row_lengths)[:, None]).long()
+        batch["prompt_ids"] = some_prompts[prompts[2 * number : 2 * number + 2]]
+        batch["prompt_mask"] = torch.ones(2, 3, dtype=torch.long)
+        batch["num_items_in_batch"] = torch.tensor(max(sum(map(sum, lengths)), 1))  # older TRL divides by it
+        if off_policy:
+            batch["old_per_token_logps"] = torch.full((2, 8), -6.9)
+
+    def loss_and_gradients(trainer, loss_of):
+        trainer.model.train()
+        trainer.model.zero_grad()
+        trainer.current_gradient_accumulation_steps = 3
+        loss = loss_of()
+        loss.backward()
+        return loss.detach(), torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+
+    def stock_loss():
+        return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
+
+    def merged_loss():
+        ours._merger.plan(batches, [2, 2, 2])
+        total = 0.0
+        for step, batch in enumerate(batches):
+            ours._window_step = step
+            ours.accelerator.gradient_state._set_sync_gradients(step == 2)
+            with temporary_attr(ours, "_is_in_step", True):  # as within `training_step`
+                total = total + ours.compute_loss(ours.model, batch)
+        return total
+
+    forwards = []
+    with fused_forwards(forwards):
+        loss, gradients = loss_and_gradients(ours, merged_loss)
+    assert len(forwards) == 1
+    expected_loss, expected = loss_and_gradients(stock, stock_loss)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
+    assert (gradients - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_zero_tokens_run_every_micro_batch_alone(tmp_path):
+    together, alone = (train(tmp_path, fused_max_tokens_per_forward=tokens) for tokens in (PLENTY, 0))
+    assert len(alone[2]) == 4 * len(together[2])
+    assert_same_training(alone, together)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "generation", "forwards"),
+    [(2, 4, 4), (4, 2, 8), (1, 4, 4)],
+    ids=["two-windows", "two-generations", "no-accumulation"],
+)
+def test_a_pass_ends_with_the_window_and_with_the_generation_batch(tmp_path, accumulation, generation, forwards):
+    options = {
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": generation,
+        "max_steps": 4,
+    }
+    ours = train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options)
+    assert_same_training(ours, train(tmp_path, GRPOTrainer, **options))
+    assert len(ours[2]) == forwards
+
+
+def test_the_last_window_of_an_epoch_may_be_short(tmp_path):
+    """Sixteen generation batches an epoch, of which three make a window: the last has one."""
+    options = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3, "steps_per_generation": 1}
+    stock = train(tmp_path, GRPOTrainer, **options)
+    assert len(stock[2]) % 3 != 0
+    assert_same_training(train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options), stock)
+
+
+def window_of_two(trainer, between=lambda: None):
+    """Losses and gradients of a window of two micro-batches, with something done between them."""
+    trainer.model.zero_grad()
+    trainer.current_gradient_accumulation_steps = 2
+    examples = [{"prompt": "w5 w6 w7"}] * 8
+    losses = []
+    set_seed(0)
+    for is_last in (False, True):
+        trainer.accelerator.gradient_state._set_sync_gradients(is_last)
+        losses.append(trainer.training_step(trainer.model, examples, None))
+        if not is_last:
+            between()
+    return torch.stack(losses), [parameter.grad.clone() for parameter in trainer.model.parameters()]
+
+
+def test_each_micro_batch_has_its_loss_in_its_own_step_whatever_happens_between(tmp_path):
+    options = {"gradient_accumulation_steps": 2, "fused_max_tokens_per_forward": PLENTY}
+    expected_losses, expected = window_of_two(make_trainer(tmp_path, GRPOTrainer, gradient_accumulation_steps=2))
+    trainer = make_trainer(tmp_path, **options)
+
+    def evaluate():
+        assert trainer._merger.is_waiting
+        state = torch.get_rng_state()
+        trainer.evaluate()
+        torch.set_rng_state(state)
+        assert trainer._merger.is_waiting
+
+    losses, gradients = window_of_two(trainer, evaluate)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)  # each in its own step
+    assert not trainer._merger.is_waiting
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert relative_error(gradient, other) < 1e-5
+
+
+def test_nothing_waits_from_a_training_that_was_interrupted(tmp_path):
+    options = {"gradient_accumulation_steps": 4, "max_steps": 1, "fused_max_tokens_per_forward": PLENTY}
+    trainers = [make_trainer(tmp_path, **options) for _ in range(2)]
+    trainers[1]._merger._losses = [sum(p.sum() for p in trainers[1].model.parameters())]
+    for trainer in trainers:
+        set_seed(0)
+        trainer.train()
+    for parameter, other in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
+        assert torch.equal(parameter, other)
+
+
+def test_a_loss_of_ones_own_gets_every_micro_batch(tmp_path):
+    class Doubled(FusedGRPOTrainer):
+        def compute_liger_loss(self, model, inputs):
+            return 2 * super().compute_liger_loss(model, inputs)
+
+    plain = train(tmp_path, fused_max_tokens_per_forward=PLENTY, learning_rate=0.1, max_grad_norm=1e9)
+    doubled = train(tmp_path, Doubled, fused_max_tokens_per_forward=PLENTY, learning_rate=0.05, max_grad_norm=1e9)
+    assert len(doubled[2]) == 4 * len(plain[2])
+    assert doubled[1][0]["grad_norm"] == pytest.approx(2 * plain[1][0]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["aligned", "padded"])
+def test_padded_rows_share_no_pass(tmp_path, layout, warnings_logged):
+    _, _, forwards = train(tmp_path, fused_layout=layout, fused_max_tokens_per_forward=PLENTY)
+    assert len(forwards) == 8
+    assert warnings_logged("fused_max_tokens_per_forward has no effect") == 1
+
+
+def test_what_was_asked_for_in_vain_is_said_once_and_what_was_not_is_not(tmp_path, warnings_logged):
+    train(tmp_path, fused_layout="aligned", fused_balance=True, loss_type="bnpo")
+    assert warnings_logged("fused_balance has no effect, because bnpo") == 1
+    assert warnings_logged("fused_max_tokens_per_forward") == 0
+
+
+def test_micro_batches_that_are_not_the_hosts_own_do_not_wait(tmp_path):
+    class Copying(FusedGRPOTrainer):
+        def _prepare_inputs(self, generation_batch):
+            return dict(super()._prepare_inputs(generation_batch))
+
+    assert len(train(tmp_path, Copying, fused_max_tokens_per_forward=PLENTY)[2]) == 8
+
+
+def test_an_auxiliary_loss_is_computed_in_each_micro_batch(tmp_path):
+    trainer = make_trainer(tmp_path)
+    assert why_forwards_are_not_shared(trainer, "packed") is None
+    trainer.aux_loss_enabled = True
+    assert "auxiliary loss" in str(why_forwards_are_not_shared(trainer, "packed"))
+
+
+def test_negative_tokens_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="fused_max_tokens_per_forward"):
+        make_trainer(tmp_path, fused_max_tokens_per_forward=-1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 3)),
+    limit=st.integers(0, 90),
+    shares=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_passes_hold_as_many_micro_batches_as_the_limit_allows(shape, limit, shares, seed):
+    count, rows = shape
+    batches = [make_inputs(rows=rows, seed=seed + number) for number in range(count)]
+    for batch in batches[1:]:
+        batch["prompt_ids"], batch["prompt_mask"] = batches[0]["prompt_ids"], batches[0]["prompt_mask"]
+    ends = plan_merges(batches, limit, shares)
+
+    def tokens(start, end):
+        ids, masks, completions = (
+            torch.cat([batch[name] for batch in batches[start : end + 1]])
+            for name in ("prompt_ids", "prompt_mask", "completion_mask")
+        )
+        keys = prompt_group_ids(ids, masks) if shares else range(len(ids))
+        return int(completions.sum()) + sum(dict(zip(keys, masks.sum(1).tolist(), strict=True)).values())
+
+    for start, end in enumerate(ends):
+        assert start <= end < count
+        assert end == start or tokens(start, end) <= limit
+        assert end == count - 1 or tokens(start, end + 1) > limit
+
+
+def test_a_pass_has_no_more_tokens_than_the_padded_micro_batch_or_than_is_enough():
+    assert default_token_budget([make_inputs(rows=5)]) == 5 * (3 + 8)
+    wide = SimpleNamespace(numel=lambda: MAX_TOKENS)
+    assert default_token_budget([{"prompt_ids": wide, "completion_ids": wide}]) == MAX_TOKENS
+
+
+def test_joined_forecasts_keep_the_proportions_of_their_losses(tmp_path):
+    """Each is scaled by a power of two of its own; under bnpo a micro-batch with few tokens weighs them the more."""
+    trainer = make_trainer(tmp_path, loss_type="bnpo", gradient_accumulation_steps=2)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 2
+    batches = [make_inputs(rows=rows, seed=rows) for rows in (1, 6)]
+    forecasts = [build_loss_request(trainer, batch, skip_zero_grad=False).forecast for batch in batches]
+    joined = BatchForecast.joined(forecasts)
+    true = []
+    for batch in batches:
+        logps = torch.zeros(batch["completion_mask"].shape, requires_grad=True)
+        trainer._get_per_token_logps_and_entropies = lambda *args, logps=logps, **kwargs: (
+            (logps, torch.zeros_like(logps)) + (None,) * trl_compat.RETURNS_AUX_LOSS
+        )
+        (gradient,) = torch.autograd.grad(trainer._compute_loss(trainer.model, batch), logps)
+        true.append(gradient)
+    assert forecasts[0].unit != forecasts[1].unit
+    for number, (start, end) in enumerate([(0, 1), (1, 7)]):
+        expected = true[number] * joined.unit
+        torch.testing.assert_close(joined.terms.on_policy[start:end], expected, rtol=1e-6, atol=0.0)

@@ -1,0 +1,274 @@
+"""Options that are forced: refused where they cannot be kept, told where they have no effect, kept otherwise."""
+
+import logging
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from tests.oracle import relative_error
+from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
+from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.training.checks import tell_what_has_no_effect, why_no_forecast
+
+from .test_eligibility import sampled
+
+
+@pytest.fixture
+def warnings_logged(caplog):
+    """What was told in this test."""
+    type(logging.getLogger()).warning_once.cache_clear()
+    return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+class OwnObjective(FusedGRPOTrainer):
+    """A trainer that changes the loss."""
+
+    def _compute_loss(self, model, inputs):
+        return 2 * super()._compute_loss(model, inputs)
+
+
+# --- a forced forecast ------------------------------------------------------------------------------------------------
+
+OBJECTIVES = {
+    "dapo": {"loss_type": "dapo"},
+    "sequence level": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "vespo": {"loss_type": "vespo"},
+    "luspo": {"loss_type": "luspo"},
+    "kl": {"beta": 0.1, "use_bias_correction_kl": True},
+    "sequence level, kl": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "beta": 0.1,
+        "use_bias_correction_kl": False,
+    },
+    "sequence level, corrected kl": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "beta": 0.1,
+        "use_bias_correction_kl": True,
+    },
+    "off-policy mask": {"off_policy_mask_threshold": 0.5},
+    "entropy quantile": {"top_entropy_quantile": 0.5},
+}
+SCHEDULES = {
+    "on-policy": (2, 2, 1),
+    "misaligned": (1, 2, 1),
+    "two iterations": (2, 2, 2),
+    "two iterations in a window": (4, 2, 2),
+}
+SAMPLERS = {
+    "no vLLM": None,
+    "token_truncate": {},
+    "sequence_mask": {},
+    "sequence_mask, old log-probs": {"fused_skip_old_logps": False},
+    "no correction": {"vllm_importance_sampling_correction": False},
+}
+
+
+def trainer_of(folder, objective, schedule, sampler):
+    accumulation, generation, iterations = SCHEDULES[schedule]
+    sampling = {} if SAMPLERS[sampler] is None else dict(SAMPLERS[sampler])
+    if sampler.partition(",")[0] in ("token_truncate", "sequence_mask"):
+        sampling["vllm_importance_sampling_mode"] = sampler.partition(",")[0]
+    trainer = make_trainer(
+        folder,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=generation,
+        num_iterations=iterations,
+        max_steps=2 if accumulation > 1 else 3,
+        **OBJECTIVES[objective],
+        **sampling,
+    )
+    if SAMPLERS[sampler] is not None:
+        _pretend_vllm(trainer)
+    return trainer
+
+
+def _pretend_vllm(trainer):
+    """Sampling log-probs as vLLM gives them, without an engine."""
+    trainer.use_vllm = True  # the constructor would start vLLM
+    trainer._last_loaded_step = 0
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    trainer._move_model_to_vllm = lambda: None
+    rounds = iter(range(100))
+
+    def generate(prompts, *args, **kwargs):
+        return *sampled(prompts, next(rounds)), {}
+
+    def rollout(prompts, trainer):
+        ids, completions, logps = sampled(prompts, next(rounds))
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logps}
+
+    trainer._generate_single_turn = generate
+    trainer.rollout_func = rollout
+
+
+def _dies(trainer):
+    trainer.args.fused_backward = "forecast"
+    try:
+        trainer.train()
+    except ValueError as error:
+        if "needs a forecast" not in str(error):
+            raise
+        return True
+    return False
+
+
+SINCE = {"vespo": (1, 0), "luspo": (0, 28)}
+NEVER_FORECAST = ("off-policy mask", "entropy quantile")
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_forced_forecast_is_refused_exactly_where_a_batch_of_the_training_would_have_none(tmp_path, objective):
+    if trl_compat.TRL.release < SINCE.get(objective, (0,)):
+        pytest.skip(f"this TRL has no {objective}")
+    grid = [("on-policy", "no vLLM")] if objective in NEVER_FORECAST else product(SCHEDULES, SAMPLERS)
+    wrong = []
+    for schedule, sampler in grid:
+        trainer = trainer_of(tmp_path, objective, schedule, sampler)
+        reason = why_no_forecast(trainer)
+        if (reason is not None) != _dies(trainer):
+            wrong.append((schedule, sampler, reason))
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=1.0"),
+        ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold=None"),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2},
+            "gradient_accumulation_steps to a multiple of steps_per_generation",
+        ),
+        (
+            {"importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True},
+            "use_bias_correction_kl=False",
+        ),
+    ],
+    ids=["quantile", "off-policy mask", "iterations", "corrected kl"],
+)
+def test_the_constructor_refuses_a_forced_forecast_and_says_what_to_change(tmp_path, options, change):
+    with pytest.raises(ValueError, match=r"fused_backward='auto'") as error:
+        make_trainer(tmp_path, fused_backward="forecast", **options)
+    assert change in str(error.value)
+
+
+def test_a_forced_forecast_does_not_go_with_an_objective_of_ones_own(tmp_path):
+    with pytest.raises(ValueError, match="_compute_loss"):
+        make_trainer(tmp_path, OwnObjective, fused_backward="forecast")
+
+
+# --- options that cannot act ------------------------------------------------------------------------------------------
+
+
+def test_old_log_probs_that_cannot_be_skipped_are_told_where_that_was_asked_for(tmp_path, warnings_logged):
+    make_trainer(tmp_path)
+    assert not [line for line in warnings_logged() if "fused_skip" in line]
+    make_trainer(tmp_path, fused_skip_old_logps=True)
+    (line,) = [line for line in warnings_logged() if "fused_skip" in line]
+    assert line.startswith("fused_skip_old_logps=True has no effect, because") and "vLLM" in line
+
+
+def test_old_log_probs_of_a_schedule_that_needs_them_are_told_with_the_reason(tmp_path, warnings_logged):
+    trainer = trainer_of(tmp_path, "dapo", "misaligned", "token_truncate")
+    trainer.args.fused_skip_old_logps = True
+    tell_what_has_no_effect(trainer, lambda: "packed")
+    assert "fused_skip_old_logps=True has no effect, because the weights move" in " ".join(warnings_logged())
+    aligned = trainer_of(tmp_path, "dapo", "on-policy", "token_truncate")
+    aligned.args.fused_skip_old_logps = True
+    before = warnings_logged()
+    tell_what_has_no_effect(aligned, lambda: "packed")
+    assert warnings_logged() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"beta": 0.1}, "beta=0.1"),
+        ({"top_entropy_quantile": 0.5}, "entropy quantile"),
+        ({"fused_layout": "aligned"}, "'aligned'"),
+        ({"entropy_coef": 0.1}, "entropy bonus"),
+        ({"cls": OwnObjective}, "_compute_loss"),
+    ],
+    ids=["acts", "kl", "quantile", "aligned", "bonus", "own objective"],
+)
+def test_dead_sequences_that_cannot_be_left_out_are_told_with_the_reason(tmp_path, warnings_logged, options, reason):
+    if "entropy_coef" in options and trl_compat.TRL.release < (1, 8):
+        pytest.skip("this TRL has no entropy bonus")
+    make_trainer(tmp_path, **{"cls": FusedGRPOTrainer, **options}, fused_skip_zero_grad_sequences=True)
+    told = [line for line in warnings_logged() if line.startswith("fused_skip_zero_grad_sequences=True")]
+    assert len(told) == (reason is not None)
+    assert all("has no effect, because" in line and reason in line for line in told)
+
+
+# --- layer kernels and entropies --------------------------------------------------------------------------------------
+
+
+def test_layer_kernels_without_a_gpu_leave_the_layers_and_fuse_the_loss(tmp_path, warnings_logged):
+    stock = make_trainer(tmp_path, GRPOTrainer, max_steps=2)
+    ours = make_trainer(tmp_path, use_liger_loss=False, use_liger_kernel=True, max_steps=2)
+    forwards = [type(module).forward for module in ours.model.modules()]
+    inputs = make_inputs()
+    (loss, gradients), (our_loss, our_gradients) = (loss_and_gradients(t, inputs) for t in (stock, ours))
+    assert relative_error(our_loss, loss) < 1e-5
+    assert all(relative_error(our_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
+    assert ours.fused_stats.backward == "forecast"
+    ours.train()
+    assert [type(module).forward for module in ours.model.modules()] == forwards
+    assert not [m for m in ours.model.modules() if "liger" in getattr(m.forward, "__module__", "").lower()]
+    assert len([line for line in warnings_logged() if "Liger's kernels" in line]) == 1
+
+
+def test_arguments_used_again_after_layer_kernels_were_left_keep_the_fused_loss(tmp_path):
+    first = make_trainer(tmp_path, use_liger_loss=False, use_liger_kernel=True)
+    second = make_trainer(tmp_path, config=lambda **_: first.args)
+    assert second.use_liger_loss
+
+
+def _entropies(trainer, inputs):
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 8, compute_entropy=True)[1]
+
+
+@pytest.mark.parametrize("bonus", [False, True], ids=["no bonus", "bonus"])
+def test_entropies_carry_a_gradient_where_stocks_do(tmp_path, bonus):
+    if bonus and trl_compat.TRL.release < (1, 8):
+        pytest.skip("this TRL has no entropy bonus")
+    options = {"entropy_coef": 0.1} if bonus else {}
+    stock, ours = (make_trainer(tmp_path, cls, **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
+    inputs = make_inputs()
+    theirs, own = (_entropies(trainer, inputs) for trainer in (stock, ours))
+    assert own.requires_grad == theirs.requires_grad
+    real = inputs["completion_mask"].bool()
+    assert relative_error(own[real], theirs[real]) < 1e-5
+
+
+def _with_entropy_term(cls):
+    class WithEntropyTerm(cls):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            return loss - 0.1 * (_entropies(self, inputs) * inputs["completion_mask"]).sum()
+
+    return WithEntropyTerm
+
+
+def test_an_entropy_term_of_ones_own_has_the_gradient_that_it_has_in_stock(tmp_path):
+    stock = make_trainer(tmp_path, _with_entropy_term(GRPOTrainer), config=_trl_config(), loss_type="grpo")
+    ours = make_trainer(tmp_path, _with_entropy_term(FusedGRPOTrainer), loss_type="grpo")
+    inputs = make_inputs()
+    (loss, gradients), (our_loss, our_gradients) = (loss_and_gradients(t, inputs) for t in (stock, ours))
+    assert relative_error(our_loss, loss) < 1e-5
+    assert all(relative_error(our_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
+
+
+def _trl_config():
+    from trl import GRPOConfig
+
+    return GRPOConfig

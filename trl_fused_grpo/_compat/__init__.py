@@ -1,0 +1,1 @@
+"""Every fact about a version of TRL, transformers, PEFT or accelerate, and every private name of theirs."""

@@ -1,0 +1,225 @@
+"""
+Everything that depends on the version of TRL or accelerate, and their private names. Each entry says what, since when
+and until when.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl
+from accelerate.utils import fsdp_utils
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from packaging.version import Version
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
+from trl.extras.profiling import profiling_decorator as profiling_decorator
+
+from .models import TRANSFORMERS
+from .required import TRL as TRL
+from .required import check_trl as check_trl
+
+
+logger = logging.get_logger(__name__)
+
+check_trl()  # before anything below looks at what may be gone
+
+
+# TRL >= 1.7: the seam returns the auxiliary loss of Mixture-of-Experts models as a third value
+RETURNS_AUX_LOSS = "compute_aux_loss" in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+
+
+# What goes with images in the inputs of a micro-batch, by the version
+MULTIMODAL_INPUTS = tuple(
+    name
+    for name in list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[5:]
+    if name not in ("batch_size", "compute_entropy", "compute_aux_loss")
+)
+
+_GENERATION_CODE = inspect.unwrap(GRPOTrainer._generate_and_score_completions).__code__
+_PACKAGE = __name__.partition(".")[0]
+
+
+def is_asked_by_generation() -> bool:
+    """Whether a call of the seam comes from the host's generation itself, not from what that calls of the user's."""
+    frame = sys._getframe()
+    while frame is not None and _is_between_trl_and_its_method(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _GENERATION_CODE
+
+
+def _is_between_trl_and_its_method(module: str) -> bool:
+    root, _, rest = module.partition(".")
+    # The package's comparisons play the user
+    return module == profiling_decorator.__module__ or (root == _PACKAGE and not rest.startswith("parity"))
+
+
+def logps_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What the host expects of its `_get_per_token_logps_and_entropies`."""
+    return (logps, entropies, aux_loss) if RETURNS_AUX_LOSS else (logps, entropies)
+
+
+# TRL >= 1.15: the host has a fused head of its own, whose entropies always carry a gradient
+_HAS_FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
+# With it, it takes every family's auxiliary loss from Mixtral's function, before from the model's own forward
+AUX_LOSS_IS_MIXTRALS = _HAS_FUSED_HEAD
+
+
+def entropies_as_trl(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor | None:
+    """
+    Entropies with a gradient where the host's have one: from TRL 1.15 on always, from 1.8 on with an entropy bonus,
+    before never.
+    """
+    carry = _HAS_FUSED_HEAD or getattr(trainer, "_entropy_bonus_enabled", False)
+    return entropies if entropies is None or carry else entropies.detach()
+
+
+# The methods that TRL's `_compute_loss` calls, by the version
+OBJECTIVE_METHODS = tuple(
+    name
+    for name in inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_names
+    if name != "_get_per_token_logps_and_entropies" and inspect.isfunction(getattr(GRPOTrainer, name, None))
+)
+
+# TRL < 1.15: log-probs come from the logits of the model's own forward
+SCORES_THROUGH_LOGITS = not _HAS_FUSED_HEAD
+# TRL < 1.14: log-probs of padding are computed too, later they are zero
+SCORES_PADDING = Version("1.14.0") > TRL
+
+# TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
+_RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
+# TRL 1.8 and 1.9: the entropy bonus of DAPO, CISPO and VESPO shares the policy term's normalizer
+_ENTROPY_SHARES_NORMALIZER = Version("1.8.0") <= TRL < Version("1.10.0")
+# TRL < 1.10: LUSPO averages over padding too wherever its per-token loss is [B, T]
+LUSPO_COUNTS_PADDING = Version("1.10.0") > TRL
+# TRL >= 1.11: a token that the sampler could not score (NaN) gets importance ratio one
+NAN_RATIO_IS_ONE = Version("1.11.0") <= TRL
+# TRL < 0.29: the tool mask counts only where the trainer has tools
+_TOOL_MASK_NEEDS_TOOLS = Version("0.29.0") > TRL
+# accelerate before its pull request 3630 (2025): every backward steps DeepSpeed's engine, which counts them
+DEEPSPEED_STEPS_WITH_BACKWARD = "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
+
+
+# accelerate >= 1.14 has FSDP2 shard embedding and head apart, and torch >= 2.13 refuses a weight that both have
+FSDP2_FORBIDS_TIES_OF_HEADS = hasattr(fsdp_utils, "_find_final_norm") and Version(torch.__version__).release >= (2, 13)
+
+
+def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
+    """The positions that count in the loss `[B, T]`."""
+    if "tool_mask" not in inputs or (_TOOL_MASK_NEEDS_TOOLS and not trainer.tools):
+        return inputs["completion_mask"]
+    return inputs["completion_mask"] * inputs["tool_mask"]
+
+
+def temperature_of(trainer: GRPOTrainer) -> float:
+    """Temperature of the log-probs: TRL >= 1.15 gives it to the head when the trainer is made."""
+    args: Any = trainer.args
+    return trainer.temperature if SCORES_THROUGH_LOGITS else args.temperature
+
+
+def global_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
+    """Tokens of one accumulation window per process: what DAPO, CISPO and VESPO divide by; a scalar tensor."""
+    args: Any = trainer.args
+    normalizer = inputs["num_items_in_batch"] / trainer.accelerator.num_processes
+    if _RESCALES_NUM_ITEMS:
+        normalizer = normalizer * trainer.current_gradient_accumulation_steps / args.steps_per_generation
+    return normalizer
+
+
+def entropy_normalizer(trainer: GRPOTrainer, mask: Tensor, window: Tensor | float) -> Tensor | float:
+    """What the sum of entropies is divided by in the entropy bonus."""
+    if _ENTROPY_SHARES_NORMALIZER and trainer.loss_type in ("dapo", "cispo", "vespo"):
+        return window
+    return mask.sum().clamp(min=1.0) * trainer.current_gradient_accumulation_steps
+
+
+def sampling_clip_range(trainer: GRPOTrainer) -> tuple[float | None, float | None]:
+    """Lower and upper bound of vLLM's importance ratio. TRL < 1.5 has an upper one alone and calls it the cap."""
+    cap = getattr(trainer, "vllm_importance_sampling_cap", None)
+    low = getattr(trainer, "vllm_importance_sampling_clip_min", None)
+    return low, getattr(trainer, "vllm_importance_sampling_clip_max", cap)
+
+
+@contextmanager
+def liger_flag_lowered(args: GRPOConfig) -> Generator[None, None, None]:
+    """
+    Hide `use_liger_kernel` from the host's constructor.
+
+    Up to TRL 1.14 it selects the host's own Liger loss, with guards against combinations that are supported here; from
+    1.15 on it is deprecated. The layer kernels that it stands for too are applied afterwards.
+    """
+    wanted, args.use_liger_kernel = args.use_liger_kernel, False
+    try:
+        yield
+    finally:
+        args.use_liger_kernel = wanted
+
+
+# TRL >= 1.15: a PEFT adapter on the output projection is refused
+REFUSES_ADAPTER_ON_HEAD = hasattr(sys.modules[GRPOTrainer.__module__], "BaseTunerLayer")
+
+
+@contextmanager
+def adapter_on_head_allowed() -> Generator[None, None, None]:
+    """
+    Lift the host's refusal of a PEFT adapter on the output projection (TRL >= 1.15): its own log-probabilities would
+    leave the adapter out, ours do not.
+    """
+    if not REFUSES_ADAPTER_ON_HEAD:
+        yield
+        return
+    host: Any = sys.modules[GRPOTrainer.__module__]
+    tuner_layer = host.BaseTunerLayer
+    host.BaseTunerLayer = ()  # nothing is an instance of it
+    try:
+        yield
+    finally:
+        host.BaseTunerLayer = tuner_layer
+
+
+def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:
+    """Replace the model's layers by Liger's, but not its forward, now or when training starts."""
+    config = {**(args.liger_kernel_config or {}), "fused_linear_cross_entropy": False, "cross_entropy": False}
+    args.liger_kernel_config = config
+    if TRANSFORMERS.major < 5:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, **config)
+
+
+def leave_layers(args: Any) -> None:
+    """Train with the fused loss alone where `use_liger_kernel` asks for layer kernels that cannot run. Told once."""
+    logger.warning_once(
+        "use_liger_kernel=True: the loss is fused, but the model's layers stay as they are, because Liger's kernels "
+        "for them need a GPU."
+    )
+    args.use_liger_loss, args.use_liger_kernel = True, False
+
+
+class _ModelCallError(Exception):
+    def __init__(self, model_inputs: dict[str, Any]):
+        self.model_inputs = model_inputs
+
+
+def multimodal_model_inputs(
+    trl_method: Callable, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, multimodal: dict[str, Any]
+) -> dict[str, Any]:
+    """
+    The keyword arguments with which the host would call a multimodal model. Each version selects images in its own way,
+    so its own method is run up to that call.
+    """
+
+    def model(**model_inputs):
+        raise _ModelCallError(model_inputs)
+
+    try:
+        trl_method(model, input_ids, attention_mask, logits_to_keep, **multimodal)
+    except _ModelCallError as call:
+        not_the_backbones = ("labels", "logits_to_keep", "fused_lm_head", "use_cache")
+        return {name: value for name, value in call.model_inputs.items() if name not in not_the_backbones}
+    raise RuntimeError("the host computed log-probabilities without calling the model")

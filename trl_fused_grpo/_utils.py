@@ -1,0 +1,20 @@
+"""An attribute that is another for a while."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def temporary_attr(owner: Any, name: str, value: Any) -> Generator[None, None, None]:
+    """While it lasts, the attribute `name` of an object is `value`; then the object's own again, or its class's."""
+    own = vars(owner)
+    has_own, previous = name in own, own.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if has_own:
+            setattr(owner, name, previous)
+        else:
+            delattr(owner, name)

@@ -1,0 +1,157 @@
+"""vLLM importance ratios and their metrics from the log-probabilities of the training pass."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .forecast import BatchForecast, RowForecast
+
+
+SAMPLING_METRICS = (
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
+)
+
+
+@dataclass(frozen=True)
+class SamplingCorrection:
+    """
+    How the ratio of training policy and sampler enters the loss, under TRL's names.
+
+    Args:
+        mode (`str`): `"token_truncate"`, `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`.
+        clip_min, clip_max (`float`, *optional*): bounds of the ratio.
+        nan_ratio_is_one (`bool`): whether a token without sampling log-prob (NaN) gets ratio one (TRL >= 1.11).
+    """
+
+    mode: str
+    clip_min: float | None
+    clip_max: float | None
+    nan_ratio_is_one: bool
+
+    @property
+    def is_per_sequence(self) -> bool:
+        return self.mode.startswith("sequence")
+
+    def ratio(self, logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> Tensor:
+        """
+        Importance ratio as TRL computes it.
+
+        Args:
+            logps, sampling_logps (`Tensor`): `[..., T]`, nats, the first without gradient.
+            mask (`Tensor`): loss mask, same shape.
+
+        Returns:
+            `Tensor`: `[..., T]`, or `[..., 1]` for the sequence modes.
+        """
+        log_ratio = (logps - sampling_logps) * mask
+        if self.nan_ratio_is_one:
+            log_ratio = log_ratio.nan_to_num(nan=0.0)
+        if self.is_per_sequence:
+            log_ratio = log_ratio.sum(-1, keepdim=True)
+        ratio = log_ratio.exp()
+        if self.mode.endswith("truncate"):
+            return ratio.clamp(min=self.clip_min, max=self.clip_max)
+        outside = torch.zeros_like(ratio, dtype=torch.bool)
+        if self.clip_min is not None:
+            outside |= ratio < self.clip_min
+        if self.clip_max is not None:
+            outside |= ratio > self.clip_max
+        return ratio.masked_fill(outside, 0.0)
+
+
+@dataclass
+class SamplingMetrics:
+    """
+    Differences and ratios of the micro-batches of one generation batch, by their places, until they are logged
+    together: one whose step was interrupted comes again.
+    """
+
+    differences: dict[int, Tensor] = field(default_factory=dict)
+    ratios: dict[int, Tensor] = field(default_factory=dict)
+    is_logged: bool = False
+
+    def add(
+        self,
+        place: int,
+        correction: SamplingCorrection,
+        logps: Tensor,
+        sampling_logps: Tensor,
+        mask: Tensor,
+        ratio: Tensor,
+    ) -> None:
+        """Keep what one micro-batch contributes; shapes as in [`SamplingCorrection.ratio`]."""
+        difference = (logps - sampling_logps).abs()[mask.bool()]
+        if correction.nan_ratio_is_one:
+            difference = difference[~difference.isnan()]
+        self.differences[place] = difference
+        self.ratios[place] = ratio.flatten() if correction.is_per_sequence else ratio[mask.bool()]
+
+    def gathered(self, accelerator) -> dict[str, float]:
+        """What TRL logs of a generation batch, over all processes, under its names."""
+        difference, ratio = torch.cat([*self.differences.values()]), torch.cat([*self.ratios.values()])
+        zero = difference.new_zeros(())
+        local = [difference.mean(), difference.max()] if len(difference) else [zero, zero]
+        local += [ratio.min(), ratio.mean(), ratio.max()] if len(ratio) else [zero, zero, zero]
+        table = accelerator.gather(torch.stack(local).unsqueeze(0))  # [processes, 5]
+        low = torch.where(table[:, 2].isnan(), float("inf"), table[:, 2]).min()
+        high = torch.where(table[:, 4].isnan(), -float("inf"), table[:, 4]).max()
+        means = [table[:, 0].mean(), table[:, 1].max(), low, table[:, 3].nanmean(), high]
+        return dict(zip(SAMPLING_METRICS, torch.stack(means).tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class DeferredForecast:
+    """
+    A forecast whose importance ratio is known only with the log-probability: token modes, on-policy.
+
+    Args:
+        without_ratio ([`BatchForecast`]): the forecast of the same batch with ratio one.
+        correction ([`SamplingCorrection`]): how the ratio follows from the log-probabilities.
+        sampling_logps (`Tensor`): `[B, T]`.
+    """
+
+    without_ratio: BatchForecast
+    correction: SamplingCorrection
+    sampling_logps: Tensor
+
+    @classmethod
+    def joined(cls, parts: list["DeferredForecast"]) -> "DeferredForecast":
+        """The forecast of several micro-batches of one accumulation window, one after the other."""
+        without_ratio = BatchForecast.joined([part.without_ratio for part in parts])
+        return cls(without_ratio, parts[0].correction, torch.cat([part.sampling_logps for part in parts]))
+
+    @property
+    def needs_grad(self) -> Tensor:
+        return self.without_ratio.needs_grad
+
+    def at(self, index: Tensor, grad_rows: int) -> "DeferredRowForecast":
+        """Pick the rows at the flat positions `index` `[N]`, of which the first `grad_rows` are live."""
+        rows = self.without_ratio.at(index, grad_rows)
+        sampling_logps = self.sampling_logps.reshape(-1).index_select(0, index)
+        return DeferredRowForecast(rows, self.correction, sampling_logps, grad_rows)
+
+
+@dataclass(frozen=True)
+class DeferredRowForecast:
+    """A [`Forecast`] of the rows in the order in which they are projected."""
+
+    without_ratio: RowForecast
+    correction: SamplingCorrection
+    sampling_logps: Tensor
+    grad_rows: int
+
+    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        ratio = self.correction.ratio(logps, self.sampling_logps[rows], torch.ones_like(logps))
+        terms = self.without_ratio.terms
+        assert terms.on_policy is not None, "the ratio comes from training on-policy only"
+        without_kl = replace(self.without_ratio, terms=replace(terms, kl_weights=None))
+        policy, entropy_grads = without_kl(rows, logps, entropies)
+        if terms.kl_weights is None:
+            return policy * ratio, entropy_grads
+        kl_only = replace(self.without_ratio, terms=replace(terms, on_policy=torch.zeros_like(terms.on_policy)))
+        return policy * ratio + kl_only(rows, logps, entropies)[0], entropy_grads

@@ -1,0 +1,245 @@
+"""
+The GRPO objectives in plain torch, each stated once: the loss takes their value, the forecast their derivative.
+
+Log-probabilities and entropies go in, the term of each token comes out; `reduction.py` makes a scalar of it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .batch import GRPOBatch
+
+
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+GLOBAL_NORMALIZER_LOSSES = ("dapo", "cispo", "vespo")
+LOSS_TYPES = (*CLIPPED_LOSSES, "cispo", "sapo", "vespo")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k4")
+IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
+REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length", "sequence_sum", "padded_sequence_sum")
+
+_REDUCTION_OF = {
+    **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean"),
+    **dict.fromkeys(("grpo", "sapo"), "sequence_mean"),
+    "dr_grpo": "fixed_length",
+    "luspo": "sequence_sum",
+}
+
+# Bounds of VESPO's log weights, as TRL has them
+_LOG_WEIGHT_MIN, _LOG_WEIGHT_MAX = math.log(1e-8), 20.0
+
+
+@dataclass(frozen=True)
+class GRPOObjective:
+    """
+    The options of a GRPO objective, under TRL's names.
+
+    `epsilon_high` is the upper clip range, or the cap itself for CISPO. `delta` is the two-sided bound of the ratio.
+    `entropy_coef` is the coefficient in force for this batch, 0.0 where the bonus is off or gated. `kl_estimator` is
+    explained at [`kl_loss`], `reduction` at [`~reduction.token_weights`]; `None` is the loss type's own.
+    """
+
+    loss_type: str = "dapo"
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = False
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    entropy_coef: float = 0.0
+    max_completion_length: int | None = None
+    off_policy_mask_threshold: float | None = None
+    top_entropy_quantile: float = 1.0
+    kl_estimator: str = "k3"
+    reduction: str | None = None
+
+    def check(self) -> None:
+        """
+        Raise when an option is unknown or does not go with another.
+
+        Raises:
+            `ValueError`: naming the option and what to set instead.
+        """
+        for name, known in (
+            ("loss_type", LOSS_TYPES),
+            ("importance_sampling_level", IMPORTANCE_SAMPLING_LEVELS),
+            ("kl_estimator", KL_ESTIMATORS),
+            ("reduction", (None, *REDUCTIONS)),
+        ):
+            if getattr(self, name) not in known:
+                choices = ", ".join(map(repr, known))
+                raise ValueError(f"Unknown {name} {getattr(self, name)!r}: expected one of {choices}.")
+        if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo"):
+            raise ValueError(
+                f"Sequence-level importance sampling is not supported for loss_type={self.loss_type!r}. Use "
+                "importance_sampling_level='token' instead."
+            )
+        if self.reduction_in_force == "fixed_length" and self.max_completion_length is None:
+            raise ValueError(
+                "max_completion_length must be provided for loss_type='dr_grpo' and reduction='fixed_length'."
+            )
+
+    @property
+    def reduction_in_force(self) -> str:
+        """The reduction that was asked for, or the loss type's own."""
+        return self.reduction or _REDUCTION_OF.get(self.loss_type, "")
+
+    @property
+    def uses_global_normalizer(self) -> bool:
+        """Whether the sum is divided by the tokens of the whole optimizer step; BNPO counts those of a micro-batch."""
+        asked_for = self.reduction is not None or self.loss_type in GLOBAL_NORMALIZER_LOSSES
+        return asked_for and self.reduction_in_force == "token_mean"
+
+    @property
+    def weighs_kl(self) -> bool:
+        """Whether the KL term is multiplied by the importance ratio."""
+        return self.use_bias_correction_kl or self.kl_estimator == "k4"
+
+    def is_tokenwise(self, has_old_logps: bool) -> bool:
+        """
+        Whether a token's gradient follows from its own log-probability alone, so that it can be forecast.
+
+        Anything that looks at the whole sequence or batch first cannot: the off-policy sequence mask, the top-entropy
+        quantile, and sequence-level ratios (VESPO's weight too) unless they are one because the policy is the old one.
+        """
+        if self.off_policy_mask_threshold is not None or self.top_entropy_quantile < 1.0:
+            return False
+        if self.loss_type not in LOSS_TYPES:
+            return False
+        if self.importance_sampling_level == "sequence":
+            return not has_old_logps and not (self.beta != 0.0 and self.weighs_kl)
+        return self.loss_type != "vespo" or not has_old_logps
+
+
+class Terms(NamedTuple):
+    """What a token's log-probability makes of it; `[B, T]`, or `[B, 1]` where one value holds for the sequence."""
+
+    loss: Tensor
+    ratio: Tensor  # importance ratio before any clipping
+    kl: Tensor | None
+    phi: Tensor | None  # VESPO's weight
+
+
+def token_terms(objective: GRPOObjective, batch: GRPOBatch, logps: Tensor, entropies: Tensor | None = None) -> Terms:
+    """
+    Evaluate the objective at every position.
+
+    Args:
+        objective ([`GRPOObjective`]): what to optimize.
+        batch ([`GRPOBatch`]): everything that is known beforehand.
+        logps (`Tensor`): `[B, T]`, nats, differentiable.
+        entropies (`Tensor`, *optional*): `[B, T]`, nats; only the top-entropy quantile reads them.
+
+    Returns:
+        [`Terms`], the loss differentiable.
+    """
+    mask = batch.mask
+    old_logps = logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
+    log_ratio = logps - old_logps  # [B, T]
+    phi = gamma_weights(objective, batch, log_ratio.detach()) if objective.loss_type == "vespo" else None
+    if objective.importance_sampling_level == "sequence":
+        log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)  # [B, 1]
+
+    loss = policy_loss(objective, batch.advantages, logps, log_ratio, phi)
+    if objective.off_policy_mask_threshold is not None:
+        sampling_logps = old_logps if batch.sampling_per_token_logps is None else batch.sampling_per_token_logps
+        loss = loss * off_policy_mask(objective, batch, sampling_logps - logps.detach())
+    if objective.top_entropy_quantile < 1.0:
+        assert entropies is not None, "the quantile of highest entropy needs entropies"
+        loss = loss * high_entropy_mask(entropies, mask, objective.top_entropy_quantile)
+    if batch.importance_sampling_ratio is not None and phi is None:
+        loss = loss * batch.importance_sampling_ratio
+    kl = None
+    if objective.beta != 0.0 and batch.ref_per_token_logps is not None:
+        kl = kl_loss(objective, batch.ref_per_token_logps, logps, log_ratio)
+        loss = loss + objective.beta * kl
+    return Terms(loss, log_ratio.detach().exp(), kl, phi)
+
+
+def policy_loss(
+    objective: GRPOObjective, advantages: Tensor, logps: Tensor, log_ratio: Tensor, phi: Tensor | None = None
+) -> Tensor:
+    """
+    The policy term, before the sampler's importance ratio.
+
+    Args:
+        advantages, logps (`Tensor`): any shapes that broadcast.
+        log_ratio (`Tensor`): log of the importance ratio of policy and old policy.
+        phi (`Tensor`, *optional*): VESPO's sequence weight.
+    """
+    if phi is not None:
+        return -phi * advantages * logps
+    ratio = log_ratio.exp()
+    if objective.loss_type == "cispo":
+        return -ratio.clamp(max=objective.epsilon_high).detach() * advantages * logps
+    if objective.loss_type == "sapo":
+        tau = torch.where(advantages > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg)
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+    clipped = ratio.clamp(1 - objective.epsilon_low, 1 + objective.epsilon_high)
+    if objective.delta is not None:
+        ratio = ratio.clamp(max=objective.delta)
+    return -torch.min(ratio * advantages, clipped * advantages)
+
+
+def kl_loss(objective: GRPOObjective, ref_logps: Tensor, logps: Tensor, log_ratio: Tensor) -> Tensor:
+    """
+    An estimate of `KL[policy, reference]` from each sampled token.
+
+    `k1`, `k2` and `k3` are those of John Schulman's note "Approximating KL Divergence"
+    (http://joschu.net/blog/kl-approx.html), with `log r = ref_logps - logps`: `-log r`, `(log r)^2 / 2` and
+    `r - 1 - log r`. `k4` is `k1` times the importance ratio, whose gradient is that of the divergence itself
+    (open-instruct's name). `use_bias_correction_kl` multiplies any of them by that ratio.
+    """
+    if objective.kl_estimator == "k3":
+        # Two differences, as in TRL: the gradient is then the same to the last bit, however close the two policies are
+        kl = (ref_logps - logps).exp() - (ref_logps - logps) - 1
+    elif objective.kl_estimator == "k2":
+        kl = (ref_logps - logps).square() / 2
+    else:
+        kl = logps - ref_logps
+    return kl * log_ratio.exp() if objective.weighs_kl else kl
+
+
+def gamma_weights(objective: GRPOObjective, batch: GRPOBatch, log_ratio: Tensor) -> Tensor:
+    """
+    VESPO's weight of each sequence `[B, 1]`: `phi(w) = exp(lambda + k log w - lambda w)`, where `log w` is the sum of
+    `log_ratio` `[B, T]` and of the sampler's.
+    """
+    log_w = (log_ratio.clamp(-20.0, 20.0) * batch.mask).sum(-1, keepdim=True)  # [B, 1]
+    if batch.importance_sampling_ratio is not None:
+        log_is = batch.importance_sampling_ratio.log().clamp(_LOG_WEIGHT_MIN, _LOG_WEIGHT_MAX)
+        log_w = log_w + log_is.sum(-1, keepdim=True)
+    log_w = log_w.clamp(_LOG_WEIGHT_MIN, _LOG_WEIGHT_MAX)
+    positive = batch.advantages >= 0
+    k = torch.where(positive, objective.vespo_k_pos, objective.vespo_k_neg)
+    lam = torch.where(positive, objective.vespo_lambda_pos, objective.vespo_lambda_neg).clamp(min=1e-4)
+    return (lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(0.0, posinf=0.0, neginf=0.0)
+
+
+def off_policy_mask(objective: GRPOObjective, batch: GRPOBatch, sampler_ahead: Tensor) -> Tensor:
+    """
+    DeepSeek-V3.2's off-policy sequence mask: false where the advantage is negative and the sampler's log-probabilities
+    are ahead of the policy's by more than the threshold on average. `sampler_ahead` is `[B, T]`, in nats.
+    """
+    count = batch.mask.sum(-1, keepdim=True).clamp(min=1.0)
+    mean = (sampler_ahead.nan_to_num(nan=0.0) * batch.mask).sum(-1, keepdim=True) / count  # [B, 1]
+    threshold = objective.off_policy_mask_threshold
+    assert threshold is not None
+    return (batch.advantages >= 0) | (mean <= threshold)
+
+
+def high_entropy_mask(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
+    """Whether a token is among the fraction `quantile` of highest entropy in this batch `[B, T]`."""
+    counted = entropies.detach()[mask.bool()].float()
+    if not len(counted):
+        return torch.zeros_like(mask, dtype=torch.bool)
+    return (entropies * mask >= torch.quantile(counted, 1 - quantile)) & mask.bool()

@@ -1,0 +1,77 @@
+"""From the term of each token to a scalar: the weight that a reduction gives to each token."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .batch import GRPOBatch
+from .objective import GRPOObjective
+
+
+def token_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
+    """
+    Weight of each token's term in the loss `[B, T]`.
+
+    - `"token_mean"`: all tokens alike; the normalizer counts tokens.
+    - `"sequence_mean"`: the mean over sequences of the mean over their tokens; the normalizer counts sequences.
+    - `"fixed_length"`: the sum over tokens, divided by `max_completion_length`; the normalizer counts sequences.
+    - `"sequence_sum"`: the mean over sequences of the sum over their tokens; the normalizer counts sequences.
+    - `"padded_sequence_sum"`: LUSPO before TRL 1.10 and in Liger: the mean over all positions, padding included, of the
+      term times the length of its sequence.
+
+    With a normalizer that counts the whole optimizer step (per process, as gradients are averaged over processes), the
+    gradient does not depend on how the step is cut into micro-batches.
+    """
+    mask = batch.mask.float()  # [B, T]
+    count = batch.normalizer
+    weights = mask / batch.accumulation
+    name = objective.reduction_in_force
+    if name == "token_mean":
+        return weights / (mask.sum().clamp(min=1.0) if count is None else count)
+    count = len(mask) if count is None else count
+    if name == "sequence_mean":
+        return weights / count / mask.sum(-1, keepdim=True).clamp(min=1.0)
+    if name == "fixed_length":
+        assert objective.max_completion_length is not None
+        return weights / (count * objective.max_completion_length)
+    if name == "sequence_sum":
+        return weights / count
+    lengths = mask.sum(-1, keepdim=True)  # [B, 1]
+    return (lengths / batch.accumulation / (count * mask.shape[1])).expand_as(mask)
+
+
+def entropy_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
+    """Weight of each token's entropy in the loss `[B, T]`: the bonus is the mean over tokens unless told otherwise."""
+    mask = batch.mask.float()  # [B, T]
+    count = batch.entropy_normalizer
+    if count is None:
+        count = mask.sum().clamp(min=1.0) * batch.accumulation
+    return -objective.entropy_coef * mask / count
+
+
+def reduce_loss(objective: GRPOObjective, batch: GRPOBatch, loss: Tensor, entropies: Tensor | None) -> Tensor:
+    """The scalar loss, from the term `[B, T]` or `[B, 1]` and, with an entropy bonus, the entropy `[B, T]` of each."""
+    total = (loss * token_weights(objective, batch)).sum()
+    if objective.entropy_coef != 0.0:
+        assert entropies is not None, "an entropy bonus needs entropies"
+        total = total + (entropies * entropy_weights(objective, batch)).sum()
+    return total
+
+
+def tokens_per_process(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
+    """
+    Tokens of the optimizer step per process, as gradients are averaged over processes; a scalar tensor.
+
+    Args:
+        mask (`Tensor`): `[B, T]`.
+        num_items_in_batch (`Tensor` or `float`, *optional*):
+            Tokens of the optimizer step over all processes. Without it this call is the step, which takes a collective.
+    """
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_items_in_batch is not None:
+        tokens = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=mask.device)
+    else:
+        tokens = mask.sum()
+        if processes > 1:
+            dist.all_reduce(tokens)
+    return (tokens / processes).clamp(min=1.0)

@@ -1,0 +1,1 @@
+"""Hugging Face models: their head, the layout of their rows, their attention, and `model(..., fused=request)`."""

@@ -1,0 +1,144 @@
+"""Gradient checkpointing as torch does it without reentrance, with less to do for the host at every saved tensor."""
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError, get_device_states, set_device_states
+
+
+_LAYERS: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+
+
+@contextmanager
+def lean_checkpoints(model: nn.Module) -> Generator[None, None, None]:
+    """
+    While it lasts, the layers of a transformers model that checkpoint through torch's function without reentrance and
+    without further options do it through [`checkpoint`]. What is recomputed later, in backward, goes with it. Compiled
+    models stay as they are: the compiler knows torch's function.
+    """
+    if model not in _LAYERS:  # a walk over all modules takes as long as a layer
+        modules = list(model.modules())
+        is_compiled = any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in modules)
+        _LAYERS[model] = [] if is_compiled else [m for m in modules if hasattr(m, "gradient_checkpointing")]
+    layers: list[Any] = [layer for layer in _LAYERS[model] if _is_replaceable(layer)]
+    replaced = [(layer, layer._gradient_checkpointing_func) for layer in layers]
+    for layer, _ in replaced:
+        layer._gradient_checkpointing_func = checkpoint
+    try:
+        yield
+    finally:
+        for layer, original in replaced:
+            layer._gradient_checkpointing_func = original
+
+
+def _is_replaceable(layer: Any) -> bool:
+    function = getattr(layer, "_gradient_checkpointing_func", None)
+    is_torchs = isinstance(function, functools.partial) and function.func is torch.utils.checkpoint.checkpoint
+    return bool(layer.gradient_checkpointing) and is_torchs and function.keywords == {"use_reentrant": False}
+
+
+def checkpoint(function: Callable, *args: Any) -> Any:
+    """
+    Call a function without keeping the tensors that its backward needs; that computes them again.
+
+    torch's function keeps an object, weak references and metadata for each saved tensor, and sets random states in
+    every recomputation. Here a saved tensor is a number, and random states are restored where the forward drew from
+    them. The recomputation stops, as there, as soon as nothing more is needed.
+
+    Args:
+        function (`Callable`): what to call, on the same device and with the same results every time.
+        args: its arguments.
+
+    Raises:
+        [`torch.utils.checkpoint.CheckpointError`]:
+            In backward, when other tensors are computed than before.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    frame = _CheckpointFrame(function, args)
+    before = frame.random_states()
+    with saved_tensors_hooks(frame.pack, frame.unpack):
+        result = function(*args)
+    if not all(map(torch.equal, before, frame.random_states())):
+        frame.states_before = before
+    return result
+
+
+class _StopRecomputation(Exception):  # noqa: N818 - not an error
+    pass
+
+
+class _CheckpointFrame:
+    """The tensors that one call saved for backward, by number: their sizes, and while backward runs themselves."""
+
+    def __init__(self, function: Callable, args: tuple[Any, ...]):
+        self.function, self.args = function, args
+        self.device_type = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
+        self.casts = [
+            (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+            for device_type in {"cpu", self.device_type}
+        ]
+        self.caches_casts = torch.is_autocast_cache_enabled()
+        self.states_before: list[Tensor] | None = None
+        self.sizes: list[int] = []  # plain numbers: thousands of shapes would keep the garbage collector busy
+        self.tensors: list[Tensor | None] = []
+
+    def random_states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *get_device_states(*self.args)[1]]
+
+    def pack(self, tensor: Tensor) -> int:
+        self.sizes.append(tensor.numel())
+        return len(self.sizes) - 1
+
+    def unpack(self, number: int) -> Tensor:
+        if not self.tensors or self.tensors[number] is None:
+            self.tensors = self._again()
+        tensor, self.tensors[number] = self.tensors[number], None  # each is asked for once in a backward
+        assert tensor is not None
+        return tensor
+
+    def _again(self) -> list[Tensor | None]:
+        tensors: list[Tensor | None] = []
+        last = len(self.sizes)
+
+        def keep(tensor: Tensor) -> None:
+            tensors.append(tensor.detach())
+            if len(tensors) == last:
+                raise _StopRecomputation
+
+        with ExitStack() as stack:
+            self._restore(stack)
+            stack.enter_context(saved_tensors_hooks(keep, _never))
+            with suppress(_StopRecomputation):
+                self.function(*self.args)
+        if [tensor.numel() for tensor in tensors if tensor is not None] != self.sizes:
+            raise CheckpointError(
+                "the recomputation of a checkpointed layer saved other tensors than its forward: set "
+                "gradient_checkpointing_kwargs={'use_reentrant': False, 'determinism_check': 'default'}, and torch's "
+                "own checkpointing names them."
+            )
+        return tensors
+
+    def _restore(self, stack: ExitStack) -> None:
+        """Grad mode, casts and random states as they were in the forward."""
+        stack.enter_context(torch.enable_grad())
+        for device_type, enabled, dtype in self.casts:
+            if enabled or torch.is_autocast_enabled(device_type):
+                context = torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=self.caches_casts)
+                stack.enter_context(context)
+        if self.states_before is not None:
+            devices, _ = get_device_states(*self.args)
+            stack.enter_context(torch.random.fork_rng(devices, device_type=self.device_type))
+            torch.set_rng_state(self.states_before[0])
+            set_device_states(devices, self.states_before[1:], device_type=self.device_type)
+
+
+def _never(_: None) -> Tensor:
+    raise AssertionError("there is no backward through a recomputation")

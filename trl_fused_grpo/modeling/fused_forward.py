@@ -1,0 +1,179 @@
+"""`model(..., fused=request)`: log-probabilities instead of logits, through every wrapper around the model."""
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import PreTrainedModel
+
+from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._utils import temporary_attr
+from trl_fused_grpo.ops.linear_logps import Forecast, FusedStats, fused_linear_logps
+
+from .moe import load_balancing_loss
+from .output_projection import head_parameter_modules, read_lm_head
+
+
+class CuSeqlensIgnoredError(RuntimeError):
+    """A model ran over packed sequences as if they were one."""
+
+
+class FusedRequest:
+    """
+    What a forward should return in place of logits. It travels as one opaque callable: mixed-precision wrappers cast
+    the tensors they find in keyword arguments.
+
+    Args:
+        positions (`Tensor`):
+            Flat positions in `[B, T]` of the tokens to score, `[N]`.
+        completion_ids (`Tensor`):
+            Token ids `[B, T]`; each is predicted by the position before it.
+        temperature (`float`):
+            Sampling temperature.
+        forecast ([`Forecast`], *optional*):
+            The gradient each of the `N` rows is expected to receive.
+        logit_positions (`Tensor`, *optional*):
+            Flat positions, in the hidden states `[B, L]`, of the tokens before, `[N]`. Without them the last `T + 1`
+            columns of the hidden states end in the completion.
+        fp32 (`bool`):
+            Whether the projection runs in float32 outside autocast.
+        aux_loss (`bool`):
+            Whether to return the load-balancing loss of a Mixture-of-Experts model too.
+        options:
+            Further keyword arguments of [`fused_linear_logps`].
+    """
+
+    def __init__(
+        self,
+        positions: Tensor,
+        completion_ids: Tensor,
+        temperature: float,
+        forecast: Forecast | None = None,
+        logit_positions: Tensor | None = None,
+        fp32: bool = False,
+        aux_loss: bool = False,
+        **options: Any,
+    ):
+        self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions
+        self.temperature, self.forecast, self.fp32, self.aux_loss = temperature, forecast, fp32, aux_loss
+        self.options = options
+        self.stats = FusedStats()
+        self.attention_layers: int | None = None
+
+    def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
+        """Run backbone and head; return log-probabilities `[N]`, entropies `[N]` and, if asked, the aux loss."""
+        config = causal_lm.config.get_text_config()
+        if config._attn_implementation == "sdpa":
+            self.attention_layers = config.num_hidden_layers
+        # PEFT passes the arguments it knows on, set or not; not every backbone knows them
+        model_inputs = {name: value for name, value in model_inputs.items() if value is not None}
+        if self.aux_loss or getattr(config, "output_router_logits", False):
+            model_inputs["output_router_logits"] = True
+        model_inputs["use_cache"] = False
+        outputs = model_compat.backbone(causal_lm)(**model_inputs)
+        hidden = outputs.last_hidden_state  # [B, L, H]
+        logps, entropies = self._score(causal_lm, hidden)
+        results = (logps,) if entropies is None else (logps, entropies)
+        if self.aux_loss:
+            results += (load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
+        return tuple(as_complex(result) for result in results)
+
+    def check_attention_layers(self, packed_layers: int) -> None:
+        """
+        Raise when fewer attention layers honoured the borders of packed sequences than the model has.
+
+        Raises:
+            [`CuSeqlensIgnoredError`]: naming the layout to ask for.
+        """
+        if self.attention_layers is not None and packed_layers != self.attention_layers:
+            raise CuSeqlensIgnoredError(
+                f"only {packed_layers} of {self.attention_layers} attention layers honour the borders of packed "
+                'sequences: set fused_layout="aligned" in FusedGRPOConfig.'
+            )
+
+    def _score(self, causal_lm: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        index = self.logit_positions
+        if index is None:
+            width = self.completion_ids.shape[1]
+            row, column = self.positions // width, self.positions % width
+            index = (row + 1) * hidden.shape[1] - width - 1 + column  # [N]
+        hidden_rows = hidden.flatten(0, 1).index_select(0, index.to(hidden.device))  # [N, H]
+        targets = self.completion_ids.flatten().index_select(0, self.positions)  # [N]
+        home, forecast = targets.device, self.forecast
+
+        def project(hidden_rows: Tensor) -> tuple[Tensor, Tensor | None]:
+            head = read_lm_head(causal_lm, fp32=self.fp32)
+            device = head.weight.device  # with `device_map` the head can live elsewhere
+            logps, entropies = fused_linear_logps(
+                hidden_rows.to(device),
+                head,
+                targets.to(device),
+                self.temperature,
+                forecast=forecast if device == home or forecast is None else DistantForecast(forecast, home),
+                stats=self.stats,
+                **self.options,
+            )
+            return as_complex(logps.to(home)), None if entropies is None else as_complex(entropies.to(home))
+
+        # Through the modules' own calls, so that ZeRO-3 and FSDP gather their weights, in backward too
+        call: Callable = project
+        for module in reversed(head_parameter_modules(causal_lm)):
+            call = functools.partial(call_with_forward, module, call)
+        logps, entropies = call(hidden_rows)
+        return logps.real, None if entropies is None else entropies.real
+
+
+@dataclass(frozen=True)
+class DistantForecast:
+    """A [`Forecast`] whose tensors are on the device `home`, for a head that is not."""
+
+    forecast: Forecast
+    home: torch.device
+
+    @property
+    def grad_rows(self) -> int:
+        return self.forecast.grad_rows
+
+    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        entropies_at_home = None if entropies is None else entropies.to(self.home)
+        grad_logps, grad_entropies = self.forecast(rows, logps.to(self.home), entropies_at_home)
+        away = logps.device
+        return grad_logps.to(away), None if grad_entropies is None else grad_entropies.to(away)
+
+
+def as_complex(result: Tensor) -> Tensor:
+    """
+    A result as the real part of a complex tensor. Mixed-precision wrappers round the floating-point outputs of a module
+    (Accelerate has FSDP2 round them to bfloat16, which leaves a log-probability two decimals) and let others pass.
+    """
+    result = result.to(torch.promote_types(result.dtype, torch.float32))  # there are no complex bfloat16 tensors
+    return torch.complex(result, torch.zeros_like(result))
+
+
+def call_with_forward(module: nn.Module, forward: Callable, *args: Any) -> Any:
+    """Call a module, hooks and all, with another forward."""
+    # FSDP1 is a module around the module, which gathers weights in its own forward
+    inner: Any = module._fsdp_wrapped_module if isinstance(module, FullyShardedDataParallel) else module
+    with temporary_attr(inner, "forward", forward):
+        return module(*args)
+
+
+def install_fused_forward(causal_lm: PreTrainedModel) -> None:
+    """Teach a causal model's forward the keyword `fused`; without it the forward is what it was. Idempotent."""
+    original = causal_lm.forward
+    if getattr(original, "_takes_fused", False):
+        return
+
+    # The signature stays: `generate` checks its keyword arguments against it
+    @functools.wraps(type(causal_lm).forward)
+    def forward(self, *args, fused: FusedRequest | None = None, **kwargs):
+        return original(*args, **kwargs) if fused is None else fused(self, *args, **kwargs)
+
+    marked: Any = forward
+    marked._takes_fused = True
+    causal_lm.forward = types.MethodType(marked, causal_lm)

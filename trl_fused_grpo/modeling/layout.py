@@ -1,0 +1,178 @@
+"""How the rows of a micro-batch are laid out for the model: packed, aligned, or as the host hands them over."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .packed_attention import SharedPrefixKV, cu_seqlens_arguments
+
+
+LayoutName = Literal["packed", "aligned", "padded"]
+_HASH_BASE = 6364136223846793005  # any odd number of 64 bits
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    What the model is called with, and where the predictions are found.
+
+    Args:
+        name (`str`): `"packed"`, `"aligned"` or `"padded"`.
+        model_inputs (`dict`): keyword arguments of the model.
+        logit_positions (`Tensor`, *optional*):
+            `[B, T]`: flat position, in the hidden states, of the token before each completion token. `None` for the
+            host's layout, whose last `T + 1` columns end the row.
+    """
+
+    name: LayoutName
+    model_inputs: dict[str, Any]
+    logit_positions: Tensor | None = None
+
+
+class HolesError(ValueError):
+    """Rows of a batch are not one sequence each, so that they can only be laid out as the host does."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """
+    The rows of a sub-batch.
+
+    Args:
+        input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
+        completion_length (`int`): `T`.
+        scored (`Tensor`): `[B, T]`, bool: the tokens whose log-probability is read.
+        wanted (`Tensor`): `[B]`, bool: the sequences that the model must see; others may be left out.
+        needs_last_column (`bool`): whether the longest position must be the host's, see [`layout_choice.Traits`].
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    completion_length: int
+    scored: Tensor
+    wanted: Tensor
+    needs_last_column: bool = False
+
+    def with_holes(self, mask: Tensor) -> Tensor:
+        """
+        Rows `[B]` that are not one sequence each under a `mask` `[B, L]`: tokens that do not follow one another, or a
+        token to score that stands behind a masked column, from whose state the host predicts it.
+        """
+        start = mask.shape[1] - self.completion_length
+        begins = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]  # [B]
+        behind = self.scored[:, 0 if start else 1 :] & ~mask[:, max(start - 1, 0) : -1]  # [B, T]
+        return (begins > 1) | behind.any(1)
+
+
+def packed(rows: Rows, share_prompts: bool) -> Layout:
+    """
+    The micro-batch as one row without padding, each sequence where it starts.
+
+    Args:
+        rows ([`Rows`]): of the micro-batch.
+        share_prompts (`bool`):
+            Whether a prompt stands in the row once, before the first of its completions. The others attend to it there.
+
+    Raises:
+        [`HolesError`]: when there are rows that are not one sequence each.
+    """
+    input_ids, wanted = rows.input_ids, rows.wanted
+    size, width = input_ids.shape
+    start = width - rows.completion_length
+    number = torch.arange(size, device=input_ids.device)
+    wanted = wanted | (number == 0) & ~wanted.any()  # never an empty row
+    mask = rows.attention_mask.bool() & wanted.unsqueeze(1)  # [B, L]
+    kept, owner = mask, number
+    if share_prompts and size > 1:
+        owner = _first_with_the_prompt(input_ids[:, :start], mask[:, :start], mask[:, start:].any(1))  # [B]
+        kept = mask & ((owner == number).unsqueeze(1) | (torch.arange(width, device=number.device) >= start))
+    # The one time that the device is waited for
+    counts = torch.stack([kept.sum(1), mask.sum(1), rows.with_holes(mask).long(), kept[:, -1].long()])
+    lengths, key_lengths, holes, ends = counts.tolist()
+    if any(holes) or not any(lengths):
+        raise HolesError("there are holes in the attention mask of some rows")
+    place = _running_number(kept)  # [B, L], position of each token in the packed row
+    index = _where(kept, place, sum(lengths))  # [S]
+    # Where to find the tokens that each sequence sees, its prompt with the prompt's owner
+    seen_at = torch.cat([place[owner, :start], place[:, start:]], dim=1)  # [B, L]
+    first = seen_at[:, start - 1 : start] if start else place[:, :1] - 1
+    keys = None
+    if lengths != key_lengths:
+        seen = _where(mask, _running_number(mask), sum(key_lengths))  # [K]
+        keys = seen_at.flatten()[seen]
+    key_lengths = [seen for length, seen in zip(lengths, key_lengths, strict=True) if length]
+    lengths = [length for length in lengths if length]
+    if rows.needs_last_column and not any(ends):
+        # The padding in the last column, a sequence of its own: rotary factors follow the longest position
+        keys = None if keys is None else torch.cat([keys, keys.new_full((1,), len(index))])
+        index = torch.cat([index, index.new_full((1,), width - 1)])
+        lengths, key_lengths = [*lengths, 1], [*key_lengths, 1]
+    shared = None if keys is None else SharedPrefixKV.at(keys, len(index))
+    model_inputs = {
+        "input_ids": input_ids.flatten()[index].unsqueeze(0),
+        # The host's own columns: the same distances for rotary models, the same positions for absolute ones
+        "position_ids": (index % width).unsqueeze(0),
+        **cu_seqlens_arguments(lengths, key_lengths, shared, input_ids.device),
+    }
+    return Layout("packed", model_inputs, torch.cat([first, place[:, start:-1]], dim=1))
+
+
+def _first_with_the_prompt(prompt_ids: Tensor, prompt_mask: Tensor, has_completion: Tensor) -> Tensor:
+    """The first sequence with the prompt of each `[B]`: itself if there is none before, or if it ends in its prompt."""
+    prompts = prompt_ids.masked_fill(~prompt_mask, -1)  # [B, P]
+    # A polynomial of the token ids, modulo 2^64, finds candidates; what counts is whether they are the same
+    powers = torch.full_like(prompts[0], _HASH_BASE).cumprod(0)
+    hashes = (prompts * powers).sum(1)  # [B]
+    first = (hashes.unsqueeze(1) == hashes).byte().argmax(1)
+    rows = torch.arange(len(prompts), device=prompts.device)
+    return torch.where(has_completion & (prompts[first] == prompts).all(1), first, rows)
+
+
+def _running_number(mask: Tensor) -> Tensor:
+    """Number of the last true entry up to each, counted row by row `[B, L]`; -1 before the first."""
+    return mask.flatten().cumsum(0).view_as(mask) - 1
+
+
+def _where(mask: Tensor, number: Tensor, count: int) -> Tensor:
+    """Flat positions of the `count` true entries `[count]`, from their running `number`: no wait for the device."""
+    places = torch.where(mask, number, count).flatten()
+    index = torch.empty(count + 1, dtype=torch.long, device=mask.device)
+    return index.scatter_(0, places, torch.arange(len(places), device=mask.device))[:count]
+
+
+def aligned(rows: Rows, needs_mask: bool) -> Layout:
+    """
+    Rows shifted left and cut to the longest. Padding on the right needs no mask under causal attention.
+
+    Args:
+        rows ([`Rows`]): of the micro-batch.
+        needs_mask (`bool`): whether the model wants a mask all the same.
+
+    Raises:
+        [`HolesError`]: when there are rows that are not one sequence each.
+    """
+    input_ids, attention_mask = rows.input_ids, rows.attention_mask
+    size, padded_width = input_ids.shape
+    holes = rows.with_holes(attention_mask.bool()) & rows.wanted
+    order = attention_mask.sort(dim=1, descending=True, stable=True)
+    # The one time that the device is waited for
+    counts = torch.stack([attention_mask.sum(1), order.indices[:, 0], holes.long()])
+    lengths, starts, any_holes = (max(values) for values in counts.tolist())
+    if any_holes:
+        raise HolesError("there are holes in the attention mask of some rows")
+    # Positions run on over the padding; where rotary factors follow the longest, up to the host's
+    width = max(lengths, padded_width - starts if rows.needs_last_column else 1)
+    columns = order.indices[:, :width]  # [B, W]
+    # Where positions jump, transformers sees another sequence and builds a mask
+    onward = columns[:, :1] + torch.arange(width, device=columns.device)
+    if rows.needs_last_column:
+        onward = onward.clamp(max=padded_width - 1)
+    position_ids = torch.where(order.values[:, :width].bool(), columns, onward)
+    model_inputs = {"input_ids": input_ids.gather(1, columns), "position_ids": position_ids}
+    if needs_mask:
+        model_inputs["attention_mask"] = order.values[:, :width]
+    row = torch.arange(size, device=input_ids.device).unsqueeze(1)
+    place = attention_mask.cumsum(1)[:, -rows.completion_length :] - 1  # [B, T]
+    return Layout("aligned", model_inputs, row * width + place - 1)

@@ -1,0 +1,148 @@
+"""Which layout the rows of a model may have: what it is known to do with them, and what was found out when it ran."""
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from trl_fused_grpo._compat import models as model_compat
+
+from .layout import LayoutName
+from .packed_attention import why_replaced
+
+
+logger = logging.get_logger(__name__)
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_TRAITS: WeakKeyDictionary[PreTrainedModel, "Traits"] = WeakKeyDictionary()
+
+
+class Refusal(NamedTuple):
+    """Why a model that ran on other rows than the host's needs others from now on, and which."""
+
+    reason: str
+    layout: LayoutName
+
+
+class Traits(NamedTuple):
+    """
+    What the modules of a model say of its rows.
+
+    Args:
+        has_sinks (`bool`): whether attention has sinks.
+        is_causal (`bool`): whether no module says that its attention is not.
+        needs_last_column (`bool`):
+            Whether factors of rotary positions follow the longest position (longrope, dynamic NTK): the host's padding
+            then decides them for every token, and rows must reach as far.
+    """
+
+    has_sinks: bool
+    is_causal: bool
+    needs_last_column: bool
+
+
+def traits(causal_lm: PreTrainedModel) -> Traits:
+    """The [`Traits`] of a model."""
+    if causal_lm not in _TRAITS:  # a walk over all modules takes as long as a layer
+        modules = list(causal_lm.modules())
+        _TRAITS[causal_lm] = Traits(
+            has_sinks=any(hasattr(module, "sinks") for module in modules),
+            is_causal=all(getattr(module, "is_causal", True) is not False for module in modules),
+            needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
+        )
+    return _TRAITS[causal_lm]
+
+
+def why_not_aligned(model: nn.Module, is_multimodal: bool, reads_padding: bool) -> str | None:
+    """Why rows may not be shifted and cut, or `None`."""
+    if is_multimodal:
+        return "its inputs are multimodal"
+    if reads_padding:
+        return "TRL's LUSPO of this version reads padding"
+    causal_lm = model_compat.without_adapter(model)
+    adapter_reads_rows = model_compat.why_adapter_reads_rows(model)
+    if adapter_reads_rows is not None:
+        return adapter_reads_rows
+    if model_compat.neftune_noise(causal_lm):
+        return "the strength of NEFTune's noise depends on the width of the rows"
+    if causal_lm.config.get_text_config() is not causal_lm.config:
+        return "it is a composite model"
+    if causal_lm.config.model_type in model_compat.PADDING_MATTERS:
+        return "its own results depend on the padding"
+    if not _takes_position_ids(type(model_compat.backbone(causal_lm))):
+        return "it takes no position_ids"
+    if not traits(causal_lm).is_causal or not getattr(causal_lm.config, "is_causal", True):
+        return "its attention is not causal"  # padding would be attended to
+    return why_replaced(causal_lm.config._attn_implementation)
+
+
+def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
+    """Why rows that may be aligned may not share one row, or `None`."""
+    config = causal_lm.config
+    if not getattr(causal_lm, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' attention interface"
+    if config._attn_implementation not in ("sdpa", "flash_attention_2", "flash_attention_3"):
+        return f"attn_implementation={config._attn_implementation!r} knows no sequence borders"
+    if (
+        getattr(causal_lm, "_is_stateful", False)
+        or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
+    ):
+        return "it has layers that carry a state from token to token"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "its attention scores are soft-capped"
+    if traits(causal_lm).has_sinks:
+        return "its attention has sinks"
+    # What calls SDPA shows it then; other attention is not watched
+    if config._attn_implementation != "sdpa" and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
+        return "it drops out attention"
+    return None
+
+
+def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
+    """Whether sequences of a packed row may attend to a prompt before another: torch's attention is called here."""
+    return causal_lm.config._attn_implementation == "sdpa"
+
+
+def choose(
+    wanted: str,
+    model: nn.Module,
+    causal_lm: PreTrainedModel,
+    is_multimodal: bool,
+    reads_padding: bool,
+    refusal: Refusal | None,
+) -> LayoutName:
+    """
+    The layout that is wanted, or with `"auto"` the first of packed, aligned and host that a model allows.
+
+    Args:
+        wanted (`str`): a layout's name or `"auto"`.
+        model (`nn.Module`): in no wrapper but PEFT's.
+        causal_lm (`PreTrainedModel`): the causal language model in it.
+        is_multimodal, reads_padding (`bool`): whether its inputs are, and whether its objective does.
+        refusal ([`Refusal`], *optional*): what was found out when it ran.
+
+    Raises:
+        `ValueError`: when the one wanted is not allowed, with the reason.
+    """
+    reasons = {"aligned": why_not_aligned(model, is_multimodal, reads_padding), "padded": None}
+    reasons["packed"] = reasons["aligned"] or why_not_packed(causal_lm)
+    if refusal is not None:
+        reasons["packed"] = reasons["packed"] or refusal.reason
+        if refusal.layout == "padded":
+            reasons["aligned"] = reasons["aligned"] or refusal.reason
+    if wanted != "auto" and reasons[wanted] is not None:
+        raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
+    names: tuple[LayoutName, ...] = ("packed", "aligned", "padded")
+    name = next(name for name in names if name == wanted or (wanted == "auto" and reasons[name] is None))
+    if name == "padded" and wanted == "auto":
+        logger.warning_once(f"Rows keep the padding of the host, because {reasons['aligned']}.")
+    return name
+
+
+@functools.cache
+def _takes_position_ids(backbone: Any) -> bool:
+    return "position_ids" in inspect.signature(backbone.forward).parameters

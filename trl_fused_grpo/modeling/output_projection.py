@@ -1,0 +1,192 @@
+"""The output projection of a causal language model: found, checked, and read as an [`LMHead`]."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.ops.lm_head import LMHead, LowRank
+
+
+_ADVICE = "train with use_liger_loss=False"
+
+
+def read_lm_head(causal_lm: PreTrainedModel, fp32: bool = False) -> LMHead:
+    """
+    Read the head of a causal language model, as it is at this moment: wrappers replace it.
+
+    Args:
+        causal_lm (`PreTrainedModel`): in no wrapper.
+        fp32 (`bool`, *optional*, defaults to `False`): see [`LMHead`].
+
+    Raises:
+        `ValueError`: when the model has no output projection, or one that is not a plain linear layer.
+    """
+    module: Any = output_projection(causal_lm)
+    text_config = causal_lm.config.get_text_config()
+    low_rank, bias = _lora(module, getattr(module, "bias", None))
+    return LMHead(
+        weight=module.weight,
+        bias=bias,
+        logit_scale=_logit_scale(text_config),
+        softcap=_first(text_config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"),
+        fp32=fp32,
+        low_rank=low_rank,
+    )
+
+
+def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
+    """
+    Return the module that maps hidden states to logits: a linear layer, or LoRA's around one.
+
+    Raises:
+        `ValueError`: when there is none, or when it is of another kind. The message says what to change.
+    """
+    module = causal_lm.get_output_embeddings()
+    name = type(causal_lm).__name__
+    if module is None:
+        raise ValueError(
+            f"{name} has no output projection (get_output_embeddings() is None), so there is nothing to fuse: pass a "
+            f"model with a language-modeling head, or {_ADVICE}."
+        )
+    module = _saved_module(module)
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.is_meta or not weight.is_floating_point():
+        raise ValueError(
+            f"the output projection of {name} ({type(module).__name__}) has no floating-point weight in memory: leave "
+            f"it out of quantization and offloading, or {_ADVICE}."
+        )
+    # Between forwards FSDP2 keeps its shards in DTensors too
+    if isinstance(weight, DTensor) and not any(isinstance(m, FSDPModule) for m in causal_lm.modules()):
+        raise ValueError(
+            f"the output projection of {name} is sharded by tensor parallelism, which is not supported: leave it out "
+            f"of the plan, or {_ADVICE}."
+        )
+    reason = _why_not_lora(module)
+    if reason is not None:
+        raise ValueError(
+            f"the output projection of {name} carries an adapter that is not plain LoRA ({reason}), so that its logits "
+            f"are not those of a weight and a low-rank term: use plain LoRA, leave the head out of the adapter, or "
+            f"{_ADVICE}."
+        )
+    return module
+
+
+def _saved_module(module: Any) -> nn.Module:
+    """The module in charge inside PEFT's wrapper for `modules_to_save`: the active adapter's copy, or the original."""
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return module
+    active = [name for name in module.active_adapters if name in copies]
+    return module.original_module if module.disable_adapters or not active else copies[active[0]]
+
+
+def vocab_size_of(head: Any, causal_lm: Any) -> int:
+    """Tokens that an output projection knows, also between forwards, when its weight may be a shard or empty."""
+    shape = getattr(head.weight, "ds_shape", head.weight.shape)  # ZeRO-3 keeps the whole shape beside an empty weight
+    if len(shape) == 2:
+        return shape[0]
+    features = head.in_features, head.out_features  # FSDP1 keeps a flat shard
+    # PEFT's copy of a head that is tied to the embeddings names its features the wrong way round
+    is_turned = features[1] == causal_lm.config.get_text_config().hidden_size
+    return features[0] if is_turned else features[1]
+
+
+def head_parameter_modules(causal_lm: PreTrainedModel) -> list[nn.Module]:
+    """
+    The modules that an [`output_projection`] runs through, the outermost first: PEFT's wrapper, and the layers whose
+    parameters are read. DeepSpeed and FSDP gather weights when one of them is called, and each engine at others.
+    """
+    outermost, module = causal_lm.get_output_embeddings(), output_projection(causal_lm)
+    modules: list[Any] = [outermost] if module is outermost else [outermost, module]
+    if has_adapter(module):
+        layer: Any = module
+        factors = [parts[name] for name in _adapters_in_force(layer) for parts in (layer.lora_A, layer.lora_B)]
+        modules += [layer.base_layer, *factors]
+    return modules
+
+
+def why_not_sharded(causal_lm: PreTrainedModel, fsdp_version: int) -> str | None:
+    """Why FSDP cannot shard the adapter on the head of a model with tied embeddings, and what to do, or `None`."""
+    head: Any = causal_lm.get_output_embeddings()
+    embedding: Any = causal_lm.get_input_embeddings()
+    if not all(parameter.is_contiguous() for parameter in head.parameters()):
+        reason = "ensure_weight_tying=True transposes LoRA's factors, which FSDP2 cannot shard: leave it out"
+        return reason if fsdp_version == 2 else None
+    copy = _saved_module(head)
+    if copy is head:
+        return None
+    if copy.weight is embedding.weight:
+        reason = "FSDP1 shards the embedding and the head, which train one weight, apart: use FSDP2"
+        return reason if fsdp_version == 1 else None
+    if fsdp_version == 1 or not trl_compat.FSDP2_FORBIDS_TIES_OF_HEADS:
+        return None
+    if head.original_module.weight is getattr(embedding, "original_module", embedding).weight:
+        return (
+            "FSDP2 shards the embedding and the head apart, but the frozen weight beside the trained copy is the "
+            "embedding's: set ensure_weight_tying=True, use LoRA on lm_head, or train with DeepSpeed"
+        )
+    return None
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether an [`output_projection`] carries LoRA."""
+    return hasattr(module, "base_layer")
+
+
+def _why_not_lora(module: nn.Module) -> str | None:
+    """Why an adapter around a linear layer is more than LoRA, or `None`, also where there is no adapter."""
+    if hasattr(module, "token_adapter"):
+        return "trainable tokens"
+    if not hasattr(module, "base_layer"):
+        return None
+    if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
+        return type(module).__name__
+    variants = {**getattr(module, "lora_variant", {}), **{n: "DoRA" for n, on in module.use_dora.items() if on}}
+    for name, variant in variants.items():
+        return f"{name}: {variant if isinstance(variant, str) else type(variant).__name__}"
+    return None
+
+
+def _lora(module: Any, bias: Tensor | None) -> tuple[tuple[LowRank, ...], Tensor | None]:
+    """The low-rank terms of the adapters in force, and the bias with theirs."""
+    if not hasattr(module, "lora_A"):
+        return (), bias
+    if module.disable_adapters and module.merged:
+        module.unmerge()  # as its own forward would
+    terms = []
+    for name in _adapters_in_force(module):
+        a, b, dropout, scale = (
+            parts[name] for parts in (module.lora_A, module.lora_B, module.lora_dropout, module.scaling)
+        )
+        terms.append(
+            LowRank(a.weight, b.weight, scale, dropout.p if dropout.training and hasattr(dropout, "p") else 0.0)
+        )
+        if b.bias is not None:
+            bias = scale * b.bias if bias is None else bias + scale * b.bias
+    return tuple(terms), bias
+
+
+def _adapters_in_force(module: Any) -> list[str]:
+    """The names of the adapters whose low-rank terms count beside the weight."""
+    if module.disable_adapters or module.merged:  # what is merged is in the weight already
+        return []
+    return [name for name in module.active_adapters if name in module.lora_A]
+
+
+def _logit_scale(text_config) -> float:
+    """Multiplier of the raw logits under the names that model families give it; a real 0.0 is kept."""
+    scale = _first(text_config, "logit_scale", "output_multiplier", "lm_head_multiplier")
+    scaling = _first(text_config, "logits_scaling")
+    if scale is not None or scaling is None:
+        return 1.0 if scale is None else scale
+    # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
+    return scaling if text_config.model_type == "hyperclovax" else 1 / scaling
+
+
+def _first(config, *names: str) -> float | None:
+    """The first of these options that is set; families name the same thing differently."""
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)

@@ -1,0 +1,113 @@
+"""Kernels in plain torch, for any device. Same signatures as `kernels/triton.py`."""
+
+import torch
+from torch import Tensor
+
+from . import LogitTransform
+
+
+# exp() of anything below underflows, and 0 * -1e4 is 0 where 0 * -inf would be NaN
+_LOG_ZERO = -1e4
+
+
+def _transform(logits: Tensor, transform: LogitTransform) -> Tensor:
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if transform.logit_scale != 1.0:
+        z = z * transform.logit_scale
+    if transform.softcap is not None:
+        z = transform.softcap * torch.tanh(z / transform.softcap)
+    if transform.temperature != 1.0:
+        z = z / transform.temperature
+    return z
+
+
+def logprob_forward(
+    logits: Tensor,  # [n, V]
+    targets: Tensor,  # [n]
+    transform: LogitTransform,
+    logps: Tensor,  # [n]
+    lse: Tensor,  # [n]
+    entropies: Tensor | None,  # [n]
+) -> None:
+    """
+    Fold rows of logits into the log-probability of the target, the log-sum-exp and the entropy (nats).
+
+    Args:
+        logits (`Tensor`):
+            Raw output of the projection, shape `[n, V]`.
+        targets (`Tensor`):
+            Token ids, shape `[n]`, int64.
+        transform (`LogitTransform`):
+            Scale, softcap and temperature.
+        logps, lse, entropies (`Tensor`):
+            Outputs, shape `[n]`, float32 (float64 for float64 logits). `entropies` may be `None`.
+    """
+    z = _transform(logits, transform)  # [n, V]
+    highest = z.amax(-1, keepdim=True)  # [n, 1]
+    u = (z - highest).clamp_(min=_LOG_ZERO)  # [n, V]
+    target = (z.gather(-1, targets.unsqueeze(-1)) - highest).squeeze(-1)  # [n]
+    if entropies is None:
+        log_sum = u.exp_().sum(-1).log_()  # [n]
+    else:
+        e = u.exp()  # [n, V]
+        total = e.sum(-1)  # [n]
+        log_sum = total.log()  # [n]
+        entropies.copy_(log_sum - torch.einsum("nv,nv->n", e, u) / total)
+    logps.copy_(target - log_sum)
+    lse.copy_(highest.squeeze(-1) + log_sum)
+
+
+def logits_grad_(
+    logits: Tensor,  # [n, v]
+    targets: Tensor,  # [n]
+    lse: Tensor,  # [n]
+    entropies: Tensor | None,  # [n]
+    grad_logps: Tensor,  # [n]
+    grad_entropies: Tensor | None,  # [n]
+    transform: LogitTransform,
+    vocab_start: int = 0,
+) -> None:
+    """
+    Overwrite a tile of logits with the gradient with respect to the raw output of the projection.
+
+    Args:
+        logits (`Tensor`):
+            Raw logits of the vocabulary columns from `vocab_start` on, shape `[n, v]`; overwritten.
+        targets (`Tensor`):
+            Token ids, shape `[n]`, int64, counted in the whole vocabulary.
+        lse, entropies (`Tensor`):
+            What [`logprob_forward`] returned, shape `[n]`. `entropies` is read only with `grad_entropies`.
+        grad_logps (`Tensor`):
+            Gradient with respect to the log-probabilities, shape `[n]`.
+        grad_entropies (`Tensor`, *optional*):
+            Gradient with respect to the entropies, shape `[n]`.
+        transform (`LogitTransform`):
+            Scale, softcap and temperature.
+        vocab_start (`int`, *optional*, defaults to `0`):
+            Token id of the first column.
+    """
+    z = _transform(logits, transform)  # [n, v]; aliases `logits` when there is nothing to do
+    if transform.softcap is not None:
+        slope = 1 - (z * (transform.temperature / transform.softcap)) ** 2  # [n, v], 1 - tanh^2
+    log_p = z.sub_(lse.unsqueeze(-1)) if z.data_ptr() == logits.data_ptr() else z - lse.unsqueeze(-1)
+    if grad_entropies is None:
+        grad = log_p.exp_().mul_(-grad_logps.unsqueeze(-1))  # [n, v]
+    else:
+        assert entropies is not None, "a gradient of the entropies needs them"
+        # -g p - ge p (log p + H) = -p (g + ge (log p + H))
+        log_p.clamp_(min=_LOG_ZERO)
+        weight = (log_p + entropies.unsqueeze(-1)).mul_(grad_entropies.unsqueeze(-1)).add_(grad_logps.unsqueeze(-1))
+        grad = log_p.exp_().mul_(weight).neg_()  # [n, v]
+
+    column = targets - vocab_start  # [n]
+    inside = (column >= 0) & (column < logits.shape[-1])
+    one_hot = torch.where(inside, grad_logps, 0.0).to(grad.dtype).unsqueeze(-1)
+    grad.scatter_add_(-1, column.clamp(0, logits.shape[-1] - 1).unsqueeze(-1), one_hot)
+
+    if transform.softcap is not None:
+        grad.mul_(slope)
+    factor = transform.logit_scale / transform.temperature
+    if factor != 1.0:
+        grad.mul_(factor)
+    if grad.data_ptr() != logits.data_ptr():
+        logits.copy_(grad)

@@ -1,0 +1,1 @@
+"""What depends on a `GRPOTrainer`: which log-probabilities to compute, when, and which faster path may be taken."""

@@ -1,0 +1,87 @@
+"""Another KL estimator than the host's: its term is left out of the host's loss and added with the same weights."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.loss.batch import GRPOBatch, as_columns
+from trl_fused_grpo.loss.objective import GRPOObjective, token_terms
+from trl_fused_grpo.loss.reduction import token_weights
+
+from .eligibility import replaced_objective
+from .loss_request import objective_of
+
+
+def replaces_kl(trainer: GRPOTrainer) -> bool:
+    """
+    Whether the KL term is ours to compute.
+
+    Raises:
+        `ValueError`: when it is asked for and the host's objective was replaced since the trainer was made.
+    """
+    name = objective_of(trainer).kl_estimator
+    if trainer.beta == 0.0 or name == "k3":
+        return False
+    found = replaced_objective(trainer)
+    if found is not None:
+        raise ValueError(f"kl_estimator={name!r} does not reach {found}: set kl_estimator='k3'.")
+    return True
+
+
+def estimator_in_force(objective: GRPOObjective) -> str:
+    """What the KL term estimates with, as it is logged: the importance ratio makes `k4` of `k1`."""
+    name = objective.kl_estimator
+    if name in ("k1", "k4"):
+        return "k4" if objective.weighs_kl else "k1"
+    return f"{name}_bias_corrected" if objective.weighs_kl else name
+
+
+@contextmanager
+def kl_left_out(trainer: GRPOTrainer) -> Generator[None, None, None]:
+    """While it lasts, the host's loss has no KL term."""
+    host: Any = trainer
+    host._hidden_beta, host.beta = host.beta, 0.0
+    try:
+        yield
+    finally:
+        host.beta, host._hidden_beta = host._hidden_beta, None
+
+
+def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tensor:
+    """
+    `beta` times the KL divergence of a micro-batch, aggregated as the host aggregates its loss; a scalar. Logs the mean
+    over tokens under the estimator's name.
+
+    Args:
+        trainer (`GRPOTrainer`): whose objective it is.
+        inputs (`dict`): the micro-batch as the host's `_compute_loss` gets it.
+        logps (`Tensor`): `[B, T]`, differentiable.
+    """
+    objective = objective_of(trainer)
+    if objective.loss_type == "luspo" and trl_compat.LUSPO_COUNTS_PADDING:
+        objective = replace(objective, reduction="padded_sequence_sum")
+    is_training = trainer.model is not None and trainer.model.training
+    batch = GRPOBatch(
+        mask=trl_compat.loss_mask(trainer, inputs),
+        advantages=as_columns(inputs["advantages"]),
+        old_per_token_logps=inputs.get("old_per_token_logps"),
+        ref_per_token_logps=inputs["ref_per_token_logps"],
+        normalizer=trl_compat.global_normalizer(trainer, inputs) if objective.uses_global_normalizer else None,
+        accumulation=trainer.current_gradient_accumulation_steps
+        if is_training and not objective.uses_global_normalizer
+        else 1.0,
+    )
+    # The policy term that comes along is the host's to judge
+    kl = token_terms(replace(objective, off_policy_mask_threshold=None, top_entropy_quantile=1.0), batch, logps).kl
+    assert kl is not None, "the host's beta is not zero"
+    sums = torch.stack([(kl.detach() * batch.mask).sum(), batch.mask.sum()])
+    total, count = trainer.accelerator.reduce(sums, reduction="sum").tolist()
+    metrics = trainer._metrics["train" if is_training else "eval"]
+    metrics[f"kl/{estimator_in_force(objective)}"].append(total / max(count, 1.0))
+    return objective.beta * (kl * token_weights(objective, batch)).sum()

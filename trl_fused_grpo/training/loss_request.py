@@ -1,0 +1,124 @@
+"""What the trainer asks of a loss pass: which positions to project, and the gradients to expect."""
+
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.loss.forecast import BatchForecast
+from trl_fused_grpo.loss.importance_sampling import DeferredForecast
+from trl_fused_grpo.loss.liger_loss import FusedLinearGRPOLoss
+from trl_fused_grpo.loss.objective import GLOBAL_NORMALIZER_LOSSES, GRPOObjective
+
+from .deferred_ratio import DEFERRED, sampling_correction
+from .logps import LogpsArgs, LogpsRequest
+
+
+# Options of the objective in the arguments; older versions of TRL have fewer, and its own config has no estimator
+_OPTIONS_IN_ARGS = (
+    "delta",
+    "use_bias_correction_kl",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+    "kl_estimator",
+)
+
+
+def beta_of(trainer: GRPOTrainer) -> float:
+    """Coefficient of the KL term, also while it is hidden from the host (`kl.py`)."""
+    return getattr(trainer, "_hidden_beta", None) or trainer.beta
+
+
+def padding_counts(trainer: GRPOTrainer) -> bool:
+    """Whether the host's objective reads padding positions too."""
+    if trainer.loss_type != "luspo" or not trl_compat.LUSPO_COUNTS_PADDING:
+        return False
+    per_sequence = trainer.importance_sampling_level == "sequence" and beta_of(trainer) == 0.0
+    return not (per_sequence and not trainer.use_vllm and trainer.top_entropy_quantile == 1.0)
+
+
+def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0) -> GRPOObjective:
+    """The trainer's objective as plain options."""
+    return GRPOObjective(
+        loss_type=trainer.loss_type,
+        epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        beta=beta_of(trainer),
+        importance_sampling_level=trainer.importance_sampling_level,
+        entropy_coef=entropy_coef,
+        max_completion_length=trainer.max_completion_length,
+        off_policy_mask_threshold=trainer.off_policy_mask_threshold,
+        top_entropy_quantile=trainer.top_entropy_quantile,
+        **{name: getattr(trainer.args, name) for name in _OPTIONS_IN_ARGS if hasattr(trainer.args, name)},
+    )
+
+
+def build_call_request(trainer: GRPOTrainer, call: LogpsArgs, every_position: bool) -> LogpsRequest:
+    """
+    Decide which positions to project for a call that may not be TRL's own loss: those of its own attention mask.
+
+    Args:
+        trainer (`GRPOTrainer`): whose log-prob method was called.
+        call ([`LogpsArgs`]): the call.
+        every_position (`bool`): whether padding is read too.
+    """
+    mask = call.attention_mask[:, -call.logits_to_keep :]  # [B, T]
+    return LogpsRequest(torch.ones_like(mask) if every_position or padding_counts(trainer) else mask)
+
+
+def build_loss_request(trainer: GRPOTrainer, inputs: dict[str, Any], skip_zero_grad: bool) -> LogpsRequest:
+    """
+    Decide which positions of a micro-batch to project for the loss, and forecast their gradients.
+
+    Args:
+        trainer (`GRPOTrainer`): whose objective it is.
+        inputs (`dict`): the micro-batch as the host's `_compute_loss` gets it.
+        skip_zero_grad (`bool`): whether sequences that can receive no gradient may be left out.
+    """
+    mask = trl_compat.loss_mask(trainer, inputs)  # [B, T]
+    old_logps = inputs.get("old_per_token_logps")
+    entropy_coef = _entropy_coef_in_force(trainer)
+    if padding_counts(trainer):
+        return LogpsRequest(torch.ones_like(mask), entropy_grad=entropy_coef != 0.0)
+    if not torch.is_grad_enabled():
+        return LogpsRequest(mask, fill=old_logps)
+
+    deferred = DEFERRED in inputs
+    corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not deferred
+    window = trl_compat.global_normalizer(trainer, inputs) if trainer.loss_type in GLOBAL_NORMALIZER_LOSSES else 1.0
+    forecast = FusedLinearGRPOLoss.from_objective(objective_of(trainer, entropy_coef)).forecast(
+        mask,
+        inputs["advantages"],
+        old_per_token_logps=old_logps,
+        ref_per_token_logps=inputs.get("ref_per_token_logps"),
+        vllm_is_ratio=inputs["importance_sampling_ratio"] if corrected else None,
+        normalizer=window,
+        accumulation=trainer.current_gradient_accumulation_steps,
+        entropy_normalizer=trl_compat.entropy_normalizer(trainer, mask, window) if entropy_coef else None,
+    )
+    if deferred:
+        forecast = _with_ratio_from_training(trainer, forecast, inputs)
+    return LogpsRequest(mask, old_logps, forecast, entropy_grad=entropy_coef != 0.0, skip_zero_grad=skip_zero_grad)
+
+
+def _with_ratio_from_training(
+    trainer: GRPOTrainer, forecast: BatchForecast | None, inputs: dict[str, Any]
+) -> DeferredForecast | None:
+    correction = sampling_correction(trainer)
+    is_coupled = trainer.importance_sampling_level == "sequence" or trainer.loss_type == "vespo"
+    if forecast is None or is_coupled or correction.is_per_sequence:
+        return None
+    return DeferredForecast(forecast, correction, inputs["sampling_per_token_logps"])
+
+
+def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:
+    if not getattr(trainer, "_entropy_bonus_enabled", False):
+        return 0.0
+    args: Any = trainer.args
+    gated = trainer.use_adaptive_entropy and trainer._last_world_entropy > args.entropy_target
+    return 0.0 if gated else trainer.entropy_coef
