@@ -20,7 +20,7 @@ from trl_fused_grpo.modeling.layout_choice import Refusal, choose, supports_shar
 from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
 
 from .checks import check_token_ids
-from .customisation import changed_module, own_class, row_reader, zero_weight
+from .customised_model import changed_module, own_class, row_reader, zero_weight
 from .logps import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps, RowsRefusedError, compute_logps
 from .loss_request import padding_counts
 
