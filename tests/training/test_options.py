@@ -56,7 +56,7 @@ SCHEDULES = {
     "on-policy": (2, 2, 1),
     "misaligned": (1, 2, 1),
     "two iterations": (2, 2, 2),
-    "two iterations in a window": (4, 2, 2),
+    "two iterations in an accumulation window": (4, 2, 2),
 }
 SAMPLERS = {
     "no vLLM": None,
