@@ -21,7 +21,7 @@ from trl_fused_grpo.training.checks import (
     check_backward,
     check_head,
     check_kl_estimator,
-    check_shapes,
+    check_micro_batch,
     check_sharding,
     tell_what_has_no_effect,
 )
@@ -165,7 +165,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         is_trls = not replaced_behind(self, "_compute_loss") and not replaced_method(self, trl_compat.OBJECTIVE_METHODS)
         if not self.use_liger_loss or not is_trls:
             return super()._compute_loss(model, inputs)
-        check_shapes(inputs)
+        check_micro_batch(inputs)
         own_inputs = dict(inputs)  # what is added for TRL is not for the buffered micro-batch
         with temporary_attr(self, "_loss_inputs", (inputs, own_inputs)), temporary_attr(self, "_loss_logps", None):
             if not replaces_kl(self):

@@ -95,7 +95,7 @@ SCORES_PADDING = Version("1.14.0") > TRL
 _RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
 # TRL 1.8 and 1.9: the entropy bonus of DAPO, CISPO and VESPO shares the policy term's normalizer
 _ENTROPY_SHARES_NORMALIZER = Version("1.8.0") <= TRL < Version("1.10.0")
-# TRL < 1.10: LUSPO averages over padding too wherever its per-token loss is [B, T]
+# TRL < 1.10: LUSPO averages over padding too (`loss/reduction.py` says when)
 LUSPO_COUNTS_PADDING = Version("1.10.0") > TRL
 # TRL >= 1.11: a token that the sampler could not score (NaN) gets importance ratio one
 NAN_RATIO_IS_ONE = Version("1.11.0") <= TRL
@@ -123,7 +123,7 @@ def temperature_of(trainer: GRPOTrainer) -> float:
 
 
 def global_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
-    """Tokens of one accumulation window per process: what DAPO, CISPO and VESPO divide by; a scalar tensor."""
+    """Tokens of one accumulation window per process: what a loss with a global normalizer divides by; a scalar."""
     args: Any = trainer.args
     normalizer = inputs["num_items_in_batch"] / trainer.accelerator.num_processes
     if _RESCALES_NUM_ITEMS:
@@ -131,10 +131,13 @@ def global_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     return normalizer
 
 
-def entropy_normalizer(trainer: GRPOTrainer, mask: Tensor, window: Tensor | float) -> Tensor | float:
-    """What the sum of entropies is divided by in the entropy bonus."""
-    if _ENTROPY_SHARES_NORMALIZER and trainer.loss_type in ("dapo", "cispo", "vespo"):
-        return window
+def entropy_normalizer(trainer: GRPOTrainer, mask: Tensor, normalizer: Tensor | None) -> Tensor:
+    """
+    What the sum of entropies is divided by in the entropy bonus; `normalizer` is the [`global_normalizer`] of a loss
+    type that has one.
+    """
+    if _ENTROPY_SHARES_NORMALIZER and normalizer is not None:
+        return normalizer
     return mask.sum().clamp(min=1.0) * trainer.current_gradient_accumulation_steps
 
 

@@ -1,5 +1,6 @@
 """One micro-batch as the objectives read it, and the checks that it fits together."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import overload
 
@@ -53,20 +54,32 @@ def zero_masked(values: Tensor | None, counted: Tensor) -> Tensor | None:
 
 
 def check_shapes(
-    token_ids: Tensor, per_token: dict[str, Tensor | None], per_sequence: dict[str, Tensor | None]
+    token_ids: Tensor,
+    per_token: Mapping[str, Tensor | None],
+    per_sequence: Mapping[str, Tensor | None],
+    broadcast: Mapping[str, Tensor | None] | None = None,
+    ids_name: str = "token ids",
 ) -> None:
     """
-    Raise when a tensor does not fit `token_ids` `[B, T]`: those `per_token` have its shape, those `per_sequence` may
-    have `[B]` or `[B, 1]` too.
+    Raise when a tensor does not fit the token ids. A tensor that is `None` is left out of the check.
+
+    Args:
+        token_ids (`Tensor`): `[B, T]`.
+        per_token (`dict[str, Tensor]`): tensors by name that must be `[B, T]`.
+        per_sequence (`dict[str, Tensor]`): tensors that must be `[B]`, `[B, 1]` or `[B, T]`.
+        broadcast (`dict[str, Tensor]`, *optional*): tensors that must be `[B, 1]` or `[B, T]`.
+        ids_name (`str`): what the caller calls the token ids, for the message.
 
     Raises:
-        `ValueError`: naming the tensor, its shape and the shapes that were expected.
+        `ValueError`: naming the tensor, its shape and the shapes that fit.
     """
     batch, length = token_ids.shape
-    for tensors, shapes in ((per_token, [(batch, length)]), (per_sequence, [(batch,), (batch, 1), (batch, length)])):
+    whole, column, vector = (batch, length), (batch, 1), (batch,)
+    groups = ((per_token, [whole]), (per_sequence, [vector, column, whole]), (broadcast or {}, [column, whole]))
+    for tensors, shapes in groups:
         for name, value in tensors.items():
             if value is not None and tuple(value.shape) not in shapes:
-                wanted = " or ".join(str(list(shape)) for shape in shapes)
+                expected = " or ".join(str(list(shape)) for shape in shapes)
                 raise ValueError(
-                    f"{name} has shape {list(value.shape)}, but token ids {[batch, length]} ask for {wanted}."
+                    f"{name} has shape {list(value.shape)}, but {ids_name} of shape {list(whole)} need {expected}."
                 )

@@ -17,7 +17,7 @@ from .batch import GRPOBatch, as_columns, check_shapes, zero_masked
 from .forecast import BatchForecast, forecast, grad_rows_first
 from .metrics import GRPOLossOutput, named_metrics
 from .objective import GRPOObjective, token_terms
-from .reduction import reduce_loss, tokens_per_process
+from .reduction import luspo_counts_padding, reduce_loss, tokens_per_process
 
 
 class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
@@ -215,11 +215,9 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         return loss, tuple(metrics[name] for name in ("kl", "clip_ratio/region_mean") if name in metrics)
 
     def _padding_counts(self, objective: GRPOObjective, ratio: Tensor | None) -> bool:
-        """Whether the loss is Liger's LUSPO with a term that differs from token to token."""
-        if objective.loss_type != "luspo" or objective.reduction is not None:
-            return False
+        """Whether padding counts, as in Liger's LUSPO."""
         has_kl = self.use_ref_model and objective.beta != 0.0
-        return objective.importance_sampling_level == "token" or has_kl or (ratio is not None and ratio[0].numel() > 1)
+        return luspo_counts_padding(objective, has_kl, ratio is not None and ratio[0].numel() > 1)
 
     def _score(
         self,

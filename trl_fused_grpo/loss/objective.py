@@ -22,7 +22,7 @@ IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
 REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length", "sequence_sum", "padded_sequence_sum")
 
 _REDUCTION_OF = {
-    **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean"),
+    **dict.fromkeys(("bnpo", *GLOBAL_NORMALIZER_LOSSES), "token_mean"),
     **dict.fromkeys(("grpo", "sapo"), "sequence_mean"),
     "dr_grpo": "fixed_length",
     "luspo": "sequence_sum",

@@ -16,8 +16,8 @@ def token_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
     - `"sequence_mean"`: the mean over sequences of the mean over their tokens; the normalizer counts sequences.
     - `"fixed_length"`: the sum over tokens, divided by `max_completion_length`; the normalizer counts sequences.
     - `"sequence_sum"`: the mean over sequences of the sum over their tokens; the normalizer counts sequences.
-    - `"padded_sequence_sum"`: LUSPO before TRL 1.10 and in Liger: the mean over all positions, padding included, of the
-      term times the length of its sequence.
+    - `"padded_sequence_sum"`: the mean over all positions, padding included, of the term times the length of its
+      sequence, see [`luspo_counts_padding`].
 
     With a normalizer that counts the whole optimizer step (per process, as gradients are averaged over processes), the
     gradient does not depend on how the step is cut into micro-batches.
@@ -38,6 +38,23 @@ def token_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
         return weights / count
     lengths = mask.sum(-1, keepdim=True)  # [B, 1]
     return (lengths / batch.accumulation / (count * mask.shape[1])).expand_as(mask)
+
+
+def luspo_counts_padding(objective: GRPOObjective, has_kl: bool, has_token_factors: bool) -> bool:
+    """
+    Whether an objective is LUSPO and counts padding as Liger and TRL before 1.10 do (`"padded_sequence_sum"`).
+
+    They take the mean over all positions. Padding counts where the term differs from token to token, `[B, T]`. Where
+    one term holds for the whole sequence, `[B, 1]`, there is no padding to count.
+
+    Args:
+        has_kl (`bool`): whether there is a KL term, which differs from token to token.
+        has_token_factors (`bool`): whether the policy term may be multiplied by a factor of each token: an importance
+            ratio of the sampler, or the mask of high entropy.
+    """
+    if objective.loss_type != "luspo" or objective.reduction is not None:
+        return False
+    return objective.importance_sampling_level == "token" or has_kl or has_token_factors
 
 
 def entropy_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:

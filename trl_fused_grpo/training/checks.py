@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
+from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
 
@@ -194,29 +195,24 @@ def check_head(trainer: GRPOTrainer, head: nn.Module) -> None:
         )
 
 
-def check_shapes(inputs: dict[str, Any]) -> None:
+def check_micro_batch(inputs: dict[str, Any]) -> None:
     """
-    Raise when a tensor does not fit the completions.
+    Raise when a tensor of a micro-batch does not fit its completions.
+
+    Args:
+        inputs (`dict`): the micro-batch as TRL's `_compute_loss` gets it.
 
     Raises:
-        `ValueError`: naming the tensor, its shape and the shape that was expected.
+        `ValueError`: naming the tensor, its shape and the shapes that fit.
     """
-    batch, _ = shape = inputs["completion_ids"].shape
-    expected = {
-        "completion_mask": [shape],
-        "tool_mask": [shape],
-        "advantages": [(batch,), (batch, 1), shape],
-        "old_per_token_logps": [shape],
-        "ref_per_token_logps": [shape],
-        "importance_sampling_ratio": [shape, (batch, 1)],
-    }
-    for name, shapes in expected.items():
-        value = inputs.get(name)
-        if value is not None and tuple(value.shape) not in [tuple(s) for s in shapes]:
-            wanted = " or ".join(str(list(s)) for s in shapes)
-            raise ValueError(
-                f"{name} has shape {list(value.shape)}, but completion_ids {list(shape)} ask for {wanted}."
-            )
+    per_token = ("completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps")
+    check_shapes(
+        inputs["completion_ids"],
+        per_token={name: inputs.get(name) for name in per_token},
+        per_sequence={"advantages": inputs.get("advantages")},
+        broadcast={"importance_sampling_ratio": inputs.get("importance_sampling_ratio")},
+        ids_name="completion_ids",
+    )
 
 
 def check_token_ids(token_ids: Tensor, mask: Tensor, vocab_size: int) -> None:

@@ -15,7 +15,7 @@ from trl_fused_grpo.loss.objective import GRPOObjective, token_terms
 from trl_fused_grpo.loss.reduction import token_weights
 
 from .eligibility import replaced_objective
-from .loss_request import objective_of
+from .loss_request import objective_of, padding_counts
 
 
 def replaces_kl(trainer: GRPOTrainer) -> bool:
@@ -64,7 +64,7 @@ def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tens
         logps (`Tensor`): `[B, T]`, differentiable.
     """
     objective = objective_of(trainer)
-    if objective.loss_type == "luspo" and trl_compat.LUSPO_COUNTS_PADDING:
+    if padding_counts(trainer):
         objective = replace(objective, reduction="padded_sequence_sum")
     is_training = trainer.model is not None and trainer.model.training
     batch = GRPOBatch(

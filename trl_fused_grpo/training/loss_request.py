@@ -9,7 +9,8 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.importance_sampling import DeferredForecast
 from trl_fused_grpo.loss.liger_loss import FusedLinearGRPOLoss
-from trl_fused_grpo.loss.objective import GLOBAL_NORMALIZER_LOSSES, GRPOObjective
+from trl_fused_grpo.loss.objective import GRPOObjective
+from trl_fused_grpo.loss.reduction import luspo_counts_padding
 
 from .deferred_ratio import DEFERRED, sampling_correction
 from .logps import LogpsArgs, LogpsRequest
@@ -35,11 +36,12 @@ def beta_of(trainer: GRPOTrainer) -> float:
 
 
 def padding_counts(trainer: GRPOTrainer) -> bool:
-    """Whether the host's objective reads padding positions too."""
-    if trainer.loss_type != "luspo" or not trl_compat.LUSPO_COUNTS_PADDING:
+    """Whether TRL's objective reads padding positions too, see [`luspo_counts_padding`]."""
+    if not trl_compat.LUSPO_COUNTS_PADDING:
         return False
-    per_sequence = trainer.importance_sampling_level == "sequence" and beta_of(trainer) == 0.0
-    return not (per_sequence and not trainer.use_vllm and trainer.top_entropy_quantile == 1.0)
+    objective = objective_of(trainer)
+    has_token_factors = trainer.use_vllm or objective.top_entropy_quantile < 1.0
+    return luspo_counts_padding(objective, objective.beta != 0.0, has_token_factors)
 
 
 def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0) -> GRPOObjective:
@@ -90,16 +92,17 @@ def build_loss_request(trainer: GRPOTrainer, inputs: dict[str, Any], skip_zero_g
 
     deferred = DEFERRED in inputs
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not deferred
-    window = trl_compat.global_normalizer(trainer, inputs) if trainer.loss_type in GLOBAL_NORMALIZER_LOSSES else 1.0
-    forecast = FusedLinearGRPOLoss.from_objective(objective_of(trainer, entropy_coef)).forecast(
+    objective = objective_of(trainer, entropy_coef)
+    normalizer = trl_compat.global_normalizer(trainer, inputs) if objective.uses_global_normalizer else None
+    forecast = FusedLinearGRPOLoss.from_objective(objective).forecast(
         mask,
         inputs["advantages"],
         old_per_token_logps=old_logps,
         ref_per_token_logps=inputs.get("ref_per_token_logps"),
         vllm_is_ratio=inputs["importance_sampling_ratio"] if corrected else None,
-        normalizer=window,
+        normalizer=1.0 if normalizer is None else normalizer,
         accumulation=trainer.current_gradient_accumulation_steps,
-        entropy_normalizer=trl_compat.entropy_normalizer(trainer, mask, window) if entropy_coef else None,
+        entropy_normalizer=trl_compat.entropy_normalizer(trainer, mask, normalizer) if entropy_coef else None,
     )
     if deferred:
         forecast = _with_ratio_from_training(trainer, forecast, inputs)
