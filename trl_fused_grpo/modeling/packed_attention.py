@@ -153,6 +153,18 @@ def install() -> None:
             AttentionMaskInterface.register(name, _watched_mask(mask, name == "sdpa"))
 
 
+def uninstall_attention() -> None:
+    """Undo [`install`]. Idempotent."""
+    for table, interface in (
+        (ALL_ATTENTION_FUNCTIONS, AttentionInterface),
+        (ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface),
+    ):
+        for name in ("sdpa", "eager", "flex_attention"):
+            function: Any = table.get(name)
+            if function is not None and _is_ours(function):
+                interface.register(name, function.__wrapped__)
+
+
 def _with_cu_seqlens(original: Callable) -> Callable:
     @functools.wraps(original)
     def attention(module, query, key, value, attention_mask, *args, watched: WatchedCall | None = None, **kwargs):
