@@ -1,15 +1,26 @@
 """FusedGRPOTrainer in training: the stock objective, nobody's logits, everybody's metrics."""
 
+import copy
+import functools
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo._compat.models import is_transformers_own
+from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninstall_fused_forward
+from trl_fused_grpo.modeling.packed_attention import uninstall_attention
 from trl_fused_grpo.parity.errors import MEANS_OVER_MICRO_BATCHES
-from trl_fused_grpo.parity.tiny import VOCAB_SIZE
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
+from trl_fused_grpo.training import engine, state
+from trl_fused_grpo.training.customisation import changed_module
+from trl_fused_grpo.training.loss_request import build_loss_request
 
 from .oracle import relative_error
 from .tiny_training import dense_log_probs, loss_and_gradients, make_inputs, make_trainer
@@ -143,16 +154,9 @@ def test_a_subclass_with_its_own_objective_trains_that_objective(tmp_path):
         assert relative_error(gradients[name], parameter.grad) < 1e-5, name
 
 
-class WrongForecast(FusedGRPOTrainer):
-    """Expects gradients that nobody sends."""
-
-    def _build_loss_request(self, inputs):
-        logps_request = super()._build_loss_request(inputs)
-        wrong = torch.linspace(-1, 2, logps_request.mask.numel()).view(logps_request.mask.shape)
-        return replace(logps_request, forecast=_Fixed(logps_request.forecast.needs_grad, wrong))
-
-
 class _Fixed:
+    """A forecast of gradients that nobody sends."""
+
     def __init__(self, needs_grad, values):
         self.needs_grad, self.values = needs_grad, values
 
@@ -166,10 +170,17 @@ class _Fixed:
         return forecast
 
 
-def test_a_wrong_forecast_trains_the_same_and_is_reported(tmp_path):
+def test_a_wrong_forecast_trains_the_same_and_is_reported(tmp_path, monkeypatch):
     inputs = make_inputs(old_per_token_logps=-6.9 * torch.ones(4, 8))
     _, right = loss_and_gradients(make_trainer(tmp_path), inputs)
-    trainer = make_trainer(tmp_path, WrongForecast)
+
+    def build_wrong_request(*args):
+        logps_request = build_loss_request(*args)
+        wrong = torch.linspace(-1, 2, logps_request.mask.numel()).view(logps_request.mask.shape)
+        return replace(logps_request, forecast=_Fixed(logps_request.forecast.needs_grad, wrong))
+
+    monkeypatch.setattr(state, "build_loss_request", build_wrong_request)
+    trainer = make_trainer(tmp_path)
     _, gradients = loss_and_gradients(trainer, inputs)
     assert trainer.fused_stats.recomputed > 0
     assert all(relative_error(gradients[name], right[name]) < 1e-5 for name in right)
@@ -213,3 +224,81 @@ def test_bfloat16_autocast_trains_close_to_stock(tmp_path):
         gradients.append(loss_and_gradients(trainer, inputs)[1])
     stock, ours = gradients
     assert all(relative_error(ours[name], stock[name]) < 0.05 for name in stock)
+
+
+def takes_fused(model):
+    return hasattr(model.forward, "_fused_forward")
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["constructed", "trained"])
+def test_detach_gives_the_models_and_attention_back(tmp_path, monkeypatch, trained):
+    replaced = {}
+
+    def remembering(causal_lm):
+        replaced.setdefault(causal_lm, vars(causal_lm).get("forward"))  # newer TRL has put one there
+        return install_fused_forward(causal_lm)
+
+    monkeypatch.setattr(engine, "install_fused_forward", remembering)
+    uninstall_attention()  # what other tests have left
+    functions = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    assert all(map(is_transformers_own, functions))
+    trainer = make_trainer(tmp_path, beta=0.1, max_steps=1)
+    assert takes_fused(trainer.model) and takes_fused(trainer.ref_model)
+    if trained:
+        trainer.train()
+    for _ in range(2):
+        trainer.detach()
+        assert not takes_fused(trainer.model) and not takes_fused(trainer.ref_model)
+        assert [vars(model).get("forward") for model in (trainer.model, trainer.ref_model)] == list(replaced.values())
+        assert (ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]) == functions
+
+
+def test_detach_gives_back_a_forward_of_the_users():
+    model = tiny_model("llama")
+    calls = []
+
+    def forward(self, *args, **kwargs):
+        calls.append(self)
+        return type(self).forward(self, *args, **kwargs)
+
+    model.forward = own = types.MethodType(forward, model)
+    install_fused_forward(model)
+    assert changed_module([model]) == f"the forward of {type(model).__name__}"  # it is seen under ours
+    model(input_ids=torch.tensor([[5, 6]]))
+    uninstall_fused_forward(model)
+    uninstall_fused_forward(model)
+    assert vars(model)["forward"] == own and calls == [model]
+
+
+def test_a_detached_trainer_trains_what_it_would_have_trained(tmp_path):
+    runs = []
+    for detaches in (False, True):
+        trainer = make_trainer(tmp_path, max_steps=2)
+        if detaches:
+            trainer.detach()
+        trainer.train()
+        assert takes_fused(trainer.model)
+        runs.append(weights(trainer))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_detach_leaves_ours_in_a_wrapper_that_came_later():
+    model = tiny_model("llama")
+    install_fused_forward(model)
+    ours = model.forward
+    model.forward = wrapper = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
+    uninstall_fused_forward(model)
+    assert vars(model)["forward"] is wrapper
+    install_fused_forward(model)
+    assert vars(model)["forward"] is wrapper and takes_fused(model)
+
+
+def test_a_deep_copy_of_a_prepared_model_runs_its_own_weights():
+    model = tiny_model("llama")
+    install_fused_forward(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+        assert not twin(input_ids=torch.tensor([[5, 6]])).logits.any()
+        assert model(input_ids=torch.tensor([[5, 6]])).logits.any()

@@ -141,12 +141,12 @@ def test_a_pass_of_rows_of_any_length_has_the_gradients_of_its_micro_batches(
         return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
 
     def merged_loss():
-        ours._merger.plan(batches, [2, 2, 2])
+        ours._fused.merger.plan(batches, [2, 2, 2])
         total = 0.0
         for step, batch in enumerate(batches):
-            ours._window_step = step
+            ours._fused._steps_done = step
             ours.accelerator.gradient_state._set_sync_gradients(step == 2)
-            with temporary_attr(ours, "_is_in_step", True):  # as within `training_step`
+            with temporary_attr(ours._fused, "_is_in_step", True):  # as within `training_step`
                 total = total + ours.compute_loss(ours.model, batch)
         return total
 
@@ -210,15 +210,15 @@ def test_each_micro_batch_has_its_loss_in_its_own_step_whatever_happens_between(
     trainer = make_trainer(tmp_path, **options)
 
     def evaluate():
-        assert trainer._merger.is_waiting
+        assert trainer._fused.merger.is_waiting
         state = torch.get_rng_state()
         trainer.evaluate()
         torch.set_rng_state(state)
-        assert trainer._merger.is_waiting
+        assert trainer._fused.merger.is_waiting
 
     losses, gradients = window_of_two(trainer, evaluate)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)  # each in its own step
-    assert not trainer._merger.is_waiting
+    assert not trainer._fused.merger.is_waiting
     for gradient, other in zip(gradients, expected, strict=True):
         assert relative_error(gradient, other) < 1e-5
 
@@ -226,7 +226,7 @@ def test_each_micro_batch_has_its_loss_in_its_own_step_whatever_happens_between(
 def test_nothing_waits_from_a_training_that_was_interrupted(tmp_path):
     options = {"gradient_accumulation_steps": 4, "max_steps": 1, "fused_max_tokens_per_forward": PLENTY}
     trainers = [make_trainer(tmp_path, **options) for _ in range(2)]
-    trainers[1]._merger._losses = [sum(p.sum() for p in trainers[1].model.parameters())]
+    trainers[1]._fused.merger._losses = [sum(p.sum() for p in trainers[1].model.parameters())]
     for trainer in trainers:
         set_seed(0)
         trainer.train()

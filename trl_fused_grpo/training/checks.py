@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
+from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
@@ -68,7 +69,8 @@ def why_no_forecast(trainer: GRPOTrainer) -> str | None:
         )
         return f"{what} looks at whole sequences where old log-probs are given: set {change}, or another objective"
     may_skip = (
-        getattr(args, "fused_skip_old_logps", None) is not False and why_old_logps_are_not_skipped(trainer) is None
+        FusedOptions.from_args(args).fused_skip_old_logps is not False
+        and why_old_logps_are_not_skipped(trainer) is None
     )
     if is_corrected and may_skip and trainer.vllm_importance_sampling_mode.startswith("sequence"):
         return (
@@ -109,10 +111,10 @@ def tell_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> 
         trainer (`GRPOTrainer`): at the end of its construction.
         layout (`Callable`): gives the layout of its rows.
     """
-    reasons = {}
-    if getattr(trainer.args, "fused_skip_old_logps", None):
+    reasons, options = {}, FusedOptions.from_args(trainer.args)
+    if options.fused_skip_old_logps:
         reasons["fused_skip_old_logps"] = why_old_logps_are_not_skipped(trainer)
-    if getattr(trainer.args, "fused_skip_zero_grad_sequences", False):
+    if options.fused_skip_zero_grad_sequences:
         reasons["fused_skip_zero_grad_sequences"] = why_zero_grad_sequences_are_not_skipped(trainer, layout())
     for option, reason in reasons.items():
         if reason is not None:
@@ -127,7 +129,7 @@ def check_kl_estimator(trainer: Any) -> None:
     Raises:
         `ValueError`: naming the options to change.
     """
-    name = getattr(trainer.args, "kl_estimator", "k3")
+    name = FusedOptions.from_args(trainer.args).kl_estimator
     if name == "k3":
         return
     if trainer.beta == 0.0:
