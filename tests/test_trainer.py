@@ -1,4 +1,4 @@
-"""FusedGRPOTrainer in training: the stock objective, nobody's logits, everybody's metrics."""
+"""FusedGRPOTrainer in training: the stock objective and metrics without logits, and detach()."""
 
 import copy
 import functools
@@ -46,12 +46,12 @@ def test_without_the_flag_training_is_stock_bit_for_bit(tmp_path):
         )
         trainer.train()
         runs.append((weights(trainer), history(trainer)))
-    (stock_weights, stock_log), (our_weights, our_log) = runs
-    assert all(torch.equal(stock_weights[name], our_weights[name]) for name in stock_weights)
-    assert stock_log == our_log
+    (stock_weights, stock_log), (fused_weights, fused_log) = runs
+    assert all(torch.equal(stock_weights[name], fused_weights[name]) for name in stock_weights)
+    assert stock_log == fused_log
 
 
-@pytest.mark.parametrize("balance", [False, True], ids=["", "dealt"])
+@pytest.mark.parametrize("balance", [False, True], ids=["", "rebalanced"])
 def test_training_with_the_flag_follows_stock_and_logs_every_metric_of_it(tmp_path, balance):
     options = {
         "max_steps": 4,
@@ -64,17 +64,17 @@ def test_training_with_the_flag_follows_stock_and_logs_every_metric_of_it(tmp_pa
     }
     stock = make_trainer(tmp_path, GRPOTrainer, **options)
     stock.train()
-    ours = make_trainer(tmp_path, fused_balance=balance, **options)  # seeds the sampler anew
-    ours.train()
-    after = weights(ours)
+    fused = make_trainer(tmp_path, fused_balance=balance, **options)  # seeds the sampler anew
+    fused.train()
+    after = weights(fused)
     for name, weight in weights(stock).items():
         assert relative_error(after[name], weight) < 1e-5, name
-    for theirs, mine in zip(history(stock), history(ours), strict=True):
-        assert theirs.keys() == mine.keys() - {"fused/rows_recomputed"}
-        follow_the_cut = MEANS_OVER_MICRO_BATCHES if balance else ()
-        for name in (name for name in theirs if not name.startswith(follow_the_cut)):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
-    assert [entry["fused/rows_recomputed"] for entry in ours.state.log_history if "grad_norm" in entry] == [0.0] * 4
+    for stock_entry, entry in zip(history(stock), history(fused), strict=True):
+        assert stock_entry.keys() == entry.keys() - {"fused/rows_recomputed"}
+        depend_on_partition = MEANS_OVER_MICRO_BATCHES if balance else ()
+        for name in (name for name in stock_entry if not name.startswith(depend_on_partition)):
+            assert entry[name] == pytest.approx(stock_entry[name], rel=1e-3, abs=1e-5), name
+    assert [entry["fused/rows_recomputed"] for entry in fused.state.log_history if "grad_norm" in entry] == [0.0] * 4
 
 
 class LargestTensor(TorchDispatchMode):
@@ -91,7 +91,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("old_logps", [False, True], ids=["on-policy", "off-policy"])
-def test_no_pass_materialises_the_logits_of_a_batch(tmp_path, old_logps):
+def test_no_forward_materialises_the_logits_of_a_batch(tmp_path, old_logps):
     trainer = make_trainer(tmp_path, fused_logits_mib=0.01)
     inputs = make_inputs(rows=16, length=24)
     logits = inputs["completion_ids"].numel() * VOCAB_SIZE
@@ -117,7 +117,7 @@ def test_tool_results_are_not_projected(tmp_path):
 
 
 class Reinforce(FusedGRPOTrainer):
-    """An objective of its own, which reads tool results too and adds the square of the entropy."""
+    """An objective of the user's, which reads tool results too and adds the square of the entropy."""
 
     def _compute_loss(self, model, inputs):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -139,13 +139,13 @@ def test_a_subclass_with_its_own_objective_trains_that_objective(tmp_path):
     stock = make_trainer(tmp_path, GRPOTrainer)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    stocks = stock._get_per_token_logps_and_entropies(stock.model, ids, mask, 8, compute_entropy=True)[1]
+    stock_entropies = stock._get_per_token_logps_and_entropies(stock.model, ids, mask, 8, compute_entropy=True)[1]
 
     model = trainer.model.double()
     model.zero_grad()
     logps, log_p = dense_log_probs(model, inputs)
     entropies = -(log_p.exp() * log_p).sum(-1)
-    entropies = entropies if stocks.requires_grad else entropies.detach()  # as TRL's own are, by the version
+    entropies = entropies if stock_entropies.requires_grad else entropies.detach()  # as TRL's own are, by the version
     terms = -inputs["advantages"].unsqueeze(1) * logps * logps.detach().exp() + 0.01 * entropies**2
     truth = (terms * inputs["completion_mask"]).sum()
     truth.backward()
@@ -186,7 +186,7 @@ def test_a_wrong_forecast_trains_the_same_and_is_reported(tmp_path, monkeypatch)
     assert all(relative_error(gradients[name], right[name]) < 1e-5 for name in right)
 
 
-def test_forcing_the_recompute_way_gives_the_same_gradients(tmp_path):
+def test_forcing_the_recompute_backward_gives_the_same_gradients(tmp_path):
     inputs = make_inputs()
     _, expected = loss_and_gradients(make_trainer(tmp_path), inputs)
     trainer = make_trainer(tmp_path, fused_backward="recompute")
@@ -196,11 +196,11 @@ def test_forcing_the_recompute_way_gives_the_same_gradients(tmp_path):
 
 
 def test_generation_is_unchanged_by_the_fused_forward(tmp_path):
-    stock, ours = make_trainer(tmp_path, GRPOTrainer), make_trainer(tmp_path)
+    stock, fused = make_trainer(tmp_path, GRPOTrainer), make_trainer(tmp_path)
     ids = torch.tensor([[5, 6, 7]])
     outputs = [
         t.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
-        for t in (stock, ours)
+        for t in (stock, fused)
     ]
     assert torch.equal(*outputs)
 
@@ -222,8 +222,8 @@ def test_bfloat16_autocast_trains_close_to_stock(tmp_path):
         trainer = make_trainer(tmp_path, cls, bf16=True)
         trainer.model = trainer.accelerator.prepare_model(trainer.model)
         gradients.append(loss_and_gradients(trainer, inputs)[1])
-    stock, ours = gradients
-    assert all(relative_error(ours[name], stock[name]) < 0.05 for name in stock)
+    stock, fused = gradients
+    assert all(relative_error(fused[name], stock[name]) < 0.05 for name in stock)
 
 
 def takes_fused(model):
@@ -263,7 +263,7 @@ def test_detach_gives_back_a_forward_of_the_users():
 
     model.forward = own = types.MethodType(forward, model)
     install_fused_forward(model)
-    assert changed_module([model]) == f"the forward of {type(model).__name__}"  # it is seen under ours
+    assert changed_module([model]) == f"the forward of {type(model).__name__}"  # it is found under the fused forward
     model(input_ids=torch.tensor([[5, 6]]))
     uninstall_fused_forward(model)
     uninstall_fused_forward(model)
@@ -282,11 +282,11 @@ def test_a_detached_trainer_trains_what_it_would_have_trained(tmp_path):
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-def test_detach_leaves_ours_in_a_wrapper_that_came_later():
+def test_detach_leaves_the_fused_forward_in_a_wrapper_that_came_later():
     model = tiny_model("llama")
     install_fused_forward(model)
-    ours = model.forward
-    model.forward = wrapper = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
+    fused = model.forward
+    model.forward = wrapper = functools.wraps(fused)(lambda *args, **kwargs: fused(*args, **kwargs))
     uninstall_fused_forward(model)
     assert vars(model)["forward"] is wrapper
     install_fused_forward(model)

@@ -119,7 +119,8 @@ class FusedOptions:
         Args:
             args (`GRPOConfig`): its arguments. Where they have no such field, as TRL's own, the default holds.
         """
-        return cls(**{option.name: getattr(args, option.name, option.default) for option in fields(cls)})
+        values: dict[str, Any] = {option.name: getattr(args, option.name, option.default) for option in fields(cls)}
+        return cls(**values)
 
     def __post_init__(self):
         for name, choices in (

@@ -111,7 +111,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         return super().train(*args, **kwargs)
 
     def get_batch_samples(self, *args, **kwargs):
-        self._fused.begin_window()
+        self._fused.begin_accumulation()
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):

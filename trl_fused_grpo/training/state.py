@@ -124,8 +124,8 @@ class FusedState:
         self.ratio.resolve()
         self.merger.reset()
 
-    def begin_window(self) -> None:
-        """TRL asks for the micro-batches of an accumulation window."""
+    def begin_accumulation(self) -> None:
+        """TRL asks for the micro-batches of a new accumulation window."""
         self._steps_done = 0
 
     @property
@@ -262,8 +262,8 @@ class FusedState:
         if len(group) == 1:
             results = [self.engine.compute(logps_request, call, trl_method)]
         else:
-            ends_window = len(group) == self.steps_left
-            with reducing_gradients(call.model) if ends_window else nullcontext():
+            moves_weights = len(group) == self.steps_left
+            with reducing_gradients(call.model) if moves_weights else nullcontext():
                 of_group = self.engine.compute(logps_request, call.with_batches(group), trl_method)
             results = of_group.split([len(batch["completion_ids"]) for batch in group])
             self.merger.keep(micro_batch, results)

@@ -1,6 +1,6 @@
 """A trial of a model whose code is not known: are its results the same without TRL's padding?"""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -80,9 +80,9 @@ class RandomStates:
     """
 
     def __init__(self, like: Tensor):
-        self._device = like.device if like.is_cuda else None
+        self._device = like.device
         self._cpu_state = torch.get_rng_state()
-        self._device_state = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        self._device_state = torch.cuda.get_rng_state(self._device) if like.is_cuda else None
 
     def restore(self) -> None:
         """Set the generators to what they were."""
@@ -92,7 +92,7 @@ class RandomStates:
 
 
 @contextmanager
-def random_states_kept(like: Tensor):
+def random_states_kept(like: Tensor) -> Generator[None, None, None]:
     """Afterwards random numbers go on as if nothing had been drawn."""
     before = RandomStates(like)
     try:
