@@ -1,4 +1,4 @@
-"""The page of what turns a faster path off names every reason that the code gives."""
+"""docs/faster-paths.md names every reason to leave a faster path, and the table in eligibility.py every predicate."""
 
 import ast
 import inspect
@@ -9,20 +9,33 @@ import pytest
 
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling import attention_watch, layout, layout_choice, packed_attention
-from trl_fused_grpo.training import checks, eligibility, engine
+from trl_fused_grpo.training import checks, eligibility, engine, forecastable
 from trl_fused_grpo.training.customisation import LIBRARIES, MICRO_BATCH_METHODS
 
 
 PAGE = " ".join((Path(__file__).parents[1] / "docs" / "faster-paths.md").read_text(encoding="utf-8").split())
-MODULES = (trl_compat, attention_watch, checks, eligibility, layout, layout_choice, packed_attention, engine)
+MODULES = (
+    trl_compat,
+    attention_watch,
+    checks,
+    eligibility,
+    engine,
+    forecastable,
+    layout,
+    layout_choice,
+    packed_attention,
+)
 
 
 def reasons():
-    """The literal parts of every reason: what a `why_*` function returns, what a refusal or an error of holes says."""
+    """
+    The literal parts of every reason: what a `why_*` function returns, and what is passed to `refuse` and `HolesError`.
+    Words after a colon say what to change; parts of one or two words say too little to be looked for.
+    """
     for module in MODULES:
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             texts = []
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("why_"):
+            if isinstance(node, ast.FunctionDef) and is_predicate(node.name):
                 texts = [r.value for r in ast.walk(node) if isinstance(r, ast.Return) and r.value is not None]
             elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
                 "refuse",
@@ -36,7 +49,11 @@ def reasons():
                     if len(phrase.split()) >= 3:
                         yield pytest.param(phrase, id=f"{module.__name__.rpartition('.')[2]}: {phrase[:60]}")
                     if colon:
-                        break  # what follows says what to change
+                        break
+
+
+def is_predicate(name):
+    return name.lstrip("_").startswith("why_")
 
 
 def literal_parts(text):
@@ -48,16 +65,30 @@ def plain(text):
 
 
 @pytest.mark.parametrize("reason", sorted(set(reasons()), key=lambda p: p.id))
-def test_every_reason_stands_on_the_page(reason):
+def test_the_page_names_every_reason(reason):
     assert reason in plain(PAGE)
 
 
 @pytest.mark.parametrize("method", [name for name in MICRO_BATCH_METHODS if name not in trl_compat.OBJECTIVE_METHODS])
-def test_every_method_whose_replacement_counts_stands_on_the_page(method):
+def test_the_page_names_every_method_whose_replacement_counts(method):
     assert f"`{method}`" in PAGE
 
 
-def test_every_library_whose_functions_do_not_count_stands_on_the_page():
+def test_the_page_names_every_library_whose_functions_do_not_count_as_replaced():
     names = {"liger_kernel": "Liger-Kernel", "trl": "TRL"}
     for library in LIBRARIES:
         assert names.get(library, library).lower() in PAGE.lower(), library
+
+
+@pytest.mark.parametrize("module", [eligibility, forecastable], ids=["eligibility", "forecastable"])
+def test_the_table_of_faster_paths_names_every_predicate(module):
+    own = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    predicates = {name for name in own if name.startswith("why_")}
+    assert predicates
+    assert predicates <= set(re.findall(r"why_\w+", eligibility.__doc__))
+
+
+def test_the_table_of_faster_paths_names_no_predicate_that_is_gone():
+    places = (eligibility, forecastable, engine.LogpsEngine)
+    for name in re.findall(r"why_\w+", eligibility.__doc__):
+        assert any(hasattr(place, name) for place in places), name

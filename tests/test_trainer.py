@@ -19,7 +19,7 @@ from trl_fused_grpo.modeling.packed_attention import uninstall_attention
 from trl_fused_grpo.parity.errors import MEANS_OVER_MICRO_BATCHES
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
 from trl_fused_grpo.training import engine, state
-from trl_fused_grpo.training.customisation import changed_module
+from trl_fused_grpo.training.customised_model import changed_module
 from trl_fused_grpo.training.loss_request import build_loss_request
 
 from .oracle import relative_error

@@ -1,4 +1,7 @@
-"""What people do around the trainer trains as in stock: rewards that ask, classes behind, own loops and hooks."""
+"""
+What people do around the trainer trains as in stock: reward functions that call the log-prob method, classes between
+`FusedGRPOTrainer` and `GRPOTrainer`, training loops and hooks of their own.
+"""
 
 from types import SimpleNamespace
 
@@ -18,7 +21,7 @@ def settings(tmp_path_factory):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("case", around(), ids=lambda case: case.name)
-def test_a_training_ends_as_stocks(case, settings):
+def test_a_training_ends_as_in_stock(case, settings):
     try:
         pair = run_both(case, settings)
     except SkippedError as reason:

@@ -1,4 +1,4 @@
-"""Bad input: a clear error that names what to change, or a finite result where the input is legitimate."""
+"""Bad input raises an error that says what to change; input that is odd but legitimate gives finite results."""
 
 import pytest
 import torch
@@ -7,16 +7,16 @@ from transformers import LlamaModel
 
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOConfig, read_lm_head
-from trl_fused_grpo._compat import required as _trl_check
+from trl_fused_grpo._compat import required
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
 
-def test_a_model_without_output_projection_is_refused_in_the_constructor(tmp_path):
+def test_the_constructor_refuses_a_model_without_output_projection(tmp_path):
     with pytest.raises(ValueError, match=r"no output projection.*use_liger_loss=False"):
         make_trainer(tmp_path, model=LlamaModel(model_config("llama")))
 
 
-def test_a_completion_token_outside_the_vocabulary_is_named(tmp_path):
+def test_a_completion_token_outside_the_vocabulary_raises_with_its_place(tmp_path):
     inputs = make_inputs()
     inputs["completion_ids"][1, 0] = VOCAB_SIZE
     with pytest.raises(ValueError, match=rf"completion_ids\[1, 0\] is {VOCAB_SIZE}, outside .* {VOCAB_SIZE} tokens"):
@@ -33,7 +33,7 @@ def test_a_completion_token_outside_the_vocabulary_is_named(tmp_path):
         ("importance_sampling_ratio", torch.ones(8, 1)),
     ],
 )
-def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(tmp_path, name, value):
+def test_a_tensor_of_the_wrong_shape_raises_with_both_shapes(tmp_path, name, value):
     with pytest.raises(ValueError, match=rf"{name} has shape \[{value.shape[0]}.*\[4, 8\]"):
         loss_and_gradients(make_trainer(tmp_path), make_inputs(**{name: value}))
 
@@ -47,7 +47,7 @@ def test_an_all_masked_micro_batch_gives_zero_and_its_backward_works(tmp_path, l
     assert sorted(gradients) and all(g.count_nonzero() == 0 and g.isfinite().all() for g in gradients.values())
 
 
-def test_a_completion_of_zero_length_leaves_the_others_trained(tmp_path):
+def test_a_completion_without_tokens_leaves_the_gradients_of_the_others(tmp_path):
     inputs = make_inputs()
     inputs["completion_mask"][2] = 0
     loss, gradients = loss_and_gradients(make_trainer(tmp_path), inputs)
@@ -55,13 +55,13 @@ def test_a_completion_of_zero_length_leaves_the_others_trained(tmp_path):
     assert gradients["lm_head.weight"].count_nonzero() > 0
 
 
-def test_a_forced_forecast_for_an_objective_without_one_is_refused_in_the_constructor(tmp_path):
+def test_the_constructor_refuses_a_forced_forecast_for_an_objective_without_one(tmp_path):
     with pytest.raises(ValueError, match="fused_backward='auto'"):
         make_trainer(tmp_path, fused_backward="forecast", top_entropy_quantile=0.2)
 
 
 @pytest.mark.parametrize(("option", "value"), [("fused_backward", "fast"), ("fused_logits_mib", 0)])
-def test_an_impossible_option_is_refused_by_the_config(tmp_path, option, value):
+def test_the_config_refuses_an_impossible_option(tmp_path, option, value):
     with pytest.raises(ValueError, match=option):
         FusedGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **{option: value})
 
@@ -77,23 +77,23 @@ def test_a_head_without_weights_in_memory_is_refused():
 
 def test_an_older_trl_is_refused_naming_the_versions():
     with pytest.raises(ImportError, match=r"TRL 0\.26\.0.*trl>=0\.27\.2,<=1\.16\.0"):
-        _trl_check.check_trl(version=Version("0.26.0"))
+        required.check_trl(version=Version("0.26.0"))
 
 
-def test_a_trl_whose_seam_is_gone_is_refused_naming_the_method():
-    class Host:
+def test_a_trl_without_its_log_prob_method_is_refused_by_the_methods_name():
+    class TrainerWithoutLogps:
         compute_loss = _compute_loss = training_step = None
 
     with pytest.raises(ImportError, match="_get_per_token_logps_and_entropies"):
-        _trl_check.check_trl(Host)
+        required.check_trl(TrainerWithoutLogps)
 
 
 def test_a_newer_trl_is_warned_about(monkeypatch):
-    monkeypatch.setattr(_trl_check, "NEWEST_TRL", Version("0.27.1"))
+    monkeypatch.setattr(required, "NEWEST_TRL", Version("0.27.1"))
     with pytest.warns(UserWarning, match="newer"):
-        _trl_check.check_trl()
+        required.check_trl()
 
 
 def test_a_supported_trl_is_not_warned_about(recwarn):
-    _trl_check.check_trl()
+    required.check_trl()
     assert not [w for w in recwarn if "trl_fused_grpo" in str(w.message)]

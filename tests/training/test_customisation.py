@@ -1,4 +1,4 @@
-"""What a user replaced is found wherever it was replaced, and what libraries do to a model and a trainer is not."""
+"""What the user replaced is found wherever it was replaced; what libraries do to it does not count."""
 
 import functools
 import types
@@ -13,15 +13,13 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.training.customisation import (
     MICRO_BATCH_METHODS,
-    changed_head,
-    changed_module,
-    gradient_hook,
     is_library_function,
     replaced_backward,
     replaced_behind,
     replaced_method,
     watching_callback,
 )
+from trl_fused_grpo.training.customised_model import changed_head, changed_module, gradient_hook
 from trl_fused_grpo.training.eligibility import replaced_objective, why_forwards_are_not_shared
 
 
@@ -30,7 +28,7 @@ def trainer(tmp_path):
     return make_trainer(tmp_path)
 
 
-def own(self, *args, **kwargs):
+def users_function(self, *args, **kwargs):
     return None
 
 
@@ -40,62 +38,72 @@ def own(self, *args, **kwargs):
         (GRPOTrainer._compute_loss, True),
         (GRPOTrainer._prepare_inputs, True),  # wrapped by TRL's profiler
         (torch.no_grad()(GRPOTrainer._compute_loss), True),
-        (own, False),
-        (torch.no_grad()(own), False),
+        (users_function, False),
+        (torch.no_grad()(users_function), False),
         (functools.wraps(GRPOTrainer._compute_loss)(lambda *args: None), False),
-        (functools.partial(own), False),
+        (functools.partial(users_function), False),
         (functools.partial(GRPOTrainer._compute_loss), True),
-        (types.MethodType(own, object()), False),
+        (types.MethodType(users_function, object()), False),
     ],
-    ids=["trl", "profiled", "decorated", "own", "own-decorated", "own-wrapper", "partial", "partial-trl", "method"],
+    ids=[
+        "trl",
+        "trl-profiled",
+        "trl-decorated",
+        "users",
+        "users-decorated",
+        "users-wrapper",
+        "users-partial",
+        "trl-partial",
+        "users-method",
+    ],
 )
-def test_a_function_is_a_librarys_when_all_that_it_wraps_is(function, expected):
+def test_a_function_counts_as_a_librarys_when_all_that_it_wraps_does(function, expected):
     assert is_library_function(function) is expected
 
 
-def test_a_trainer_as_it_comes_has_nothing_replaced(trainer):
+def test_nothing_counts_as_replaced_on_an_unchanged_trainer(trainer):
     assert replaced_method(trainer, MICRO_BATCH_METHODS) is None
     assert replaced_method(trainer, ("_generate_and_score_completions",)) is None
     assert all(replaced_behind(trainer, name) is None for name in MICRO_BATCH_METHODS if hasattr(GRPOTrainer, name))
     assert watching_callback(trainer) is None
     assert gradient_hook(trainer.model) is None
-    assert not replaced_backward(trainer.accelerator)
+    assert replaced_backward(trainer.accelerator) is None
     assert changed_module(trainer.model.modules()) is None
     assert changed_head(trainer.model, trainer.model, [trainer.model.lm_head]) is None
 
 
 @pytest.mark.parametrize("name", MICRO_BATCH_METHODS)
-def test_a_method_is_found_in_a_subclass_on_the_instance_and_in_trls_class(trainer, monkeypatch, name):
+def test_a_replaced_method_is_found_in_a_subclass_on_the_instance_and_in_trls_class(trainer, monkeypatch, name):
     assert replaced_method(trainer, [name]) is None
-    subclass = type("Mine", (FusedGRPOTrainer,), {name: own})
+    subclass = type("Mine", (FusedGRPOTrainer,), {name: users_function})
     monkeypatch.setattr(trainer, "__class__", subclass)
     assert replaced_method(trainer, [name]) == f"Mine.{name}"
     monkeypatch.undo()
-    monkeypatch.setitem(vars(trainer), name, own)
+    monkeypatch.setitem(vars(trainer), name, users_function)
     assert replaced_method(trainer, [name]) == f"the instance's {name}"
     monkeypatch.undo()
     if hasattr(GRPOTrainer, name):
-        monkeypatch.setattr(GRPOTrainer, name, own)
+        monkeypatch.setattr(GRPOTrainer, name, users_function)
         assert replaced_method(trainer, [name]) == f"GRPOTrainer.{name}"
 
 
-def test_an_objective_is_the_loss_and_every_method_that_trls_loss_calls(trainer, monkeypatch):
+def test_the_objective_counts_as_replaced_with_any_method_that_trls_loss_calls(trainer, monkeypatch):
     assert "get_off_policy_mask" in trl_compat.OBJECTIVE_METHODS
     for name in ("_compute_loss", *trl_compat.OBJECTIVE_METHODS):
-        monkeypatch.setattr(GRPOTrainer, name, own)
+        monkeypatch.setattr(GRPOTrainer, name, users_function)
         assert replaced_objective(trainer) == f"GRPOTrainer.{name}"
         monkeypatch.undo()
 
 
-def hook_forward(module):
+def add_forward_hook(module):
     return module.register_forward_hook(lambda *_: None)
 
 
-def hook_forward_pre(module):
+def add_forward_pre_hook(module):
     return module.register_forward_pre_hook(lambda *_: None)
 
 
-def hook_backward(module):
+def add_backward_hook(module):
     return module.register_full_backward_hook(lambda *_: None)
 
 
@@ -103,8 +111,8 @@ def replace_forward(module):
     module.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), module)
 
 
-@pytest.mark.parametrize("change", [hook_forward, hook_forward_pre, hook_backward, replace_forward])
-def test_hooks_and_forwards_of_the_users_are_found_in_every_module(trainer, change):
+@pytest.mark.parametrize("change", [add_forward_hook, add_forward_pre_hook, add_backward_hook, replace_forward])
+def test_the_users_hooks_and_forwards_are_found_in_every_module(trainer, change):
     causal_lm = trainer.model
     change(causal_lm.model.layers[1].mlp)
     assert "LlamaMLP" in changed_module(causal_lm.modules())
@@ -113,7 +121,7 @@ def test_hooks_and_forwards_of_the_users_are_found_in_every_module(trainer, chan
     assert "Linear" in changed_head(causal_lm, causal_lm, [causal_lm.lm_head])
 
 
-def test_a_forward_replaced_in_a_librarys_class_is_found_and_a_class_of_the_users_is_not_a_change(trainer, monkeypatch):
+def test_a_forward_replaced_in_a_librarys_class_counts_but_not_one_in_the_users_class(trainer, monkeypatch):
     layer = type(trainer.model.model.layers[0])
     original = layer.forward
     monkeypatch.setattr(layer, "forward", lambda self, *args, **kwargs: original(self, *args, **kwargs))
@@ -136,7 +144,7 @@ def test_a_hook_on_every_module_is_found(trainer):
         handle.remove()
 
 
-def test_what_libraries_do_to_a_model_is_no_change(tmp_path):
+def test_what_libraries_do_to_a_model_does_not_count(tmp_path):
     pytest.importorskip("peft")
     trainer = make_trainer(tmp_path, bf16=True)
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -150,7 +158,7 @@ def test_what_libraries_do_to_a_model_is_no_change(tmp_path):
     assert changed_head(prepared, trainer.model, [trainer.model.lm_head]) is None
 
 
-def test_hooks_on_gradients_callbacks_and_a_backward_of_ones_own_keep_micro_batches_apart(trainer):
+def test_gradient_hooks_callbacks_and_a_replaced_backward_forbid_shared_forwards(trainer):
     class Watching(TrainerCallback):
         def on_substep_end(self, args, state, control, **kwargs):
             pass
@@ -166,7 +174,7 @@ def test_hooks_on_gradients_callbacks_and_a_backward_of_ones_own_keep_micro_batc
     assert "backward" in why_forwards_are_not_shared(trainer, "packed")
 
 
-def test_a_hook_on_the_model_gets_what_stocks_hook_gets(tmp_path):
+def test_a_hook_on_the_model_gets_the_same_output_as_in_stock(tmp_path):
     seen = {}
     for cls in (GRPOTrainer, FusedGRPOTrainer):
         trainer = make_trainer(tmp_path, cls)
@@ -179,22 +187,22 @@ def test_a_hook_on_the_model_gets_what_stocks_hook_gets(tmp_path):
     torch.testing.assert_close(seen[FusedGRPOTrainer, "gradients"], seen[GRPOTrainer, "gradients"])
 
 
-class Penalised(FusedGRPOTrainer):
+class WithPenalty(FusedGRPOTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         return super().compute_loss(model, inputs, *args, **kwargs) + 0.0
 
 
-def test_forwards_that_are_not_shared_for_a_method_of_ones_own_are_told_once(tmp_path, caplog):
-    make_trainer(tmp_path, Penalised, max_steps=2, gradient_accumulation_steps=2).train()
-    told = [r.message for r in caplog.records if "Penalised.compute_loss" in r.message]
-    assert len(told) == 1
-    assert told[0].startswith("Every micro-batch has a forward of its own")
+def test_the_log_says_once_that_a_replaced_method_forbids_shared_forwards(tmp_path, caplog):
+    make_trainer(tmp_path, WithPenalty, max_steps=2, gradient_accumulation_steps=2).train()
+    logged = [r.message for r in caplog.records if "WithPenalty.compute_loss" in r.message]
+    assert len(logged) == 1
+    assert logged[0].startswith("Every micro-batch has a forward of its own")
 
 
-def test_what_is_left_is_told_once_with_the_reason(tmp_path, caplog):
+def test_the_log_says_once_why_rows_keep_their_padding(tmp_path, caplog):
     trainer = make_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2)
     trainer.model.model.layers[0].register_forward_hook(lambda *_: None)
     trainer.train()
-    told = [r.message for r in caplog.records if "hook on LlamaDecoderLayer" in r.message]
-    assert len(told) == 1
-    assert "fused_layout" in told[0]
+    logged = [r.message for r in caplog.records if "hook on LlamaDecoderLayer" in r.message]
+    assert len(logged) == 1
+    assert "fused_layout" in logged[0]

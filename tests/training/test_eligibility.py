@@ -1,6 +1,8 @@
-"""Work left out of an accumulation window: old log-probs, the cut into micro-batches, sequences without gradient."""
+"""
+Faster paths train what stock trains: no old log-probs on-policy, rebalanced micro-batches, zero-grad sequences left
+out. Where a path is not eligible, it is left.
+"""
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,47 +19,25 @@ from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 from trl_fused_grpo.training.eligibility import why_not_balanced, why_old_logps_are_needed
 from trl_fused_grpo.training.partitioning import rebalance
 
-
-def sampled(prompts, seed):
-    """What a sampler with slightly other weights would return for `prompts`, the last token of it unscored."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (len(prompts),), generator=generator).tolist()
-    completions = [torch.randint(3, 1000, (n,), generator=generator).tolist() for n in lengths]
-    logps = [(-6.5 + torch.randn(n, generator=generator)).tolist() for n in lengths]
-    return [[5, 6, 7, 8][: 1 + i % 4] for i in range(len(prompts))], completions, logps
+from .sampler import use_sampler
 
 
 def train(tmp_path, cls, **options):
-    """Train with sampling log-probs as vLLM gives them; weights, logs, and each forward's gradient mode."""
+    """Train with sampling log-probs; weights, log entries, and for each forward whether it had gradients enabled."""
     trainer = make_trainer(
         tmp_path,
         cls,
         **{"max_steps": 2, "gradient_accumulation_steps": 4, "optim": "sgd", "learning_rate": 0.1, **options},
     )
-    trainer.use_vllm = True  # the constructor would start vLLM
-    trainer._last_loaded_step = 0
-    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)  # there is no engine to bring up to date
-    trainer._move_model_to_vllm = lambda: None
-    rounds = iter(range(100))
-
-    def generate(prompts, *args, **kwargs):
-        ids, completions, logps = sampled(prompts, next(rounds))
-        return ids, completions, logps, {}
-
-    def rollout(prompts, trainer):
-        ids, completions, logps = sampled(prompts, next(rounds))
-        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logps}
-
-    trainer._generate_single_turn = generate
-    trainer.rollout_func = rollout
+    use_sampler(trainer)
     forwards = []
-    original = FusedRequest.__call__
+    call = FusedRequest.__call__
 
     def spy(self, causal_lm, **model_inputs):
         forwards.append(torch.is_grad_enabled())
-        return original(self, causal_lm, **model_inputs)
+        return call(self, causal_lm, **model_inputs)
 
-    with mock.patch.object(FusedRequest, "__call__", spy):  # a hook on the model would be heeded
+    with mock.patch.object(FusedRequest, "__call__", spy):  # a hook on the model would turn faster paths off
         trainer.train()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return weights, [entry for entry in trainer.state.log_history if "grad_norm" in entry], forwards
@@ -67,27 +47,27 @@ MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @pytest.mark.parametrize(
-    "fused",
+    "fused_options",
     [{}, {"fused_max_tokens_per_forward": 0}, {"fused_max_tokens_per_forward": 10_000}, {"fused_layout": "aligned"}],
-    ids=["packed", "micro-batches-alone", "one-pass", "aligned"],
+    ids=["packed", "micro-batches-alone", "one-forward", "aligned"],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_a_window_without_old_log_probs_trains_and_logs_what_stock_does(tmp_path, mode, fused):
+def test_an_accumulation_window_without_old_log_probs_trains_and_logs_as_stock(tmp_path, mode, fused_options):
     options = {"vllm_importance_sampling_mode": mode}
     expected, expected_log, _ = train(tmp_path, GRPOTrainer, **options)
-    weights, log, forwards = train(tmp_path, FusedGRPOTrainer, **fused, **options)
+    weights, log, forwards = train(tmp_path, FusedGRPOTrainer, **fused_options, **options)
     assert all(forwards)  # no forward without gradient: the old log-probs were never computed
     for name, weight in expected.items():
         assert relative_error(weights[name], weight) < 1e-5, name
-    for ours, theirs in zip(log, expected_log, strict=True):
+    for fused_entry, stock_entry in zip(log, expected_log, strict=True):
         for name in SAMPLING_METRICS:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
-        assert ours.keys() - theirs.keys() == {"fused/rows_recomputed"}
-        assert not theirs.keys() - ours.keys()
+            assert fused_entry[name] == pytest.approx(stock_entry[name], rel=1e-4), name
+        assert fused_entry.keys() - stock_entry.keys() == {"fused/rows_recomputed"}
+        assert not stock_entry.keys() - fused_entry.keys()
 
 
 @pytest.mark.parametrize("option", ["fused_skip_old_logps", "fused_balance", "fused_share_prompts"])
-def test_each_lever_can_be_switched_and_trains_the_same(tmp_path, option):
+def test_each_option_can_be_switched_and_trains_the_same(tmp_path, option):
     expected, _, _ = train(tmp_path, FusedGRPOTrainer)
     weights, log, forwards = train(tmp_path, FusedGRPOTrainer, **{option: option == "fused_balance"})
     assert all(relative_error(weights[name], weight) < 1e-5 for name, weight in expected.items())
@@ -95,14 +75,14 @@ def test_each_lever_can_be_switched_and_trains_the_same(tmp_path, option):
     assert all(forwards) == (option != "fused_skip_old_logps")
 
 
-def test_token_mode_ratios_from_the_training_pass_are_forecast(tmp_path):
+def test_gradients_are_forecast_where_token_ratios_come_from_the_training_forward(tmp_path):
     _, log, _ = train(tmp_path, FusedGRPOTrainer, vllm_importance_sampling_mode="token_truncate")
     assert [entry["fused/rows_recomputed"] for entry in log] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("low", "high"), [(None, 1.5), (0.5, 1.5), (0.5, None)])
-def test_ratios_respect_both_bounds_and_unscored_tokens(mode, low, high):
+def test_ratios_keep_both_bounds_and_are_one_for_tokens_without_a_sampling_log_prob(mode, low, high):
     correction = SamplingCorrection(mode, low, high, nan_ratio_is_one=True)
     logps = torch.tensor([[0.0, 1.0, -1.0, 0.2, 7.0]])
     sampling = torch.tensor([[0.0, 0.0, 0.0, float("nan"), 0.0]])
@@ -121,7 +101,7 @@ def test_ratios_respect_both_bounds_and_unscored_tokens(mode, low, high):
 
 def test_old_log_probs_are_computed_where_the_weights_move_while_a_batch_is_in_use(tmp_path):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=4, steps_per_generation=2)
-    assert "without vLLM" in why_old_logps_are_needed(trainer, steps_left=4)
+    assert "correction is off" in why_old_logps_are_needed(trainer, steps_left=4)
     trainer.use_vllm = True
     assert why_old_logps_are_needed(trainer, steps_left=2) is None
     assert why_old_logps_are_needed(trainer, steps_left=1) == "the weights move while a generation batch is in use"
@@ -139,58 +119,58 @@ def test_old_log_probs_are_computed_where_the_weights_move_while_a_batch_is_in_u
         ({}, None),
     ],
 )
-def test_micro_batches_are_balanced_only_where_the_cut_does_not_matter(tmp_path, options, reason):
-    given = why_not_balanced(make_trainer(tmp_path, **options))
-    assert given is None if reason is None else reason in given
+def test_micro_batches_are_rebalanced_only_where_the_loss_does_not_depend_on_the_split(tmp_path, options, reason):
+    found = why_not_balanced(make_trainer(tmp_path, **options))
+    assert found is None if reason is None else reason in found
 
 
 @pytest.mark.parametrize("shares_prompts", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("layout", ["packed", "aligned"])
-def test_balancing_moves_whole_sequences(layout, shares_prompts):
+def test_rebalancing_moves_whole_sequences(layout, shares_prompts):
     batches = [make_inputs(seed=seed, tool_mask=torch.ones(4, 8)) for seed in range(3)]
-    dealt = rebalance(batches, layout, shares_prompts)
+    rebalanced = rebalance(batches, layout, shares_prompts)
 
     def sequences(batches):
         keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "tool_mask")
         return sorted(str([batch[key][row].tolist() for key in keys]) for batch in batches for row in range(4))
 
-    assert sequences(dealt) == sequences(batches)
-    assert [len(batch["advantages"]) for batch in dealt] == [4, 4, 4]
-    tokens = [int(batch["completion_mask"].sum() + batch["prompt_mask"].sum()) for batch in dealt]
+    assert sequences(rebalanced) == sequences(batches)
+    assert [len(batch["advantages"]) for batch in rebalanced] == [4, 4, 4]
+    tokens = [int(batch["completion_mask"].sum() + batch["prompt_mask"].sum()) for batch in rebalanced]
     spread = max(tokens) - min(tokens)
     assert spread <= 3 if layout == "packed" else tokens == sorted(tokens)
 
 
-def test_sequences_of_a_prompt_are_dealt_into_one_micro_batch():
+def test_rebalancing_puts_the_sequences_of_a_prompt_into_one_micro_batch():
     batches = [make_inputs(seed=seed) for seed in range(4)]
     for number, batch in enumerate(batches):
         prompts = (torch.arange(4) + number) % 4 + 5  # each micro-batch has one completion of each prompt
         batch["prompt_ids"] = prompts.unsqueeze(1).expand(4, 3).clone()
         batch["prompt_mask"] = torch.ones(4, 3, dtype=torch.long)
-    dealt = rebalance(batches, "packed", share_prompts=True)
-    assert [len(batch["prompt_ids"].unique()) for batch in dealt] == [1, 1, 1, 1]
+    rebalanced = rebalance(batches, "packed", share_prompts=True)
+    assert [len(batch["prompt_ids"].unique()) for batch in rebalanced] == [1, 1, 1, 1]
 
 
-def test_batches_with_anything_but_rows_are_not_dealt():
+def test_batches_whose_tensors_are_not_one_row_a_sequence_are_not_rebalanced():
     batches = [make_inputs(seed=seed, pixel_values=torch.ones(7, 3)) for seed in range(2)]
     assert rebalance(batches, "packed", True) is batches
 
 
 @pytest.mark.parametrize("layout", ["packed", "aligned"])
-def test_sequences_without_gradient_can_be_left_out(tmp_path, layout):
+def test_zero_grad_sequences_can_be_left_out(tmp_path, layout):
     inputs = make_inputs(rows=8)
     inputs["advantages"][::2] = 0.0
-    everything = make_trainer(tmp_path, fused_layout=layout)
-    _, expected = loss_and_gradients(everything, inputs)
-    living = make_trainer(tmp_path, fused_layout=layout, fused_skip_zero_grad_sequences=True)
-    _, gradients = loss_and_gradients(living, inputs)
+    with_all = make_trainer(tmp_path, fused_layout=layout)
+    _, expected = loss_and_gradients(with_all, inputs)
+    skipping = make_trainer(tmp_path, fused_layout=layout, fused_skip_zero_grad_sequences=True)
+    _, gradients = loss_and_gradients(skipping, inputs)
     assert all(relative_error(gradients[name], expected[name]) < 1e-5 for name in expected)
-    assert living.fused_stats.rows == inputs["completion_mask"][1::2].sum()
+    assert skipping.fused_stats.rows == inputs["completion_mask"][1::2].sum()
 
     only = {name: value[1::2] if value.dim() else value for name, value in inputs.items()}
     alone = make_trainer(tmp_path, fused_layout=layout)
     loss_and_gradients(alone, only)
-    assert living._metrics["train"]["entropy"] == pytest.approx(alone._metrics["train"]["entropy"], rel=1e-5)
+    assert skipping._metrics["train"]["entropy"] == pytest.approx(alone._metrics["train"]["entropy"], rel=1e-5)
 
 
 def test_a_checkpoint_in_the_middle_of_a_generation_batch_resumes(tmp_path):
@@ -204,8 +184,8 @@ def test_a_checkpoint_in_the_middle_of_a_generation_batch_resumes(tmp_path):
 
 
 @pytest.mark.parametrize("noise", ["lora", "residual", "attention", "neftune"])
-def test_old_log_probs_are_computed_where_two_forwards_draw_different_noise(tmp_path, noise):
-    """Stock's ratio is then that of two draws, in whatever it clips."""
+def test_old_log_probs_are_computed_where_two_forwards_draw_different_random_numbers(tmp_path, noise):
+    """Stock's ratio, which is clipped, then compares two draws."""
     options = {}
     if noise == "lora":
         pytest.importorskip("peft")
@@ -222,7 +202,7 @@ def test_old_log_probs_are_computed_where_two_forwards_draw_different_noise(tmp_
     trainer.model.train()
     if noise == "neftune":
         trainer.model.get_input_embeddings().neftune_noise_alpha = 5.0
-    assert "makes each forward another" in why_old_logps_are_needed(trainer, steps_left=8)
+    assert "makes two forwards differ" in why_old_logps_are_needed(trainer, steps_left=8)
     plain = make_trainer(tmp_path)
     plain.use_vllm = True
     plain.model.train()

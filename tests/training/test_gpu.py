@@ -1,4 +1,4 @@
-"""What only a GPU can show of the trainer: Liger's layer kernels, and attention over packed rows."""
+"""What only a GPU can test of the trainer: Liger's layer kernels, and attention over packed rows."""
 
 import pytest
 import torch
@@ -40,17 +40,18 @@ def test_use_liger_kernel_means_the_fused_loss_and_the_layer_kernels(tmp_path):
     inputs = on_device(make_inputs(rows=8))
     stock = make_trainer(tmp_path, GRPOTrainer, model=model(), use_cpu=False)
     _, expected = loss_and_gradients(stock, inputs)
-    ours = make_trainer(tmp_path, model=model(), use_cpu=False, use_liger_kernel=True, max_steps=1)
-    ours.train()  # transformers >= 5 replaces the layers when training starts
-    assert ours.use_liger_loss
-    assert "liger" in type(ours.model.model.norm).__module__ + ours.model.model.norm.forward.__module__
-    ours.model.load_state_dict(stock.model.state_dict())
-    _, gradients = loss_and_gradients(ours, inputs)
-    assert ours.fused_stats.backward == "forecast"
+    fused = make_trainer(tmp_path, model=model(), use_cpu=False, use_liger_kernel=True, max_steps=1)
+    fused.train()  # transformers >= 5 replaces the layers when training starts
+    assert fused.use_liger_loss
+    assert "liger" in type(fused.model.model.norm).__module__ + fused.model.model.norm.forward.__module__
+    fused.model.load_state_dict(stock.model.state_dict())
+    _, gradients = loss_and_gradients(fused, inputs)
+    assert fused.fused_stats.backward == "forecast"
     assert all(relative_error(gradients[name], expected[name]) < 1e-3 for name in expected)
 
 
-# Three sequences of 7, 1 and 12 tokens, apart; and the first 4 tokens of the first seen by the second too
+# Lengths of queries and of keys of three sequences, and the place of each key. In the second case the second sequence
+# attends to the first 4 tokens of the first one too
 APART = ([7, 1, 12], [7, 1, 12], None)
 SHARED = ([7, 1, 12], [7, 5, 12], [*range(7), *range(4), *range(7, 20)])
 
@@ -67,14 +68,14 @@ def test_attention_over_packed_rows_stays_within_each_sequence(sequences, window
     *lengths, index = sequences
     device = torch.device("cuda")
     shared = None if index is None else SharedPrefixKV.at(torch.tensor(index, device=device), 20)
-    borders = cu_seqlens_arguments(*lengths, shared, device)
-    call = {**borders, "scaling": 0.1, "sliding_window": window}
+    boundaries = cu_seqlens_arguments(*lengths, shared, device)
+    options = {**boundaries, "scaling": 0.1, "sliding_window": window}
     weight = torch.randn(1, 20, heads, width, device="cuda", generator=generator, dtype=torch.bfloat16)
-    output = _packed_attention(None, query, key, value, **call)
+    output = _packed_attention(None, query, key, value, **options)
     gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
 
     exact = [t.detach().double().requires_grad_() for t in (query, key, value)]
-    truth = _packed_attention(None, *exact, **call)  # sequence by sequence: FlashAttention knows no float64
-    expected = torch.autograd.grad((truth * weight.double()).sum(), exact)
-    assert relative_error(output, truth) < 1e-2
+    exact_output = _packed_attention(None, *exact, **options)  # sequence by sequence: FlashAttention knows no float64
+    expected = torch.autograd.grad((exact_output * weight.double()).sum(), exact)
+    assert relative_error(output, exact_output) < 1e-2
     assert all(relative_error(g, e) < 2e-2 for g, e in zip(gradients, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Another KL estimator in the trainer changes the KL term and nothing else."""
+"""`kl_estimator` changes the KL term of the trainer's loss and nothing else."""
 
 import pytest
 import torch
@@ -43,63 +43,63 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
-def test_our_own_k3_term_is_the_hosts(tmp_path, monkeypatch, name, is_training):
+def test_the_k3_term_that_is_computed_here_equals_trls(tmp_path, monkeypatch, name, is_training):
     if name == "luspo" and TRL.release < (0, 28):
         pytest.skip("this TRL has no LUSPO")
     options = {"beta": 0.2, **LOSSES[name]}
     stock = make_trainer(tmp_path, GRPOTrainer, **options)
-    ours = make_trainer(tmp_path, **options)
+    fused = make_trainer(tmp_path, **options)
     inputs = inputs_with_reference(stock)
     monkeypatch.setattr(state_module, "replaces_kl", lambda trainer: True)
     if not is_training:
         losses = []
-        for trainer in (stock, ours):
+        for trainer in (stock, fused):
             trainer.model.eval()
             trainer.current_gradient_accumulation_steps = 1
             with torch.no_grad():
                 losses.append(trainer.compute_loss(trainer.model, dict(inputs)))
         assert relative_error(losses[1], losses[0]) < 1e-5
-        assert logged_kl(ours, "eval") == pytest.approx(stock._metrics["eval"]["kl"], rel=1e-4)
+        assert logged_kl(fused, "eval") == pytest.approx(stock._metrics["eval"]["kl"], rel=1e-4)
         return
-    (loss, gradients), (our_loss, our_gradients) = (loss_and_gradients(t, inputs) for t in (stock, ours))
-    assert relative_error(our_loss, loss) < 1e-5
-    assert all(relative_error(our_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
-    assert logged_kl(ours, "train") == pytest.approx(stock._metrics["train"]["kl"], rel=1e-4)
+    (loss, gradients), (fused_loss, fused_gradients) = (loss_and_gradients(t, inputs) for t in (stock, fused))
+    assert relative_error(fused_loss, loss) < 1e-5
+    assert all(relative_error(fused_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
+    assert logged_kl(fused, "train") == pytest.approx(stock._metrics["train"]["kl"], rel=1e-4)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k4"])
 @pytest.mark.parametrize("old_logps", [True, False], ids=["off-policy", "on-policy"])
 @pytest.mark.parametrize("corrected", [True, False], ids=["bias-corrected", "uncorrected"])
-def test_an_estimator_adds_its_own_term_as_forecast(tmp_path, estimator, old_logps, corrected):
+def test_an_estimator_adds_its_own_term_with_forecast_gradients(tmp_path, estimator, old_logps, corrected):
     plain = make_trainer(tmp_path)
     inputs = inputs_with_reference(plain)
     if not old_logps:
         del inputs["old_per_token_logps"]
     loss, gradients = loss_and_gradients(plain, inputs)
-    ours = make_trainer(tmp_path, beta=0.2, kl_estimator=estimator, use_bias_correction_kl=corrected)
-    our_loss, our_gradients = loss_and_gradients(ours, inputs)
-    assert (ours.fused_stats.backward, ours.fused_stats.recomputed) == ("forecast", 0)
-    assert ours.beta == 0.2
+    fused = make_trainer(tmp_path, beta=0.2, kl_estimator=estimator, use_bias_correction_kl=corrected)
+    fused_loss, fused_gradients = loss_and_gradients(fused, inputs)
+    assert (fused.fused_stats.backward, fused.fused_stats.recomputed) == ("forecast", 0)
+    assert fused.beta == 0.2
 
-    # the difference of the two is the term alone, from the model's own logits in float64
+    # The difference of the two losses is the KL term alone; the expected one comes from logits in float64
     model = plain.model.double()
     model.zero_grad()
     logps, _ = dense_log_probs(model, inputs)
-    gap = logps - inputs["ref_per_token_logps"]
+    log_ratio_to_reference = logps - inputs["ref_per_token_logps"]
     ratio = (logps - inputs.get("old_per_token_logps", logps.detach())).exp()
-    kl = {"k1": gap, "k2": gap**2 / 2, "k4": gap}[estimator]
+    kl = {"k1": log_ratio_to_reference, "k2": log_ratio_to_reference**2 / 2, "k4": log_ratio_to_reference}[estimator]
     kl = kl * ratio if corrected or estimator == "k4" else kl
     name = {"k1": "k4", "k2": "k2_bias_corrected", "k4": "k4"}[estimator] if corrected else estimator
     term = 0.2 * (kl * inputs["completion_mask"]).sum() / inputs["num_items_in_batch"]
     term.backward()
-    assert (our_loss - loss).item() == pytest.approx(term.item(), rel=1e-4)
+    assert (fused_loss - loss).item() == pytest.approx(term.item(), rel=1e-4)
     for parameter_name, parameter in model.named_parameters():
-        difference = our_gradients[parameter_name] - gradients[parameter_name]
+        difference = fused_gradients[parameter_name] - gradients[parameter_name]
         assert relative_error(difference, parameter.grad) < 1e-4, parameter_name
-    (logged,) = ours._metrics["train"][f"kl/{name}"]
+    (logged,) = fused._metrics["train"][f"kl/{name}"]
     mean = (kl * inputs["completion_mask"]).sum() / inputs["completion_mask"].sum()
     assert logged == pytest.approx(mean.item(), rel=1e-4)
-    assert [metric for metric in ours._metrics["train"] if metric.startswith("kl")] == [f"kl/{name}"]
+    assert [metric for metric in fused._metrics["train"] if metric.startswith("kl")] == [f"kl/{name}"]
 
 
 def test_an_unknown_estimator_is_refused(tmp_path):
@@ -108,8 +108,8 @@ def test_an_unknown_estimator_is_refused(tmp_path):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What is told once, each time that it is."""
+def warnings_logged(monkeypatch):
+    """What is logged with `warning_once`, each time that it is called."""
     messages = []
     monkeypatch.setattr(checks.logger, "warning_once", messages.append, raising=False)
     return messages
@@ -130,7 +130,7 @@ def test_an_estimator_that_would_not_be_trained_is_refused(tmp_path):
     make_trainer(tmp_path, OwnObjective, beta=0.1, kl_estimator="k3")
 
 
-def test_an_estimator_asked_for_later_does_not_go_unheeded_under_an_objective_of_ones_own(tmp_path):
+def test_an_estimator_set_after_construction_is_refused_with_an_objective_of_the_users(tmp_path):
     trainer = make_trainer(tmp_path, OwnObjective, beta=0.1)
     inputs = inputs_with_reference(trainer)
     trainer.args.kl_estimator = "k1"
@@ -139,22 +139,22 @@ def test_an_estimator_asked_for_later_does_not_go_unheeded_under_an_objective_of
 
 
 @pytest.mark.parametrize("cls", [FusedGRPOTrainer, OwnObjective])
-def test_an_estimator_without_a_kl_term_is_told_and_trains(tmp_path, told, cls):
+def test_the_log_says_that_an_estimator_has_no_effect_without_a_kl_term(tmp_path, warnings_logged, cls):
     trainer = make_trainer(tmp_path, cls, beta=0.0, kl_estimator="k1", max_steps=1)
-    assert told == ["kl_estimator='k1' has no effect, because beta=0.0 leaves the KL term out."]
+    assert warnings_logged == ["kl_estimator='k1' has no effect, because beta=0.0 leaves the KL term out."]
     trainer.train()
 
 
 @pytest.mark.parametrize(("estimator", "computed"), [("k1", "k4"), ("k2", "k2_bias_corrected"), ("k4", None)])
-def test_what_the_bias_correction_makes_of_an_estimator_is_told(tmp_path, told, estimator, computed):
+def test_the_log_says_what_the_bias_correction_makes_of_an_estimator(tmp_path, warnings_logged, estimator, computed):
     make_trainer(tmp_path, beta=0.1, kl_estimator=estimator, use_bias_correction_kl=True)
     if computed is None:
-        assert told == []
+        assert warnings_logged == []
         return
-    (message,) = told
+    (message,) = warnings_logged
     assert f"kl_estimator={estimator!r} then is {computed!r}" in message and "use_bias_correction_kl=False" in message
 
 
-def test_the_default_is_the_hosts_own_term(tmp_path):
-    trainer = make_trainer(tmp_path, FusedGRPOTrainer, beta=0.2)
+def test_the_default_is_trls_own_term(tmp_path):
+    trainer = make_trainer(tmp_path, beta=0.2)
     assert not state_module.replaces_kl(trainer)

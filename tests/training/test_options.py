@@ -1,8 +1,7 @@
-"""Options that are forced: refused where they cannot be kept, told where they have no effect, kept otherwise."""
+"""Options that are asked for: refused where they cannot hold, logged where they have no effect, kept otherwise."""
 
 import logging
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +11,15 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.training.checks import tell_what_has_no_effect, why_no_forecast
+from trl_fused_grpo.training.checks import tell_what_has_no_effect
+from trl_fused_grpo.training.forecastable import why_no_forecast
 
-from .test_eligibility import sampled
+from .sampler import use_sampler
 
 
 @pytest.fixture
 def warnings_logged(caplog):
-    """What was told in this test."""
+    """The warnings that were logged in this test."""
     type(logging.getLogger()).warning_once.cache_clear()
     return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
@@ -30,8 +30,6 @@ class OwnObjective(FusedGRPOTrainer):
     def _compute_loss(self, model, inputs):
         return 2 * super()._compute_loss(model, inputs)
 
-
-# --- a forced forecast ------------------------------------------------------------------------------------------------
 
 OBJECTIVES = {
     "dapo": {"loss_type": "dapo"},
@@ -84,30 +82,12 @@ def trainer_of(folder, objective, schedule, sampler):
         **sampling,
     )
     if SAMPLERS[sampler] is not None:
-        _pretend_vllm(trainer)
+        use_sampler(trainer)
     return trainer
 
 
-def _pretend_vllm(trainer):
-    """Sampling log-probs as vLLM gives them, without an engine."""
-    trainer.use_vllm = True  # the constructor would start vLLM
-    trainer._last_loaded_step = 0
-    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
-    trainer._move_model_to_vllm = lambda: None
-    rounds = iter(range(100))
-
-    def generate(prompts, *args, **kwargs):
-        return *sampled(prompts, next(rounds)), {}
-
-    def rollout(prompts, trainer):
-        ids, completions, logps = sampled(prompts, next(rounds))
-        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logps}
-
-    trainer._generate_single_turn = generate
-    trainer.rollout_func = rollout
-
-
-def _dies(trainer):
+def _lacks_a_forecast(trainer):
+    """Whether a training with a forced forecast raises because a batch has none."""
     trainer.args.fused_backward = "forecast"
     try:
         trainer.train()
@@ -118,20 +98,20 @@ def _dies(trainer):
     return False
 
 
-SINCE = {"vespo": (1, 0), "luspo": (0, 28)}
+MIN_TRL = {"vespo": (1, 0), "luspo": (0, 28)}
 NEVER_FORECAST = ("off-policy mask", "entropy quantile")
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_forced_forecast_is_refused_exactly_where_a_batch_of_the_training_would_have_none(tmp_path, objective):
-    if trl_compat.TRL.release < SINCE.get(objective, (0,)):
+def test_the_constructor_refuses_a_forced_forecast_exactly_where_a_batch_would_have_none(tmp_path, objective):
+    if trl_compat.TRL.release < MIN_TRL.get(objective, (0,)):
         pytest.skip(f"this TRL has no {objective}")
     grid = [("on-policy", "no vLLM")] if objective in NEVER_FORECAST else product(SCHEDULES, SAMPLERS)
     wrong = []
     for schedule, sampler in grid:
         trainer = trainer_of(tmp_path, objective, schedule, sampler)
         reason = why_no_forecast(trainer)
-        if (reason is not None) != _dies(trainer):
+        if (reason is not None) != _lacks_a_forecast(trainer):
             wrong.append((schedule, sampler, reason))
     assert not wrong
 
@@ -158,15 +138,12 @@ def test_the_constructor_refuses_a_forced_forecast_and_says_what_to_change(tmp_p
     assert change in str(error.value)
 
 
-def test_a_forced_forecast_does_not_go_with_an_objective_of_ones_own(tmp_path):
+def test_the_constructor_refuses_a_forced_forecast_with_an_objective_of_the_users(tmp_path):
     with pytest.raises(ValueError, match="_compute_loss"):
         make_trainer(tmp_path, OwnObjective, fused_backward="forecast")
 
 
-# --- options that cannot act ------------------------------------------------------------------------------------------
-
-
-def test_old_log_probs_that_cannot_be_skipped_are_told_where_that_was_asked_for(tmp_path, warnings_logged):
+def test_the_log_says_why_old_log_probs_are_not_skipped_where_that_was_asked_for(tmp_path, warnings_logged):
     make_trainer(tmp_path)
     assert not [line for line in warnings_logged() if "fused_skip" in line]
     make_trainer(tmp_path, fused_skip_old_logps=True)
@@ -174,7 +151,7 @@ def test_old_log_probs_that_cannot_be_skipped_are_told_where_that_was_asked_for(
     assert line.startswith("fused_skip_old_logps=True has no effect, because") and "vLLM" in line
 
 
-def test_old_log_probs_of_a_schedule_that_needs_them_are_told_with_the_reason(tmp_path, warnings_logged):
+def test_the_log_says_that_the_schedule_needs_old_log_probs(tmp_path, warnings_logged):
     trainer = trainer_of(tmp_path, "dapo", "misaligned", "token_truncate")
     trainer.args.fused_skip_old_logps = True
     tell_what_has_no_effect(trainer, lambda: "packed")
@@ -196,36 +173,33 @@ def test_old_log_probs_of_a_schedule_that_needs_them_are_told_with_the_reason(tm
         ({"entropy_coef": 0.1}, "entropy bonus"),
         ({"cls": OwnObjective}, "_compute_loss"),
     ],
-    ids=["acts", "kl", "quantile", "aligned", "bonus", "own objective"],
+    ids=["has an effect", "kl", "quantile", "aligned", "bonus", "own objective"],
 )
-def test_dead_sequences_that_cannot_be_left_out_are_told_with_the_reason(tmp_path, warnings_logged, options, reason):
+def test_the_log_says_why_zero_grad_sequences_are_not_left_out(tmp_path, warnings_logged, options, reason):
     if "entropy_coef" in options and trl_compat.TRL.release < (1, 8):
         pytest.skip("this TRL has no entropy bonus")
     make_trainer(tmp_path, **{"cls": FusedGRPOTrainer, **options}, fused_skip_zero_grad_sequences=True)
-    told = [line for line in warnings_logged() if line.startswith("fused_skip_zero_grad_sequences=True")]
-    assert len(told) == (reason is not None)
-    assert all("has no effect, because" in line and reason in line for line in told)
+    logged = [line for line in warnings_logged() if line.startswith("fused_skip_zero_grad_sequences=True")]
+    assert len(logged) == (reason is not None)
+    assert all("has no effect, because" in line and reason in line for line in logged)
 
 
-# --- layer kernels and entropies --------------------------------------------------------------------------------------
-
-
-def test_layer_kernels_without_a_gpu_leave_the_layers_and_fuse_the_loss(tmp_path, warnings_logged):
+def test_use_liger_kernel_without_a_gpu_leaves_the_layers_and_fuses_the_loss(tmp_path, warnings_logged):
     stock = make_trainer(tmp_path, GRPOTrainer, max_steps=2)
-    ours = make_trainer(tmp_path, use_liger_loss=False, use_liger_kernel=True, max_steps=2)
-    forwards = [type(module).forward for module in ours.model.modules()]
+    fused = make_trainer(tmp_path, use_liger_loss=False, use_liger_kernel=True, max_steps=2)
+    forwards = [type(module).forward for module in fused.model.modules()]
     inputs = make_inputs()
-    (loss, gradients), (our_loss, our_gradients) = (loss_and_gradients(t, inputs) for t in (stock, ours))
-    assert relative_error(our_loss, loss) < 1e-5
-    assert all(relative_error(our_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
-    assert ours.fused_stats.backward == "forecast"
-    ours.train()
-    assert [type(module).forward for module in ours.model.modules()] == forwards
-    assert not [m for m in ours.model.modules() if "liger" in getattr(m.forward, "__module__", "").lower()]
+    (loss, gradients), (fused_loss, fused_gradients) = (loss_and_gradients(t, inputs) for t in (stock, fused))
+    assert relative_error(fused_loss, loss) < 1e-5
+    assert all(relative_error(fused_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
+    assert fused.fused_stats.backward == "forecast"
+    fused.train()
+    assert [type(module).forward for module in fused.model.modules()] == forwards
+    assert not [m for m in fused.model.modules() if "liger" in getattr(m.forward, "__module__", "").lower()]
     assert len([line for line in warnings_logged() if "Liger's kernels" in line]) == 1
 
 
-def test_arguments_used_again_after_layer_kernels_were_left_keep_the_fused_loss(tmp_path):
+def test_arguments_that_are_used_twice_keep_the_fused_loss(tmp_path):
     first = make_trainer(tmp_path, use_liger_loss=False, use_liger_kernel=True)
     second = make_trainer(tmp_path, config=lambda **_: first.args)
     assert second.use_liger_loss
@@ -242,12 +216,12 @@ def test_entropies_carry_a_gradient_where_stocks_do(tmp_path, bonus):
     if bonus and trl_compat.TRL.release < (1, 8):
         pytest.skip("this TRL has no entropy bonus")
     options = {"entropy_coef": 0.1} if bonus else {}
-    stock, ours = (make_trainer(tmp_path, cls, **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
+    stock, fused = (make_trainer(tmp_path, cls, **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
     inputs = make_inputs()
-    theirs, own = (_entropies(trainer, inputs) for trainer in (stock, ours))
-    assert own.requires_grad == theirs.requires_grad
-    real = inputs["completion_mask"].bool()
-    assert relative_error(own[real], theirs[real]) < 1e-5
+    expected, entropies = (_entropies(trainer, inputs) for trainer in (stock, fused))
+    assert entropies.requires_grad == expected.requires_grad
+    counted = inputs["completion_mask"].bool()
+    assert relative_error(entropies[counted], expected[counted]) < 1e-5
 
 
 def _with_entropy_term(cls):
@@ -259,13 +233,13 @@ def _with_entropy_term(cls):
     return WithEntropyTerm
 
 
-def test_an_entropy_term_of_ones_own_has_the_gradient_that_it_has_in_stock(tmp_path):
+def test_an_entropy_term_of_the_users_has_the_same_gradient_as_in_stock(tmp_path):
     stock = make_trainer(tmp_path, _with_entropy_term(GRPOTrainer), config=_trl_config(), loss_type="grpo")
-    ours = make_trainer(tmp_path, _with_entropy_term(FusedGRPOTrainer), loss_type="grpo")
+    fused = make_trainer(tmp_path, _with_entropy_term(FusedGRPOTrainer), loss_type="grpo")
     inputs = make_inputs()
-    (loss, gradients), (our_loss, our_gradients) = (loss_and_gradients(t, inputs) for t in (stock, ours))
-    assert relative_error(our_loss, loss) < 1e-5
-    assert all(relative_error(our_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
+    (loss, gradients), (fused_loss, fused_gradients) = (loss_and_gradients(t, inputs) for t in (stock, fused))
+    assert relative_error(fused_loss, loss) < 1e-5
+    assert all(relative_error(fused_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
 
 
 def _trl_config():

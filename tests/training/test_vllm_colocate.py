@@ -1,7 +1,7 @@
-"""FusedGRPOTrainer with a real, colocated vLLM engine (CPU build): what it trains on, stock TRL replays and must agree.
+"""FusedGRPOTrainer with a real, colocated vLLM engine (CPU build): stock TRL replays its micro-batches and must agree.
 
 One engine serves the whole module. Stock needs none: every micro-batch that the fused trainer saw is fed to a stock
-trainer holding the same weights, which works out its own old log-probs and importance ratios.
+trainer with the same weights, which computes its own old log-probs and importance ratios.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 3
 ACCUMULATION = 2
 ROWS = 4  # completions per micro-batch
 TOLERANCE = 1e-5  # relative, float32
-# Ratios are within a few percent of 1 here, so bounds this tight catch some of them and leave others.
+# Ratios are within a few percent of 1 here, so that bounds this tight clip some of them and leave others
 BOUNDS = {
     "token_truncate": (0.99, 1.01),
     "token_mask": (0.99, 1.01),
@@ -70,7 +70,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def distinct_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that differs between completions whatever a random model writes."""
+    """A reward that differs between the completions of a random model."""
     return [float(sum(ids) % 11) + len(set(ids)) / len(ids) for ids in completion_ids]
 
 
@@ -124,7 +124,7 @@ def trained(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
         patch.setenv("HF_HUB_OFFLINE", "1")
         import vllm._custom_ops
 
-        # Otherwise vLLM drops its linear weights after packing them for oneDNN, and TRL has nothing to sync into.
+        # Otherwise vLLM drops its linear weights after packing them for oneDNN, and TRL cannot sync into them
         patch.setattr(vllm._custom_ops, "_supports_onednn", False)
 
         from transformers import TrainerCallback
@@ -162,7 +162,7 @@ def trained(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def stock(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A stock GRPOTrainer without an engine that takes a recorded micro-batch for its own."""
+    """A stock GRPOTrainer without an engine, whose `_prepare_inputs` returns recorded micro-batches as they are."""
     from trl import GRPOTrainer
 
     class OnRecordedBatch(GRPOTrainer):
@@ -188,7 +188,7 @@ def importance_ratio(trainer, log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def with_stock_logps(stock, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The batch as stock would have made it: its own old log-probs, and the ratios that follow from them."""
+    """The batch as stock makes it: with stock's own old log-probs, and the ratios that follow from them."""
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     width = inputs["completion_ids"].size(1)
@@ -213,13 +213,13 @@ def assert_gradients_equal(got: Weights, expected: Weights) -> None:
         assert error <= TOLERANCE, f"{name}: relative error {error:.1e}"
 
 
-def test_training_logs_real_ratios(trained):
+def test_training_logs_importance_ratios_other_than_one(trained):
     logs = [entry for entry in trained.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logs] == list(range(1, STEPS + 1))
     for entry in logs:
         assert entry["grad_norm"] > 0
         assert entry["fused/rows_recomputed"] == 0.0  # the forecast knew the ratios
-        # bf16 in the engine against float32 here: never zero, and small only if the weights were synced.
+        # bf16 in the engine against float32 here: never zero, and small only if the weights were synced
         difference = entry["sampling/sampling_logp_difference/mean"]
         assert 1e-5 < difference < 0.1
         assert entry["sampling/sampling_logp_difference/max"] > difference
@@ -228,7 +228,7 @@ def test_training_logs_real_ratios(trained):
         assert mean == pytest.approx(1.0, abs=0.2)
 
 
-def test_logged_sampling_metrics_are_those_of_stock_log_probs(trained, stock):
+def test_logged_sampling_metrics_equal_those_from_stocks_log_probs(trained, stock):
     logs = [entry for entry in trained.state.log_history if "loss" in entry]
     for entry, step in zip(logs, trained.record, strict=True):
         set_weights(stock.model, step["weights"])
@@ -264,7 +264,7 @@ def test_stock_replays_every_step_with_the_same_losses_and_gradients(trained, st
 
 
 @pytest.mark.parametrize("mode", BOUNDS)
-def test_every_importance_sampling_mode_on_one_generation_batch(trained, stock, mode, monkeypatch):
+def test_every_importance_sampling_mode_gives_stocks_loss_and_gradients(trained, stock, mode, monkeypatch):
     low, high = BOUNDS[mode]
     for trainer in (trained, stock):
         monkeypatch.setattr(trainer, "vllm_importance_sampling_mode", mode)
@@ -278,9 +278,9 @@ def test_every_importance_sampling_mode_on_one_generation_batch(trained, stock, 
     inputs = trained._generate_and_score_completions(rows)
     stock_inputs = with_stock_logps(stock, inputs)
     ratios = stock_inputs["importance_sampling_ratio"]
-    bitten = ratios == 0 if mode.endswith("mask") else (ratios == low) | (ratios == high)
-    assert bitten.any()
-    assert not bitten.all()
+    clipped = ratios == 0 if mode.endswith("mask") else (ratios == low) | (ratios == high)
+    assert clipped.any()
+    assert not clipped.all()
 
     loss = trained.compute_loss(trained.model, inputs)
     loss.backward()

@@ -1,4 +1,7 @@
-"""Bad input is refused before anything is computed, with the tensor and what to change named."""
+"""
+Refuses what cannot be trained before anything is computed: options and models in the trainer's constructor, tensors at
+each micro-batch. The message names the option or tensor and says what to change.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +17,10 @@ from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
 
-from .eligibility import replaced_objective, why_old_logps_are_needed
+from .eligibility import replaced_objective, why_old_logps_are_not_skipped
+from .forecastable import why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .kl import estimator_in_force
-from .loss_request import objective_of, padding_counts
+from .loss_request import objective_of
 
 
 logger = logging.get_logger(__name__)
@@ -24,7 +28,11 @@ logger = logging.get_logger(__name__)
 
 def check_backward(trainer: GRPOTrainer, backward: str) -> None:
     """
-    Raise when a forecast is forced and a batch of the training may have none.
+    Raise when `fused_backward="forecast"` is asked for and a batch of the training may have no forecast.
+
+    Args:
+        trainer (`GRPOTrainer`): at the end of its construction.
+        backward (`str`): its `fused_backward`.
 
     Raises:
         `ValueError`: naming the options to change.
@@ -32,84 +40,18 @@ def check_backward(trainer: GRPOTrainer, backward: str) -> None:
     reason = why_no_forecast(trainer) if backward == "forecast" else None
     if reason is not None:
         raise ValueError(
-            f"fused_backward='forecast' needs an objective whose gradient follows from each token alone, but {reason}; "
+            f"fused_backward='forecast' needs a gradient that follows from each token's own log-prob, but {reason}; "
             "or set fused_backward='auto', which forecasts where it can."
         )
 
 
-def why_no_forecast(trainer: GRPOTrainer) -> str | None:
-    """
-    Why a batch of the training may have no forecast of its gradients, and what to change; `None` where each has one.
-    """
-    args: Any = trainer.args
-    objective = objective_of(trainer)
-    found = replaced_objective(trainer)
-    if found is not None:
-        return f"what {found} does to it is not known: remove it"
-    if objective.off_policy_mask_threshold is not None:
-        return "the off-policy mask looks at whole sequences: set off_policy_mask_threshold=None"
-    if objective.top_entropy_quantile < 1.0:
-        return "the entropy quantile looks at the whole batch: set top_entropy_quantile=1.0"
-    if padding_counts(trainer):
-        return "this TRL's luspo counts padding: use TRL 1.10 or newer, or another loss_type"
-    is_sequence_level = objective.importance_sampling_level == "sequence"
-    if is_sequence_level and objective.beta != 0.0 and objective.weighs_kl:
-        return (
-            "the KL term is weighed by the ratio of a whole sequence: set importance_sampling_level='token', beta=0.0, "
-            "or use_bias_correction_kl=False and another kl_estimator than 'k4'"
-        )
-    is_corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-    generation = args.steps_per_generation * trainer.num_iterations
-    if not objective.is_tokenwise(is_corrected or args.gradient_accumulation_steps % generation != 0):
-        what = "importance_sampling_level='sequence'" if is_sequence_level else f"loss_type={objective.loss_type!r}"
-        change = (
-            "vllm_importance_sampling_correction=False"
-            if is_corrected
-            else f"gradient_accumulation_steps to a multiple of steps_per_generation * num_iterations, {generation}"
-        )
-        return f"{what} looks at whole sequences where old log-probs are given: set {change}, or another objective"
-    may_skip = (
-        FusedOptions.from_args(args).fused_skip_old_logps is not False
-        and why_old_logps_are_not_skipped(trainer) is None
-    )
-    if is_corrected and may_skip and trainer.vllm_importance_sampling_mode.startswith("sequence"):
-        return (
-            f"the ratio of vllm_importance_sampling_mode={trainer.vllm_importance_sampling_mode!r} is one of a whole "
-            "sequence and comes from the training pass: set fused_skip_old_logps=False, or a token mode"
-        )
-    return None
-
-
-def why_old_logps_are_not_skipped(trainer: GRPOTrainer) -> str | None:
-    """Why `fused_skip_old_logps` cannot act, or `None`."""
-    if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
-        return "it is about vLLM's importance-sampling correction, which is off"
-    return why_old_logps_are_needed(trainer, trainer.args.gradient_accumulation_steps)
-
-
-def why_zero_grad_sequences_are_not_skipped(trainer: GRPOTrainer, layout: str) -> str | None:
-    """Why `fused_skip_zero_grad_sequences` cannot leave a sequence out of the model, or `None`."""
-    if getattr(trainer, "aux_loss_enabled", False):
-        return "the auxiliary loss counts every sequence"
-    if trainer.beta != 0.0:
-        return f"with beta={trainer.beta} every sequence receives a gradient from the KL term"
-    if getattr(trainer, "_entropy_bonus_enabled", False):
-        return "every sequence receives a gradient from the entropy bonus"
-    reason = why_no_forecast(trainer)
-    if reason is not None:
-        return f"it needs to know which sequences receive a gradient, and {reason}"
-    if layout != "packed":
-        return f"the layout of the rows is {layout!r}, not 'packed': only the head leaves them out"
-    return None
-
-
 def tell_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> None:
     """
-    Log once which options were asked for and cannot act, with the reason.
+    Log once which options were asked for and have no effect, with the reason.
 
     Args:
         trainer (`GRPOTrainer`): at the end of its construction.
-        layout (`Callable`): gives the layout of its rows.
+        layout (`Callable`): returns the layout of the policy's rows; called only where an option depends on it.
     """
     reasons, options = {}, FusedOptions.from_args(trainer.args)
     if options.fused_skip_old_logps:
@@ -123,8 +65,8 @@ def tell_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> 
 
 def check_kl_estimator(trainer: Any) -> None:
     """
-    Raise when another KL estimator than the host's is asked for and the host's would be trained; tell once when there
-    is no KL term, and when the importance ratio makes another estimator of it.
+    Raise when another `kl_estimator` than TRL's `"k3"` is asked for and would not be trained. Log once when there is no
+    KL term, and when `use_bias_correction_kl` turns the estimator into another.
 
     Raises:
         `ValueError`: naming the options to change.
@@ -152,7 +94,7 @@ def check_kl_estimator(trainer: Any) -> None:
 
 def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:
     """
-    Raise when an auxiliary loss is asked of a model that has none.
+    Raise when an auxiliary loss is asked for and the model has none.
 
     Raises:
         `ValueError`: with the reason and the option to change.
@@ -169,7 +111,7 @@ def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:
 
 def check_sharding(trainer: GRPOTrainer, causal_lm: PreTrainedModel) -> None:
     """
-    Raise when FSDP cannot shard the output projection.
+    Raise when FSDP cannot shard the output projection with its adapter.
 
     Raises:
         `ValueError`: with the reason and what to change.
@@ -184,7 +126,7 @@ def check_sharding(trainer: GRPOTrainer, causal_lm: PreTrainedModel) -> None:
 
 def check_head(trainer: GRPOTrainer, head: nn.Module) -> None:
     """
-    Raise when an output projection cannot be run as the options say.
+    Raise when an output projection and the options exclude each other.
 
     Raises:
         `ValueError`: naming the options to change.
@@ -219,7 +161,12 @@ def check_micro_batch(inputs: dict[str, Any]) -> None:
 
 def check_token_ids(token_ids: Tensor, mask: Tensor, vocab_size: int) -> None:
     """
-    Raise when a token that counts lies outside the vocabulary.
+    Raise when a token that counts lies outside the vocabulary. This reads one boolean from the device.
+
+    Args:
+        token_ids (`Tensor`): `[B, T]`, int64.
+        mask (`Tensor`): `[B, T]`; where it is zero, a token may be anything.
+        vocab_size (`int`): rows of the output projection that are tokens.
 
     Raises:
         `ValueError`: naming the first such token.

@@ -1,6 +1,23 @@
 """
-Which faster paths a trainer may take. Each function names why one may not be taken, or returns `None`: the path assumes
-that nothing was replaced which could tell it from TRL's own, and is left where something was.
+Which faster paths a trainer may take.
+
+A faster path assumes that TRL's own code runs around it. Each function here looks for something that breaks this, or
+that the options forbid. It returns the reason as words that follow "because", or `None` where the path may be taken.
+Where there is a reason, that path is left: TRL's slower code trains the same, and the reason is logged once.
+
+| faster path | asks |
+| --- | --- |
+| log-probs from the fused linear function | [`why_not_fused`] |
+| rows without padding | [`why_padding_may_be_read`], `LogpsEngine.why_rows_are_seen`, `modeling/layout_choice.py` |
+| micro-batches that share a forward | [`why_forwards_are_not_shared`] |
+| no old log-probs on-policy | [`why_old_logps_are_needed`], in any step: [`why_old_logps_are_not_skipped`] |
+| the reference's log-probs in the policy's groups | [`why_reference_is_not_regrouped`] |
+| sequences moved between micro-batches | [`why_not_balanced`] |
+| gradients forecast in forward | `forecastable.why_no_forecast` |
+| zero-grad sequences left out of the model | `forecastable.why_zero_grad_sequences_are_not_skipped` |
+
+Several of them ask [`why_micro_batches_are_seen`], [`why_generation_is_seen`] and [`why_forwards_differ`].
+`docs/faster-paths.md` lists every reason.
 """
 
 from typing import Any
@@ -12,32 +29,26 @@ from transformers import PreTrainedModel
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.output_projection import has_adapter
 
-from .customisation import (
-    MICRO_BATCH_METHODS,
-    changed_head,
-    changed_module,
-    gradient_hook,
-    own_class,
-    replaced_backward,
-    replaced_behind,
-    replaced_method,
-    watching_callback,
-)
+from .customisation import MICRO_BATCH_METHODS, replaced_backward, replaced_behind, replaced_method, watching_callback
+from .customised_model import changed_head, changed_module, gradient_hook, own_class
 
 
 def replaced_objective(trainer: Any) -> str | None:
-    """The method by which somebody replaced TRL's objective, or `None`: then anything may be read of what it reads."""
+    """
+    The first method of TRL's objective that the user replaced, as `Class.method`; `None` where all are TRL's. Only
+    TRL's own are known to read nothing else of a micro-batch than `GRPOObjective` does.
+    """
     return replaced_method(trainer, ("_compute_loss", *trl_compat.OBJECTIVE_METHODS))
 
 
 def why_micro_batches_are_seen(trainer: Any) -> str | None:
-    """Why a micro-batch may be read, or changed, by other code than TRL's between generation and loss, or `None`."""
+    """Why the user's code may read or change a micro-batch between generation and backward, or `None`."""
     found = replaced_method(trainer, MICRO_BATCH_METHODS) or watching_callback(trainer)
     return f"{found} may read or change micro-batches" if found else None
 
 
 def why_generation_is_seen(trainer: Any) -> str | None:
-    """Why a generation batch may be read, or changed, by other code than TRL's before it is cut, or `None`."""
+    """Why the user's code may read or change a generation batch before TRL splits it, or `None`."""
     found = replaced_method(trainer, ("_generate_and_score_completions",))
     return f"{found} may read or change generation batches" if found else None
 
@@ -48,7 +59,7 @@ def why_not_fused(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel) ->
 
     Args:
         trainer (`GRPOTrainer`): whose method was called.
-        model (`nn.Module`): the model that was given, in its wrappers.
+        model (`nn.Module`): the model that the method was given, in its wrappers.
         causal_lm (`PreTrainedModel`): the causal language model inside.
     """
     found = replaced_behind(trainer, "_get_per_token_logps_and_entropies")
@@ -56,18 +67,19 @@ def why_not_fused(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel) ->
         return f"{found} was replaced"
     head: Any = causal_lm.get_output_embeddings()
     if has_adapter(head) and trl_compat.REFUSES_ADAPTER_ON_HEAD:
-        return None  # there is nothing of TRL's to run: its own method leaves such an adapter out
+        return None  # TRL's own method would leave the adapter out
     found = changed_head(model, causal_lm, head.modules())
-    return f"{found} may read or change what TRL's own call returns" if found else None
+    return f"{found} may read or change what the model returns in TRL's own call" if found else None
 
 
 def why_padding_may_be_read(trainer: Any, is_generating: bool) -> str | None:
     """
-    Why log-probs of padding may be read, or `None`: TRL's own code does not, and newer TRL has zeros there.
+    Why the user's code may read log-probs at padding positions, or `None`. TRL's own code does not read them, and from
+    TRL 1.14 on they are zero.
 
     Args:
         trainer (`GRPOTrainer`): whose log-prob method was called.
-        is_generating (`bool`): whether TRL called it while it generates: the result is kept with the micro-batches.
+        is_generating (`bool`): whether TRL called it during generation: the result is stored with the micro-batches.
     """
     if not trl_compat.SCORES_PADDING:
         return None
@@ -77,80 +89,115 @@ def why_padding_may_be_read(trainer: Any, is_generating: bool) -> str | None:
     return f"{found} may read log-probs of padding" if found else None
 
 
-def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
+def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
     """
-    Why the reference's log-probs are computed where TRL does; `None` where they may be computed in the forwards that
-    the policy will have.
+    Why micro-batches may not share a forward of the model, or `None`.
+
+    Args:
+        trainer (`GRPOTrainer`): whose micro-batches they are.
+        layout (`str`): the layout of the policy's rows.
     """
-    if trainer.beta == 0.0:
-        return "there is no reference"
-    if layout == "padded":
-        return "rows have TRL's padding, in which every micro-batch has one shape"
-    return why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer)
+    reason = why_micro_batches_are_seen(trainer)
+    if reason is not None:
+        return reason
+    found = gradient_hook(trainer.model)
+    if found is not None:
+        return f"{found} may see the gradient of each micro-batch"
+    found = replaced_backward(trainer.accelerator)
+    if found is not None:
+        return f"{found} may see the loss of each micro-batch"
+    if layout != "packed":
+        return f"the layout of the rows is {layout!r}, not 'packed'"
+    if getattr(trainer, "aux_loss_enabled", False):
+        return "the auxiliary loss is computed in each micro-batch"
+    if trainer.is_deepspeed_enabled and trl_compat.DEEPSPEED_STEPS_WITH_BACKWARD:
+        return "this version of Accelerate steps DeepSpeed's engine at every backward"
+    return None
 
 
 def why_forwards_differ(model: nn.Module) -> str | None:
-    """Why two forwards of a model in training give different numbers, or `None`."""
-    changed = changed_module(model.modules())
-    if changed is not None:
-        return f"{changed} may make each forward another"
-    unknown = own_class(model.modules())
-    if unknown is not None:
-        return f"{unknown}, whose code is not known, may make each forward another"
+    """Why two forwards of the same rows may give different numbers in training, or `None`."""
+    found = changed_module(model.modules())
+    if found is not None:
+        return f"{found} may make two forwards differ"
+    found = own_class(model.modules())
+    if found is not None:
+        return f"{found}, whose code is not known, may make two forwards differ"
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-            return f"dropout ({name}) makes each forward another"
+            return f"dropout ({name}) makes two forwards differ"
         if getattr(module, "neftune_noise_alpha", None):
-            return "NEFTune's noise makes each forward another"
-    options = getattr(model, "config", None)
-    noise = _noise_option(options.to_dict()) if model.training and hasattr(options, "to_dict") else None
-    return f"dropout ({noise}) makes each forward another" if noise else None
+            return "NEFTune's noise makes two forwards differ"
+    config = getattr(model, "config", None)
+    option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
+    return f"dropout ({option}) makes two forwards differ" if option else None
 
 
-def _noise_option(options: dict[str, Any]) -> str | None:
+def _noise_option(config: dict[str, Any]) -> str | None:
     """
-    A probability of dropout, or a strength of router jitter, in a model's configuration or in one within it: attention
-    drops out in a call, not in a module, and families name it in several ways.
+    The first option of a model's configuration, or of one nested in it, that draws random numbers: a probability of
+    dropout or a strength of router jitter. The modules do not show these: attention passes its dropout to a function,
+    and each family has a name of its own for it.
     """
-    for key, value in options.items():
+    for key, value in config.items():
         name = str(key)
-        found = _noise_option(value) if isinstance(value, dict) else None
-        if found is not None:
-            return found
+        nested = _noise_option(value) if isinstance(value, dict) else None
+        if nested is not None:
+            return nested
         if ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0:
             return name
     return None
 
 
+def corrects_sampling(trainer: Any) -> bool:
+    """Whether TRL multiplies the loss by vLLM's importance ratio."""
+    return trainer.use_vllm and trainer.vllm_importance_sampling_correction
+
+
 def why_old_logps_are_needed(trainer: Any, steps_left: int) -> str | None:
     """
-    Why old log-probs must be computed before training, or `None` where the training forward computes the same numbers:
-    the weights do not move between generation and loss, and nobody else reads them.
+    Why old log-probs must be computed after generation; `None` where the training forward gives the same numbers,
+    because the weights do not move in between, and nobody else reads them.
 
     Args:
         trainer (`GRPOTrainer`): before it generates.
         steps_left (`int`): micro-batches until the weights move.
     """
-    args: Any = trainer.args
-    if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
-        return "TRL decides without vLLM's correction"
-    reason = why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer)
+    if not corrects_sampling(trainer):
+        return "vLLM's importance-sampling correction is off"  # TRL leaves them out itself where it can
+    reason = (
+        why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer) or why_forwards_differ(trainer.model)
+    )
     if reason is not None:
         return reason
-    noise = why_forwards_differ(trainer.model)
-    if noise is not None:
-        return noise
-    found = gradient_hook(trainer.model)
-    if found is not None or replaced_backward(trainer.accelerator):
-        return f"{found or 'the backward, which was replaced,'} may move weights"
-    if steps_left < args.steps_per_generation * trainer.num_iterations:
+    found = gradient_hook(trainer.model) or replaced_backward(trainer.accelerator)
+    if found is not None:
+        return f"{found} may move weights"
+    if steps_left < trainer.args.steps_per_generation * trainer.num_iterations:
         return "the weights move while a generation batch is in use"
     return None
 
 
+def why_old_logps_are_not_skipped(trainer: Any) -> str | None:
+    """Why `fused_skip_old_logps` has no effect in any step, not even the first of an accumulation window; or `None`."""
+    return why_old_logps_are_needed(trainer, trainer.args.gradient_accumulation_steps)
+
+
+def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
+    """
+    Why the reference's log-probs are computed during generation, as TRL does; `None` where they are computed
+    afterwards, in the same rows and groups of micro-batches as the policy's.
+    """
+    if trainer.beta == 0.0:
+        return "there is no reference"
+    if layout == "padded":
+        return "rows have TRL's padding, in which all micro-batches have one shape"
+    return why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer)
+
+
 def why_not_balanced(trainer: Any) -> str | None:
-    """Why sequences may not be dealt into micro-batches anew; `None` where the cut does not matter."""
-    args: Any = trainer.args
+    """Why sequences may not move between micro-batches; `None` where the loss does not depend on the split."""
+    args = trainer.args
     reason = why_micro_batches_are_seen(trainer)
     if reason is not None:
         return reason
@@ -164,23 +211,4 @@ def why_not_balanced(trainer: Any) -> str | None:
         return "the entropy bonus is a mean over each micro-batch"
     if getattr(trainer, "aux_loss_enabled", False):
         return "the auxiliary loss is computed in each micro-batch"
-    return None
-
-
-def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
-    """Why micro-batches may not share a forward of the model; `None` where they may."""
-    reason = why_micro_batches_are_seen(trainer)
-    if reason is not None:
-        return reason
-    found = gradient_hook(trainer.model)
-    if found is not None:
-        return f"{found} sees each micro-batch's"
-    if replaced_backward(trainer.accelerator):
-        return "the accelerator's backward was replaced and may see each micro-batch's loss"
-    if layout != "packed":
-        return f"the layout of the rows is {layout!r}, not 'packed'"
-    if getattr(trainer, "aux_loss_enabled", False):
-        return "the auxiliary loss is computed in each micro-batch"
-    if trainer.is_deepspeed_enabled and trl_compat.DEEPSPEED_STEPS_WITH_BACKWARD:
-        return "DeepSpeed counts backwards under this version of Accelerate"
     return None

@@ -25,7 +25,7 @@ from trl_fused_grpo.modeling.layout_choice import Refusal, choose, supports_shar
 from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
 
 from .checks import check_token_ids
-from .customisation import changed_module
+from .customised_model import changed_module
 from .logps import RowsRefusedError, compute_logps
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts

@@ -1,4 +1,7 @@
-"""Another KL estimator than the host's: its term is left out of the host's loss and added with the same weights."""
+"""
+A KL estimator other than TRL's `"k3"`. TRL computes its loss without a KL term, and [`kl_term`] is added to it. A
+token's KL has the weight that TRL gives it.
+"""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,10 +23,10 @@ from .loss_request import objective_of, padding_counts
 
 def replaces_kl(trainer: GRPOTrainer) -> bool:
     """
-    Whether the KL term is ours to compute.
+    Whether the KL term is computed here instead of by TRL.
 
     Raises:
-        `ValueError`: when it is asked for and the host's objective was replaced since the trainer was made.
+        `ValueError`: when TRL's objective was replaced since the trainer was constructed.
     """
     name = objective_of(trainer).kl_estimator
     if trainer.beta == 0.0 or name == "k3":
@@ -35,7 +38,9 @@ def replaces_kl(trainer: GRPOTrainer) -> bool:
 
 
 def estimator_in_force(objective: GRPOObjective) -> str:
-    """What the KL term estimates with, as it is logged: the importance ratio makes `k4` of `k1`."""
+    """
+    The estimator that is computed, by the name under which it is logged: times the importance ratio `k1` is `k4`.
+    """
     name = objective.kl_estimator
     if name in ("k1", "k4"):
         return "k4" if objective.weighs_kl else "k1"
@@ -55,13 +60,13 @@ def kl_left_out(trainer: GRPOTrainer) -> Generator[None, None, None]:
 
 def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tensor:
     """
-    `beta` times the KL divergence of a micro-batch, aggregated as the host aggregates its loss; a scalar. Logs the mean
-    over tokens under the estimator's name.
+    `beta` times the KL divergence of a micro-batch, aggregated as TRL aggregates its loss; a scalar. Logs the mean over
+    tokens, in nats, under the estimator's name.
 
     Args:
         trainer (`GRPOTrainer`): whose objective it is.
-        inputs (`dict`): the micro-batch as the host's `_compute_loss` gets it.
-        logps (`Tensor`): `[B, T]`, differentiable.
+        inputs (`dict`): the micro-batch as TRL's `_compute_loss` gets it.
+        logps (`Tensor`): `[B, T]`, nats, differentiable.
     """
     objective = objective_of(trainer)
     if padding_counts(trainer):
@@ -77,9 +82,9 @@ def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tens
         if is_training and not objective.uses_global_normalizer
         else 1.0,
     )
-    # The policy term that comes along is the host's to judge
+    # Only the KL term is used: what masks the policy term does not matter
     kl = token_terms(replace(objective, off_policy_mask_threshold=None, top_entropy_quantile=1.0), batch, logps).kl
-    assert kl is not None, "the host's beta is not zero"
+    assert kl is not None, "beta is not zero"
     sums = torch.stack([(kl.detach() * batch.mask).sum(), batch.mask.sum()])
     total, count = trainer.accelerator.reduce(sums, reduction="sum").tolist()
     metrics = trainer._metrics["train" if is_training else "eval"]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError
 
-from .customisation import own_class, row_reader, zero_weight
+from .customised_model import own_class, row_reader, zero_weight
 from .logps import RowsRefusedError, compute_logps
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 

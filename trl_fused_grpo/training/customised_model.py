@@ -1,0 +1,138 @@
+"""
+Finds what the user replaced on a model: forwards, hooks on modules, hooks on gradients; and code that is not known.
+
+A forward of a library's class that was replaced counts as a change. The forward of a class of the user's own does not:
+it is the model. Its code is not known, so that it is tried out before its rows lose their padding.
+"""
+
+import functools
+from collections.abc import Iterable
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from transformers import PreTrainedModel
+
+from trl_fused_grpo._compat import trl as trl_compat
+
+from .customisation import is_library_function, is_library_module
+
+
+# Modules of torch's whose output for a token depends on other tokens
+_MIX_TOKENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, _BatchNorm, _InstanceNorm, nn.GroupNorm)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+_is_library_forward = functools.lru_cache(maxsize=4096)(is_library_function)
+
+
+def gradient_hook(model: nn.Module) -> str | None:
+    """A hook of the user's on the gradient of a parameter, in words, or `None`."""
+    for name, parameter in model.named_parameters():
+        hooks = [*(parameter._backward_hooks or {}).values()]
+        hooks += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        # torch's `register_multi_grad_hook` holds the user's function in a hook of its own
+        hooks += [function for hook in hooks for function in _functions_held(hook)]
+        if not all(map(is_library_function, hooks)):
+            return f"a hook on the gradient of {name}"
+    return None
+
+
+def _functions_held(function: Any) -> list[Any]:
+    """The functions that a nested function refers to in its closure."""
+    cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
+    held = [cell.cell_contents for cell in cells if cell != CellType()]  # an empty cell has no contents
+    return [value for value in held if isinstance(value, (FunctionType, MethodType, functools.partial))]
+
+
+def changed_head(model: nn.Module, causal_lm: PreTrainedModel, heads: Iterable[nn.Module]) -> str | None:
+    """
+    What the user hooked or replaced on a causal language model, on a wrapper around it, or on its output projection, in
+    words, or `None`. Such code would see other outputs here than in TRL's own call.
+
+    Args:
+        model (`nn.Module`): in its wrappers.
+        causal_lm (`PreTrainedModel`): the causal language model inside.
+        heads (`Iterable[nn.Module]`): the output projection and its parts.
+    """
+    path = next(name for name, module in model.named_modules() if module is causal_lm)
+    wrappers = [model]
+    for name in path.split(".") if path else ():
+        wrappers.append(getattr(wrappers[-1], name))
+    if trl_compat.SCORES_THROUGH_LOGITS and not is_library_function(type(causal_lm).forward):
+        return f"{type(causal_lm).__name__}.forward"
+    return _changed_in([*wrappers, *heads])
+
+
+def changed_module(modules: Iterable[nn.Module]) -> str | None:
+    """
+    What the user hooked or replaced in these modules, in words, or `None`. Such code may depend on where a token
+    stands.
+    """
+    for hooks in _GLOBAL_HOOKS:
+        if not all(map(is_library_function, hooks.values())):
+            return "a hook on every module"
+    return _changed_in(modules)
+
+
+def _changed_in(modules: Iterable[nn.Module]) -> str | None:
+    modules = list(modules)
+    for cls in {*map(type, modules)}:
+        if _has_replaced_forward(cls):
+            return f"{cls.__name__}.forward"
+    for module in modules:  # there are thousands at every call of the model: most are passed over at once
+        own = module.__dict__
+        hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
+        if not (hooked or own["_backward_pre_hooks"] or "forward" in own):
+            continue
+        hooks = [hook for name in _HOOKS for hook in own[name].values()]
+        if not all(map(is_library_function, hooks)):
+            return f"a hook on {type(module).__name__}"
+        if "forward" in own and not is_library_function(own["forward"], type(module).forward):
+            return f"the forward of {type(module).__name__}"
+    return None
+
+
+def _has_replaced_forward(cls: Any) -> bool:
+    """Whether a library's class has a forward that is not a library's."""
+    home = next((base for base in cls.__mro__ if "forward" in vars(base)), cls)
+    return is_library_module(home.__module__) and not _is_library_forward(cls.forward)
+
+
+def own_class(modules: Iterable[nn.Module]) -> str | None:
+    """A class among these modules whose forward is not a library's, or `None`: what it does is not known."""
+    classes: set[Any] = {*map(type, modules)}
+    return min((cls.__name__ for cls in classes if _has_own_forward(cls)), default=None)
+
+
+def _has_own_forward(cls: Any) -> bool:
+    return "forward" in dir(cls) and not _is_library_forward(cls.forward)
+
+
+def row_reader(modules: Iterable[nn.Module]) -> str | None:
+    """A class of torch's among these modules that mixes the tokens of its input, or `None`."""
+    names = [type(module).__name__ for module in modules if isinstance(module, _MIX_TOKENS)]
+    return min(names, default=None)
+
+
+def zero_weight(modules: Iterable[nn.Module]) -> str | None:
+    """
+    A weight in a module of unknown code that is still all zero, or `None`. It may be a gate: as long as it is zero, a
+    trial shows nothing of the code behind it. Biases are no gates, and PEFT's own zeros are known.
+    """
+    for module in modules:
+        waiting = [module] if _has_own_forward(type(module)) else []
+        while waiting:
+            part = waiting.pop()
+            for name, weight in part.named_parameters(recurse=False):
+                if weight.requires_grad and weight.numel() and "bias" not in name and not weight.any():
+                    return f"{type(module).__name__} ({name})"
+            waiting += [child for child in part.children() if not type(child).__module__.startswith("peft.")]
+    return None
