@@ -76,7 +76,6 @@ def test_what_the_user_registers_during_a_call_stays(monkeypatch):
 
 
 def test_uninstalling_twice_is_uninstalling_once():
-    call = None
     with watched_call(packed=True) as call:
         call.itself = call  # garbage that only the collector finds
     del call

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trl_fused_grpo._compat import torch as torch_compat
 
-_torchs_attention = F.scaled_dot_product_attention
-# What torch's `varlen_attn` calls in the end: its wrappers take longer than the kernel at 4000 tokens of a small model
-_flash_attention = torch.ops.aten._flash_attention_forward.default
+
+_torch_sdpa = F.scaled_dot_product_attention
 
 
 def cu_seqlens_arguments(
@@ -117,7 +117,7 @@ def varlen_attention(
         return torch.cat([_one_sequence(*part, scaling, sliding_window) for part in zip(*parts, strict=True)], dim=1)
     # FlashAttention counts the tokens left of the query, transformers the query too
     left = None if sliding_window is None else sliding_window - 1
-    output, *_ = _flash_attention(
+    output, *_ = torch_compat.flash_attention(
         queries,
         keys,
         values,
@@ -156,7 +156,7 @@ def _flash_takes(query: Tensor, value: Tensor) -> bool:
     head_dim = query.shape[-1]
     return (
         query.is_cuda
-        and F.scaled_dot_product_attention is _torchs_attention  # whoever replaces it wants it called
+        and F.scaled_dot_product_attention is _torch_sdpa  # whoever replaces it wants it called
         and query.dtype in (torch.float16, torch.bfloat16)
         and head_dim == value.shape[-1]
         and head_dim % 8 == 0
