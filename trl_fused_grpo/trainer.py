@@ -73,8 +73,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         - The `forward` of the policy, of the reference and of any other model that log-probs were asked of takes the
           keyword `fused`. Undone here. Where Accelerate's mixed precision has wrapped it, it stays in the wrapper and
           runs the original.
-        - While packed rows run, transformers' `"sdpa"` attention and its mask functions are replaced by functions that
-          do the same unless they are told where sequences begin. Undone here at the latest.
+        - While packed or aligned rows run, and while a graph of packed rows lives that may be run backward,
+          transformers' `"sdpa"` attention and its mask functions are replaced by functions that do the same for all
+          other calls. Undone with the last such graph. Here garbage is collected, so that none is left by accident.
         - While rows with TRL's padding run on CUDA, cuDNN's attention is off. Undone after each call.
         - While a training step runs, the accelerator's `backward` is replaced, and with another `kl_estimator` than
           TRL's the trainer's `beta` is zero within the loss. Undone after each.

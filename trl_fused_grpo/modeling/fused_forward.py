@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.ops.linear_logps import Forecast, FusedStats, fused_linear_logps
 
@@ -69,7 +69,7 @@ class FusedRequest:
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
         """Run backbone and head; return log-probabilities `[N]`, entropies `[N]` and, if asked, the aux loss."""
         config = causal_lm.config.get_text_config()
-        if config._attn_implementation == "sdpa":
+        if model_compat.attention_implementation(config) == "sdpa":
             self.attention_layers = config.num_hidden_layers
         # PEFT passes the arguments it knows on, set or not; not every backbone knows them
         model_inputs = {name: value for name, value in model_inputs.items() if value is not None}
@@ -159,8 +159,7 @@ def as_complex(result: Tensor) -> Tensor:
 def call_with_forward(module: nn.Module, forward: Callable, *args: Any) -> Any:
     """Call a module, hooks and all, with another forward."""
     # FSDP1 is a module around the module, which gathers weights in its own forward
-    inner: Any = module._fsdp_wrapped_module if isinstance(module, FullyShardedDataParallel) else module
-    with temporary_attr(inner, "forward", forward):
+    with temporary_attr(torch_compat.without_fsdp1(module), "forward", forward):
         return module(*args)
 
 
