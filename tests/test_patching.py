@@ -1,7 +1,7 @@
 """patch(): trl.GRPOTrainer becomes the fused trainer and back."""
 
 import trl
-import trl.trainer.grpo_trainer as home
+import trl.trainer.grpo_trainer as grpo_trainer
 
 from trl_fused_grpo import FusedGRPOTrainer, patch
 
@@ -11,8 +11,8 @@ STOCK = FusedGRPOTrainer.__mro__[1]
 
 def test_the_patch_lasts_as_long_as_its_context():
     with patch():
-        assert trl.GRPOTrainer is home.GRPOTrainer is trl.trainer.GRPOTrainer is FusedGRPOTrainer
-    assert trl.GRPOTrainer is home.GRPOTrainer is trl.trainer.GRPOTrainer is STOCK
+        assert trl.GRPOTrainer is grpo_trainer.GRPOTrainer is trl.trainer.GRPOTrainer is FusedGRPOTrainer
+    assert trl.GRPOTrainer is grpo_trainer.GRPOTrainer is trl.trainer.GRPOTrainer is STOCK
 
 
 def test_undoing_twice_undoes_once():

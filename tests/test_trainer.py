@@ -1,15 +1,26 @@
-"""FusedGRPOTrainer in training: the stock objective, nobody's logits, everybody's metrics."""
+"""FusedGRPOTrainer in training: the stock objective and metrics without logits, and detach()."""
 
+import copy
+import functools
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo._compat.models import is_transformers_own
+from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninstall_fused_forward
+from trl_fused_grpo.modeling.packed_attention import uninstall_attention
 from trl_fused_grpo.parity.errors import MEANS_OVER_MICRO_BATCHES
-from trl_fused_grpo.parity.tiny import VOCAB_SIZE
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
+from trl_fused_grpo.training import engine, state
+from trl_fused_grpo.training.customised_model import changed_module
+from trl_fused_grpo.training.loss_request import build_loss_request
 
 from .oracle import relative_error
 from .tiny_training import dense_log_probs, loss_and_gradients, make_inputs, make_trainer
@@ -35,12 +46,12 @@ def test_without_the_flag_training_is_stock_bit_for_bit(tmp_path):
         )
         trainer.train()
         runs.append((weights(trainer), history(trainer)))
-    (stock_weights, stock_log), (our_weights, our_log) = runs
-    assert all(torch.equal(stock_weights[name], our_weights[name]) for name in stock_weights)
-    assert stock_log == our_log
+    (stock_weights, stock_log), (fused_weights, fused_log) = runs
+    assert all(torch.equal(stock_weights[name], fused_weights[name]) for name in stock_weights)
+    assert stock_log == fused_log
 
 
-@pytest.mark.parametrize("balance", [False, True], ids=["", "dealt"])
+@pytest.mark.parametrize("balance", [False, True], ids=["", "rebalanced"])
 def test_training_with_the_flag_follows_stock_and_logs_every_metric_of_it(tmp_path, balance):
     options = {
         "max_steps": 4,
@@ -53,17 +64,17 @@ def test_training_with_the_flag_follows_stock_and_logs_every_metric_of_it(tmp_pa
     }
     stock = make_trainer(tmp_path, GRPOTrainer, **options)
     stock.train()
-    ours = make_trainer(tmp_path, fused_balance=balance, **options)  # seeds the sampler anew
-    ours.train()
-    after = weights(ours)
+    fused = make_trainer(tmp_path, fused_balance=balance, **options)  # seeds the sampler anew
+    fused.train()
+    after = weights(fused)
     for name, weight in weights(stock).items():
         assert relative_error(after[name], weight) < 1e-5, name
-    for theirs, mine in zip(history(stock), history(ours), strict=True):
-        assert theirs.keys() == mine.keys() - {"fused/rows_recomputed"}
-        follow_the_cut = MEANS_OVER_MICRO_BATCHES if balance else ()
-        for name in (name for name in theirs if not name.startswith(follow_the_cut)):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
-    assert [entry["fused/rows_recomputed"] for entry in ours.state.log_history if "grad_norm" in entry] == [0.0] * 4
+    for stock_entry, entry in zip(history(stock), history(fused), strict=True):
+        assert stock_entry.keys() == entry.keys() - {"fused/rows_recomputed"}
+        depend_on_partition = MEANS_OVER_MICRO_BATCHES if balance else ()
+        for name in (name for name in stock_entry if not name.startswith(depend_on_partition)):
+            assert entry[name] == pytest.approx(stock_entry[name], rel=1e-3, abs=1e-5), name
+    assert [entry["fused/rows_recomputed"] for entry in fused.state.log_history if "grad_norm" in entry] == [0.0] * 4
 
 
 class LargestTensor(TorchDispatchMode):
@@ -80,7 +91,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("old_logps", [False, True], ids=["on-policy", "off-policy"])
-def test_no_pass_materialises_the_logits_of_a_batch(tmp_path, old_logps):
+def test_no_forward_materialises_the_logits_of_a_batch(tmp_path, old_logps):
     trainer = make_trainer(tmp_path, fused_logits_mib=0.01)
     inputs = make_inputs(rows=16, length=24)
     logits = inputs["completion_ids"].numel() * VOCAB_SIZE
@@ -106,7 +117,7 @@ def test_tool_results_are_not_projected(tmp_path):
 
 
 class Reinforce(FusedGRPOTrainer):
-    """An objective of its own, which reads tool results too and adds the square of the entropy."""
+    """An objective of the user's, which reads tool results too and adds the square of the entropy."""
 
     def _compute_loss(self, model, inputs):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -128,13 +139,13 @@ def test_a_subclass_with_its_own_objective_trains_that_objective(tmp_path):
     stock = make_trainer(tmp_path, GRPOTrainer)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    stocks = stock._get_per_token_logps_and_entropies(stock.model, ids, mask, 8, compute_entropy=True)[1]
+    stock_entropies = stock._get_per_token_logps_and_entropies(stock.model, ids, mask, 8, compute_entropy=True)[1]
 
     model = trainer.model.double()
     model.zero_grad()
     logps, log_p = dense_log_probs(model, inputs)
     entropies = -(log_p.exp() * log_p).sum(-1)
-    entropies = entropies if stocks.requires_grad else entropies.detach()  # as TRL's own are, by the version
+    entropies = entropies if stock_entropies.requires_grad else entropies.detach()  # as TRL's own are, by the version
     terms = -inputs["advantages"].unsqueeze(1) * logps * logps.detach().exp() + 0.01 * entropies**2
     truth = (terms * inputs["completion_mask"]).sum()
     truth.backward()
@@ -143,16 +154,9 @@ def test_a_subclass_with_its_own_objective_trains_that_objective(tmp_path):
         assert relative_error(gradients[name], parameter.grad) < 1e-5, name
 
 
-class WrongForecast(FusedGRPOTrainer):
-    """Expects gradients that nobody sends."""
-
-    def _build_loss_request(self, inputs):
-        logps_request = super()._build_loss_request(inputs)
-        wrong = torch.linspace(-1, 2, logps_request.mask.numel()).view(logps_request.mask.shape)
-        return replace(logps_request, forecast=_Fixed(logps_request.forecast.needs_grad, wrong))
-
-
 class _Fixed:
+    """A forecast of gradients that nobody sends."""
+
     def __init__(self, needs_grad, values):
         self.needs_grad, self.values = needs_grad, values
 
@@ -166,16 +170,23 @@ class _Fixed:
         return forecast
 
 
-def test_a_wrong_forecast_trains_the_same_and_is_reported(tmp_path):
+def test_a_wrong_forecast_trains_the_same_and_is_reported(tmp_path, monkeypatch):
     inputs = make_inputs(old_per_token_logps=-6.9 * torch.ones(4, 8))
     _, right = loss_and_gradients(make_trainer(tmp_path), inputs)
-    trainer = make_trainer(tmp_path, WrongForecast)
+
+    def build_wrong_request(*args):
+        logps_request = build_loss_request(*args)
+        wrong = torch.linspace(-1, 2, logps_request.mask.numel()).view(logps_request.mask.shape)
+        return replace(logps_request, forecast=_Fixed(logps_request.forecast.needs_grad, wrong))
+
+    monkeypatch.setattr(state, "build_loss_request", build_wrong_request)
+    trainer = make_trainer(tmp_path)
     _, gradients = loss_and_gradients(trainer, inputs)
     assert trainer.fused_stats.recomputed > 0
     assert all(relative_error(gradients[name], right[name]) < 1e-5 for name in right)
 
 
-def test_forcing_the_recompute_way_gives_the_same_gradients(tmp_path):
+def test_forcing_the_recompute_backward_gives_the_same_gradients(tmp_path):
     inputs = make_inputs()
     _, expected = loss_and_gradients(make_trainer(tmp_path), inputs)
     trainer = make_trainer(tmp_path, fused_backward="recompute")
@@ -185,11 +196,11 @@ def test_forcing_the_recompute_way_gives_the_same_gradients(tmp_path):
 
 
 def test_generation_is_unchanged_by_the_fused_forward(tmp_path):
-    stock, ours = make_trainer(tmp_path, GRPOTrainer), make_trainer(tmp_path)
+    stock, fused = make_trainer(tmp_path, GRPOTrainer), make_trainer(tmp_path)
     ids = torch.tensor([[5, 6, 7]])
     outputs = [
         t.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
-        for t in (stock, ours)
+        for t in (stock, fused)
     ]
     assert torch.equal(*outputs)
 
@@ -211,5 +222,83 @@ def test_bfloat16_autocast_trains_close_to_stock(tmp_path):
         trainer = make_trainer(tmp_path, cls, bf16=True)
         trainer.model = trainer.accelerator.prepare_model(trainer.model)
         gradients.append(loss_and_gradients(trainer, inputs)[1])
-    stock, ours = gradients
-    assert all(relative_error(ours[name], stock[name]) < 0.05 for name in stock)
+    stock, fused = gradients
+    assert all(relative_error(fused[name], stock[name]) < 0.05 for name in stock)
+
+
+def takes_fused(model):
+    return hasattr(model.forward, "_fused_forward")
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["constructed", "trained"])
+def test_detach_gives_the_models_and_attention_back(tmp_path, monkeypatch, trained):
+    replaced = {}
+
+    def remembering(causal_lm):
+        replaced.setdefault(causal_lm, vars(causal_lm).get("forward"))  # newer TRL has put one there
+        return install_fused_forward(causal_lm)
+
+    monkeypatch.setattr(engine, "install_fused_forward", remembering)
+    uninstall_attention()  # what other tests have left
+    functions = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    assert all(map(is_transformers_own, functions))
+    trainer = make_trainer(tmp_path, beta=0.1, max_steps=1)
+    assert takes_fused(trainer.model) and takes_fused(trainer.ref_model)
+    if trained:
+        trainer.train()
+    for _ in range(2):
+        trainer.detach()
+        assert not takes_fused(trainer.model) and not takes_fused(trainer.ref_model)
+        assert [vars(model).get("forward") for model in (trainer.model, trainer.ref_model)] == list(replaced.values())
+        assert (ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]) == functions
+
+
+def test_detach_gives_back_a_forward_of_the_users():
+    model = tiny_model("llama")
+    calls = []
+
+    def forward(self, *args, **kwargs):
+        calls.append(self)
+        return type(self).forward(self, *args, **kwargs)
+
+    model.forward = own = types.MethodType(forward, model)
+    install_fused_forward(model)
+    assert changed_module([model]) == f"the forward of {type(model).__name__}"  # it is found under the fused forward
+    model(input_ids=torch.tensor([[5, 6]]))
+    uninstall_fused_forward(model)
+    uninstall_fused_forward(model)
+    assert vars(model)["forward"] == own and calls == [model]
+
+
+def test_a_detached_trainer_trains_what_it_would_have_trained(tmp_path):
+    runs = []
+    for detaches in (False, True):
+        trainer = make_trainer(tmp_path, max_steps=2)
+        if detaches:
+            trainer.detach()
+        trainer.train()
+        assert takes_fused(trainer.model)
+        runs.append(weights(trainer))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_detach_leaves_the_fused_forward_in_a_wrapper_that_came_later():
+    model = tiny_model("llama")
+    install_fused_forward(model)
+    fused = model.forward
+    model.forward = wrapper = functools.wraps(fused)(lambda *args, **kwargs: fused(*args, **kwargs))
+    uninstall_fused_forward(model)
+    assert vars(model)["forward"] is wrapper
+    install_fused_forward(model)
+    assert vars(model)["forward"] is wrapper and takes_fused(model)
+
+
+def test_a_deep_copy_of_a_prepared_model_runs_its_own_weights():
+    model = tiny_model("llama")
+    install_fused_forward(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+        assert not twin(input_ids=torch.tensor([[5, 6]])).logits.any()
+        assert model(input_ids=torch.tensor([[5, 6]])).logits.any()

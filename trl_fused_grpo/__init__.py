@@ -1,6 +1,6 @@
 """Drop-in `GRPOTrainer` for TRL whose fused loss trains exactly what TRL's own loss trains."""
 
-from ._compat import trl as _trl_compat  # noqa: F401 - first: it refuses a TRL that the rest cannot build upon
+from ._compat import required as _required  # noqa: F401 - first: it refuses a TRL that the rest cannot build upon
 from .config import FusedGRPOConfig as FusedGRPOConfig
 from .loss.liger_loss import FusedLinearGRPOLoss as FusedLinearGRPOLoss
 from .modeling.output_projection import read_lm_head as read_lm_head

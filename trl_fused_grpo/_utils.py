@@ -1,4 +1,4 @@
-"""An attribute that is another for a while."""
+"""A small context manager that several folders need."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def temporary_attr(owner: Any, name: str, value: Any) -> Generator[None, None, None]:
-    """While it lasts, the attribute `name` of an object is `value`; then the object's own again, or its class's."""
+    """While it lasts, the attribute `name` of an object is `value`. Afterwards it is what it was, or the class's."""
     own = vars(owner)
     has_own, previous = name in own, own.get(name)
     setattr(owner, name, value)

@@ -1,23 +1,27 @@
-"""`use_liger_loss` for TRL's `GRPOConfig` on every version, and `FusedGRPOConfig` with our further options."""
+"""
+The options: `use_liger_loss` for TRL's `GRPOConfig` on every version, `FusedGRPOConfig` with the further ones, and
+`FusedOptions`, in which the trainer reads them.
+"""
 
 import functools
 import inspect
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from trl import GRPOConfig
+from typing_extensions import Self
 
 
 _FIELD = "use_liger_loss"
 _HELP = "Whether FusedGRPOTrainer computes the loss through the fused linear function, at parity with TRL's own path."
 
 
-# What `dataclass` generates, and refuses to replace or leaves as it is where it stands
+# The methods that `dataclass` generates. It does not generate one anew where the class has it already
 _GENERATED = ("__init__", "__repr__", "__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__")
 
 
 def _regenerate(cls: type) -> None:
-    """Run `dataclass` over a class once more, in place, from the fields that it has now."""
+    """Apply `dataclass` to a class once more, in place, so that its methods know the fields that it has now."""
     own, params = vars(cls)["__dataclass_fields__"], vars(cls)["__dataclass_params__"]
     for name in inspect.get_annotations(cls):
         if name in own and not isinstance(vars(cls).get(name), Field):
@@ -25,9 +29,9 @@ def _regenerate(cls: type) -> None:
     for name in _GENERATED:
         method = vars(cls).get(name)
         if name == "__repr__":
-            method = inspect.unwrap(method) if method else None  # `dataclass` wraps it against recursion
+            method = inspect.unwrap(method) if method else None  # `dataclass` wraps it in a guard against recursion
         code = getattr(method, "__code__", None)
-        # What is generated has no source file; of a hash that is None `dataclass` makes what was asked for again
+        # A generated method has no source file. A hash of None was set by `dataclass`, which sets it again
         if (code and code.co_filename == "<string>") or (name == "__hash__" and name in vars(cls) and method is None):
             delattr(cls, name)
     dataclass(**{name: getattr(params, name) for name in ("init", "repr", "eq", "order", "unsafe_hash")})(cls)
@@ -36,16 +40,16 @@ def _regenerate(cls: type) -> None:
 def _descendants(cls: type) -> list[type]:
     """Subclasses of every depth, each after those that it inherits from."""
     found: set[type] = set()
-    waiting = [cls]
-    while waiting:
-        new = [sub for sub in waiting.pop().__subclasses__() if sub not in found]
+    to_visit = [cls]
+    while to_visit:
+        new = [sub for sub in to_visit.pop().__subclasses__() if sub not in found]
         found.update(new)
-        waiting += new
+        to_visit += new
     return sorted(found, key=lambda sub: len(sub.__mro__))  # a class has more ancestors than any of them
 
 
-def _spare_the_alias(cls: Any) -> None:
-    """Keep `__post_init__` from reading `use_liger_loss` and, where it is set, from refusing what is supported here."""
+def _keep_flag_through_post_init(cls: Any) -> None:
+    """Hide `use_liger_loss` from TRL's `__post_init__`, which would act on it."""
     original = cls.__post_init__
 
     @functools.wraps(original)
@@ -63,53 +67,118 @@ def _spare_the_alias(cls: Any) -> None:
 
 def install_use_liger_loss(cls: Any = GRPOConfig) -> None:
     """
-    Make `use_liger_loss` a dataclass field of `GRPOConfig`, default `False`, in the class itself, so that it does not
-    matter how or when it was imported. Argument parsers, `to_dict` and saved arguments see it. Idempotent.
+    Make `use_liger_loss` a dataclass field of `GRPOConfig`, with the default `False`. The class itself is changed, so
+    that it does not matter how or when it was imported. Argument parsers, `to_dict` and saved arguments see the field.
+    Idempotent.
     """
     if getattr(cls, "_has_fused_loss", False):
         return
-    cls.__annotations__[_FIELD] = bool  # up to TRL 0.27 it is there, with another default
+    cls.__annotations__[_FIELD] = bool  # TRL 0.27 has the field, with another default
     setattr(cls, _FIELD, field(default=False, metadata={"help": _HELP}))
     _regenerate(cls)
-    _spare_the_alias(cls)
+    _keep_flag_through_post_init(cls)
     cls._has_fused_loss = True
     for subclass in _descendants(cls):
-        if "__dataclass_fields__" in vars(subclass):  # another one inherits what is generated
+        if "__dataclass_fields__" in vars(subclass):  # a subclass that is no dataclass inherits the methods
             _regenerate(subclass)
 
 
 install_use_liger_loss()
 
 
+LAYOUTS = ("auto", "packed", "aligned", "padded")
+BACKWARD_MODES = ("auto", "forecast", "recompute")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k4")
+
+
+@dataclass(frozen=True)
+class FusedOptions:
+    """
+    The options that [`FusedGRPOConfig`] adds to TRL's, under its names and with its defaults. What each does is said
+    there.
+
+    Raises:
+        `ValueError`: when an option has a value that it cannot have; the message names both.
+    """
+
+    fused_backward: str = "auto"
+    fused_logits_mib: float | None = None
+    fused_layout: str = "auto"
+    fused_skip_old_logps: bool | None = None
+    fused_share_prompts: bool = True
+    fused_balance: bool = False
+    fused_max_tokens_per_forward: int | None = None
+    fused_skip_zero_grad_sequences: bool = False
+    kl_estimator: str = "k3"
+
+    @classmethod
+    def from_args(cls, args: Any) -> Self:
+        """
+        Read the options of a trainer.
+
+        Args:
+            args (`GRPOConfig`): its arguments. Where they have no such field, as TRL's own, the default holds.
+        """
+        values: dict[str, Any] = {option.name: getattr(args, option.name, option.default) for option in fields(cls)}
+        return cls(**values)
+
+    def __post_init__(self):
+        for name, choices in (
+            ("fused_layout", LAYOUTS),
+            ("fused_backward", BACKWARD_MODES),
+            ("kl_estimator", KL_ESTIMATORS),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                *others, last = (f'"{choice}"' for choice in choices)
+                raise ValueError(f"{name} must be {', '.join(others)} or {last}, not {value!r}.")
+        if self.fused_max_tokens_per_forward is not None and self.fused_max_tokens_per_forward < 0:
+            raise ValueError(
+                f"fused_max_tokens_per_forward must be None, 0 or positive, not {self.fused_max_tokens_per_forward}."
+            )
+        if self.fused_logits_mib is not None and self.fused_logits_mib <= 0:
+            raise ValueError(f"fused_logits_mib must be positive or None, not {self.fused_logits_mib}.")
+
+    @property
+    def forces_layout(self) -> bool:
+        """Whether a layout was asked for, so that no other may stand in for it."""
+        return self.fused_layout != "auto"
+
+
 @dataclass
 class FusedGRPOConfig(GRPOConfig):
     """
-    [`~trl.GRPOConfig`] with the fused loss on and its further options.
+    [`~trl.GRPOConfig`] with the fused loss on, and its further options.
+
+    A trainer reads them when it is made and when a training begins.
 
     Args:
         use_liger_loss (`bool`, *optional*, defaults to `True`):
             Whether to compute the loss through the fused linear function.
         fused_backward (`str`, *optional*, defaults to `"auto"`):
-            `"forecast"` or `"recompute"` force how gradients of a trained head are built, `"auto"` takes the cheaper.
+            How gradients of a trained output projection are built. `"forecast"` computes them in the forward, with the
+            gradient that each token is expected to receive; `"recompute"` computes the logits again in the backward;
+            `"auto"` takes the cheaper one.
         fused_logits_mib (`float`, *optional*):
-            Memory for the chunk of logits, in MiB. Defaults to what keeps the peak below that of TRL 1.16.
+            Memory for one chunk of logits, in MiB. By default the peak stays below that of TRL 1.16.
         fused_layout (`str`, *optional*, defaults to `"auto"`):
-            `"packed"` (all sequences of a micro-batch in one row without padding), `"aligned"` (rows shifted left and
-            cut to the longest) or `"padded"` (as TRL pads them); `"auto"` takes the first that the model allows.
-            Forcing one that it does not allow raises.
+            How the sequences of a micro-batch are laid out for the model: `"packed"` (all in one row without padding),
+            `"aligned"` (rows shifted left and truncated to the longest) or `"padded"` (as TRL pads them). `"auto"`
+            takes the first that the model allows. Forcing one that the model does not allow raises.
         fused_skip_old_logps (`bool`, *optional*):
-            With vLLM and on-policy steps, take the importance ratio from the training pass instead of computing old
-            log-probs in a forward of their own. Defaults to where that is possible; `True` also tells where it is not.
+            With vLLM and on-policy steps, take the importance ratio from the training forward instead of computing old
+            log-probs in a forward of their own. By default this happens where it is possible; `True` also logs where it
+            is not, `False` turns it off.
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed micro-batch through the model once. Needs
             `attn_implementation="sdpa"`.
         fused_balance (`bool`, *optional*, defaults to `False`):
-            Deal sequences into micro-batches by prompt and length where the loss does not depend on the cut, instead of
-            at random. Logged means over micro-batches (`entropy`, `kl`, `clip_ratio/*`) follow the cut. Worth it where
-            micro-batches do not share passes.
+            Distribute the sequences of a generation batch over its micro-batches by prompt and length instead of at
+            random, where the loss does not depend on it. Logged means over micro-batches (`entropy`, `kl`,
+            `clip_ratio/*`) do depend on it. Worth it where micro-batches do not share forwards.
         fused_max_tokens_per_forward (`int`, *optional*):
-            Run packed micro-batches of an accumulation window through the model together, up to this many tokens; the
-            loss remains that of each. Defaults to the size of TRL's padded micro-batch, at most 16,384. 0 runs each
+            Run packed micro-batches of an accumulation window through the model together, up to this many tokens. Each
+            keeps a loss of its own. Defaults to the size of TRL's padded micro-batch, at most 16,384. 0 runs each
             alone, in the least memory.
         fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
@@ -122,50 +191,45 @@ class FusedGRPOConfig(GRPOConfig):
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})
     fused_backward: str = field(
-        default="auto",
-        metadata={"help": "How gradients of a trained head are built.", "choices": ["auto", "forecast", "recompute"]},
+        default=FusedOptions.fused_backward,
+        metadata={
+            "help": "How gradients of a trained output projection are built.",
+            "choices": list(BACKWARD_MODES),
+        },
     )
     fused_logits_mib: float | None = field(
-        default=None, metadata={"help": "Memory for the chunk of logits, in MiB (default: by the shapes)."}
+        default=FusedOptions.fused_logits_mib,
+        metadata={"help": "Memory for one chunk of logits, in MiB (default: by the shapes)."},
     )
-
     fused_layout: str = field(
-        default="auto",
-        metadata={"help": "Layout of the rows.", "choices": ["auto", "packed", "aligned", "padded"]},
+        default=FusedOptions.fused_layout,
+        metadata={"help": "How the sequences of a micro-batch are laid out.", "choices": list(LAYOUTS)},
     )
     fused_skip_old_logps: bool | None = field(
-        default=None,
-        metadata={"help": "Take vLLM's importance ratio from the training pass (default: where that is possible)."},
+        default=FusedOptions.fused_skip_old_logps,
+        metadata={"help": "Take vLLM's importance ratio from the training forward (default: where it is possible)."},
     )
     fused_share_prompts: bool = field(
-        default=True, metadata={"help": "Run a prompt through the model once for its completions in a micro-batch."}
+        default=FusedOptions.fused_share_prompts,
+        metadata={"help": "Run a prompt through the model once for its completions in a micro-batch."},
     )
     fused_balance: bool = field(
-        default=False, metadata={"help": "Deal sequences into micro-batches by prompt and length."}
+        default=FusedOptions.fused_balance,
+        metadata={"help": "Distribute sequences over micro-batches by prompt and length."},
     )
     fused_max_tokens_per_forward: int | None = field(
-        default=None, metadata={"help": "Tokens of the micro-batches that run together (default: a padded one's)."}
+        default=FusedOptions.fused_max_tokens_per_forward,
+        metadata={"help": "Tokens of the micro-batches that run together (default: a padded one's)."},
     )
     fused_skip_zero_grad_sequences: bool = field(
-        default=False, metadata={"help": "Leave sequences without gradient out of the model."}
+        default=FusedOptions.fused_skip_zero_grad_sequences,
+        metadata={"help": "Leave sequences that receive no gradient out of the model."},
     )
     kl_estimator: str = field(
-        default="k3", metadata={"help": "Estimator of the KL divergence.", "choices": ["k1", "k2", "k3", "k4"]}
+        default=FusedOptions.kl_estimator,
+        metadata={"help": "Estimator of the KL divergence.", "choices": list(KL_ESTIMATORS)},
     )
 
     def __post_init__(self):
         super().__post_init__()
-        if self.fused_layout not in ("auto", "packed", "aligned", "padded"):
-            raise ValueError(
-                f'fused_layout must be "auto", "packed", "aligned" or "padded", not {self.fused_layout!r}.'
-            )
-        if self.fused_backward not in ("auto", "forecast", "recompute"):
-            raise ValueError(f'fused_backward must be "auto", "forecast" or "recompute", not {self.fused_backward!r}.')
-        if self.kl_estimator not in ("k1", "k2", "k3", "k4"):
-            raise ValueError(f'kl_estimator must be "k1", "k2", "k3" or "k4", not {self.kl_estimator!r}.')
-        if self.fused_max_tokens_per_forward is not None and self.fused_max_tokens_per_forward < 0:
-            raise ValueError(
-                f"fused_max_tokens_per_forward must be None, 0 or positive, not {self.fused_max_tokens_per_forward}."
-            )
-        if self.fused_logits_mib is not None and self.fused_logits_mib <= 0:
-            raise ValueError(f"fused_logits_mib must be positive or None, not {self.fused_logits_mib}.")
+        FusedOptions.from_args(self)  # refuses what an option cannot be

@@ -11,22 +11,22 @@ from .trainer import FusedGRPOTrainer
 
 class Patch:
     """
-    Handle of an installed patch. Leaving it as a context manager, or `undo()`, restores what was there; both may happen
-    more than once.
+    Handle of an installed patch. `undo()` restores what was there, and so does leaving it as a context manager. Either
+    may happen more than once.
     """
 
     def __init__(self) -> None:
         stock = FusedGRPOTrainer.__mro__[1]
-        homes = [trl, sys.modules["trl.trainer"], sys.modules[stock.__module__]]
-        self._replaced: list[tuple[Any, type]] = [(home, stock) for home in homes if home.GRPOTrainer is stock]
-        for home, _ in self._replaced:
-            home.GRPOTrainer = FusedGRPOTrainer
+        modules = [trl, sys.modules["trl.trainer"], sys.modules[stock.__module__]]
+        self._replaced: list[tuple[Any, type]] = [(module, stock) for module in modules if module.GRPOTrainer is stock]
+        for module, _ in self._replaced:
+            module.GRPOTrainer = FusedGRPOTrainer
 
     def undo(self) -> None:
         """Restore the stock trainer. Idempotent."""
         while self._replaced:
-            home, stock = self._replaced.pop()
-            home.GRPOTrainer = stock
+            module, stock = self._replaced.pop()
+            module.GRPOTrainer = stock
 
     def __enter__(self) -> Self:
         return self
@@ -39,9 +39,9 @@ def patch() -> Patch:
     """
     Make `trl.GRPOTrainer` the fused trainer for code that looks it up from now on.
 
-    Names that were imported before stay what they were. Patching twice is patching once. It changes the class alone:
-    the loss is fused where the arguments say `use_liger_loss=True` (or `use_liger_kernel=True`), and without that the
-    trainer is the stock one.
+    Code that imported the name before keeps the stock trainer. Patching twice is patching once. Only the class changes:
+    the loss is fused where the arguments say `use_liger_loss=True` (or `use_liger_kernel=True`). Without that the
+    trainer trains as stock. What a trainer did to its models is undone by [`FusedGRPOTrainer.detach`].
 
     Returns:
         [`Patch`]: a handle to undo it, also a context manager.

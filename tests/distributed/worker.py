@@ -166,7 +166,7 @@ class Fed(GRPOTrainer):
         loss = super().training_step(*args, **kwargs)
         self.losses.append(loss.item())
         if isinstance(self, FusedGRPOTrainer):
-            self.waited.append(self._merger.is_waiting)
+            self.waited.append(self._fused.merger.is_waiting)
             self.recomputed.append((self.fused_stats.recomputed, self.fused_stats.rows))
         return loss
 

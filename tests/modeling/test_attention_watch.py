@@ -8,7 +8,7 @@ import torch
 from transformers import masking_utils
 
 from trl_fused_grpo._compat import models as model_compat
-from trl_fused_grpo.modeling import packed_attention
+from trl_fused_grpo.modeling import varlen_attention
 from trl_fused_grpo.modeling.attention_watch import WatchedCall
 from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off
 
@@ -126,7 +126,7 @@ def test_without_a_gpu_nothing_is_switched(monkeypatch):
 
 def test_who_replaces_torch_s_attention_has_it_called(monkeypatch):
     query = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 3, 64), device="cuda")
-    monkeypatch.setattr(packed_attention, "_widest_head", lambda device: 256)
-    assert packed_attention._flash_takes(query, query)
+    monkeypatch.setattr(varlen_attention, "_widest_head", lambda device: 256)
+    assert varlen_attention._flash_takes(query, query)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: None)
-    assert not packed_attention._flash_takes(query, query)
+    assert not varlen_attention._flash_takes(query, query)

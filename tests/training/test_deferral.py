@@ -1,4 +1,4 @@
-"""Log-probabilities that generation leaves to the training: the reference's have the bits of an equal policy."""
+"""Log-probs that generation leaves out. Computed later, the reference's equal those of an equal policy to the bit."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def lora(**options):
     ids=lambda options: "-".join(map(str, options)) or "packed",
 )
 def test_a_policy_that_is_its_reference_does_not_move_without_advantages(tmp_path, options, adapter):
-    """KL's gradient is exactly zero then, in stock as here; Adam would make whole steps of a rounding."""
+    """The gradient of KL is exactly zero then, as in stock. Adam would make whole steps of a rounding error."""
     config = {"peft_config": lora()} if adapter else {}
     start, weights, log = train(tmp_path, reward=lambda completions, **_: [1.0] * len(completions), **options, **config)
     assert all(torch.equal(weights[name], start[name]) for name in start)
@@ -51,7 +51,7 @@ def test_a_policy_that_is_its_reference_does_not_move_without_advantages(tmp_pat
 
 @pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize("adapter", [False, True], ids=["reference-model", "lora"])
-def test_a_reference_scored_in_the_policys_forwards_trains_what_stock_trains(tmp_path, adapter, iterations):
+def test_a_reference_computed_in_the_policys_forwards_trains_what_stock_trains(tmp_path, adapter, iterations):
     options = {"num_iterations": iterations, "max_steps": 3, "optim": "sgd", "learning_rate": 0.1}
     runs = []
     for cls in (GRPOTrainer, FusedGRPOTrainer):

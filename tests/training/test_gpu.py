@@ -7,7 +7,7 @@ from trl import GRPOTrainer
 
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
-from trl_fused_grpo.modeling.packed_attention import SharedPrefixKV, _packed_attention, cu_seqlens_arguments
+from trl_fused_grpo.modeling.varlen_attention import SharedPrefixKV, cu_seqlens_arguments, varlen_attention
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 
 
@@ -71,11 +71,11 @@ def test_attention_over_packed_rows_stays_within_each_sequence(sequences, window
     boundaries = cu_seqlens_arguments(*lengths, shared, device)
     options = {**boundaries, "scaling": 0.1, "sliding_window": window}
     weight = torch.randn(1, 20, heads, width, device="cuda", generator=generator, dtype=torch.bfloat16)
-    output = _packed_attention(None, query, key, value, **options)
+    output = varlen_attention(None, query, key, value, **options)
     gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
 
     exact = [t.detach().double().requires_grad_() for t in (query, key, value)]
-    exact_output = _packed_attention(None, *exact, **options)  # sequence by sequence: FlashAttention knows no float64
+    exact_output = varlen_attention(None, *exact, **options)  # sequence by sequence: FlashAttention knows no float64
     expected = torch.autograd.grad((exact_output * weight.double()).sum(), exact)
     assert relative_error(output, exact_output) < 1e-2
     assert all(relative_error(g, e) < 2e-2 for g, e in zip(gradients, expected, strict=True))

@@ -7,9 +7,9 @@ from trl import GRPOTrainer
 from tests.oracle import relative_error
 from tests.tiny_training import dense_log_probs, loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
-from trl_fused_grpo import trainer as trainer_module
 from trl_fused_grpo._compat.trl import TRL
 from trl_fused_grpo.training import checks
+from trl_fused_grpo.training import state as state_module
 
 
 def inputs_with_reference(trainer):
@@ -50,7 +50,7 @@ def test_the_k3_term_that_is_computed_here_equals_trls(tmp_path, monkeypatch, na
     stock = make_trainer(tmp_path, GRPOTrainer, **options)
     fused = make_trainer(tmp_path, **options)
     inputs = inputs_with_reference(stock)
-    monkeypatch.setattr(trainer_module, "replaces_kl", lambda trainer: True)
+    monkeypatch.setattr(state_module, "replaces_kl", lambda trainer: True)
     if not is_training:
         losses = []
         for trainer in (stock, fused):
@@ -157,4 +157,4 @@ def test_the_log_says_what_the_bias_correction_makes_of_an_estimator(tmp_path, w
 
 def test_the_default_is_trls_own_term(tmp_path):
     trainer = make_trainer(tmp_path, beta=0.2)
-    assert not trainer_module.replaces_kl(trainer)
+    assert not state_module.replaces_kl(trainer)

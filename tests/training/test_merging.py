@@ -49,7 +49,7 @@ def train(tmp_path, cls=FusedGRPOTrainer, **options):
         trainer.model.get_input_embeddings().register_forward_hook(count)
         trainer.train()
     else:
-        with fused_forwards(forwards):  # a hook on the model would be heeded: each micro-batch then runs alone
+        with fused_forwards(forwards):  # with a hook on the model each micro-batch would run alone
             trainer.train()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return weights, [entry for entry in trainer.state.log_history if "grad_norm" in entry], forwards
@@ -69,8 +69,8 @@ def fused_forwards(shapes):
         yield
 
 
-def assert_same_training(ours, theirs, metrics=("loss", "grad_norm")):
-    (weights, log, _), (expected, expected_log, _) = ours, theirs
+def assert_same_training(fused, stock, metrics=("loss", "grad_norm")):
+    (weights, log, _), (expected, expected_log, _) = fused, stock
     for name, weight in expected.items():
         assert relative_error(weights[name], weight) < 1e-5, name
     for entry, stock_entry in zip(log, expected_log, strict=True):
@@ -92,18 +92,18 @@ def assert_same_training(ours, theirs, metrics=("loss", "grad_norm")):
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_a_window_in_one_pass_trains_and_logs_what_stock_does(tmp_path, options):
+def test_an_accumulation_window_in_one_forward_trains_and_logs_what_stock_does(tmp_path, options):
     stock = train(tmp_path, GRPOTrainer, **options)
-    ours = train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options)
+    fused = train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options)
     means = ("entropy", "clip_ratio/region_mean", *(("kl",) if "beta" in options else ()))
-    assert_same_training(ours, stock, ("loss", "grad_norm", *means))
-    passes = len(stock[1])
-    assert len(stock[2]) == 4 * passes
-    assert len(ours[2]) == passes
+    assert_same_training(fused, stock, ("loss", "grad_norm", *means))
+    steps = len(stock[1])
+    assert len(stock[2]) == 4 * steps
+    assert len(fused[2]) == steps
 
 
 @pytest.fixture(scope="module")
-def stock_and_ours(tmp_path_factory):
+def stock_and_fused(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     return [make_trainer(folder, cls, gradient_accumulation_steps=3) for cls in (GRPOTrainer, FusedGRPOTrainer)]
 
@@ -115,10 +115,10 @@ def stock_and_ours(tmp_path_factory):
     off_policy=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_a_pass_of_rows_of_any_length_has_the_gradients_of_its_micro_batches(
-    stock_and_ours, lengths, prompts, off_policy, seed
+def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_lengths(
+    stock_and_fused, lengths, prompts, off_policy, seed
 ):
-    stock, ours = stock_and_ours
+    stock, fused = stock_and_fused
     batches = [make_inputs(rows=2, seed=seed + number) for number in range(3)]
     some_prompts = torch.randint(3, 1000, (3, 3), generator=torch.Generator().manual_seed(seed))
     for number, (batch, row_lengths) in enumerate(zip(batches, lengths, strict=True)):
@@ -141,25 +141,25 @@ def test_a_pass_of_rows_of_any_length_has_the_gradients_of_its_micro_batches(
         return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
 
     def merged_loss():
-        ours._merger.plan(batches, [2, 2, 2])
+        fused._fused.merger.plan(batches, [2, 2, 2])
         total = 0.0
         for step, batch in enumerate(batches):
-            ours._window_step = step
-            ours.accelerator.gradient_state._set_sync_gradients(step == 2)
-            with temporary_attr(ours, "_is_in_step", True):  # as within `training_step`
-                total = total + ours.compute_loss(ours.model, batch)
+            fused._fused._steps_done = step
+            fused.accelerator.gradient_state._set_sync_gradients(step == 2)
+            with temporary_attr(fused._fused, "_is_in_step", True):  # as within `training_step`
+                total = total + fused.compute_loss(fused.model, batch)
         return total
 
     forwards = []
     with fused_forwards(forwards):
-        loss, gradients = loss_and_gradients(ours, merged_loss)
+        loss, gradients = loss_and_gradients(fused, merged_loss)
     assert len(forwards) == 1
     expected_loss, expected = loss_and_gradients(stock, stock_loss)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
     assert (gradients - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_zero_tokens_run_every_micro_batch_alone(tmp_path):
+def test_with_zero_tokens_per_forward_every_micro_batch_runs_alone(tmp_path):
     together, alone = (train(tmp_path, fused_max_tokens_per_forward=tokens) for tokens in (PLENTY, 0))
     assert len(alone[2]) == 4 * len(together[2])
     assert_same_training(alone, together)
@@ -168,29 +168,31 @@ def test_zero_tokens_run_every_micro_batch_alone(tmp_path):
 @pytest.mark.parametrize(
     ("accumulation", "generation", "forwards"),
     [(2, 4, 4), (4, 2, 8), (1, 4, 4)],
-    ids=["two-windows", "two-generations", "no-accumulation"],
+    ids=["two-steps-per-generation", "two-generations", "no-accumulation"],
 )
-def test_a_pass_ends_with_the_window_and_with_the_generation_batch(tmp_path, accumulation, generation, forwards):
+def test_a_shared_forward_ends_with_the_accumulation_window_and_the_generation_batch(
+    tmp_path, accumulation, generation, forwards
+):
     options = {
         "gradient_accumulation_steps": accumulation,
         "steps_per_generation": generation,
         "max_steps": 4,
     }
-    ours = train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options)
-    assert_same_training(ours, train(tmp_path, GRPOTrainer, **options))
-    assert len(ours[2]) == forwards
+    fused = train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options)
+    assert_same_training(fused, train(tmp_path, GRPOTrainer, **options))
+    assert len(fused[2]) == forwards
 
 
-def test_the_last_window_of_an_epoch_may_be_short(tmp_path):
-    """Sixteen generation batches an epoch, of which three make a window: the last has one."""
+def test_the_last_accumulation_window_of_an_epoch_may_be_short(tmp_path):
+    """Sixteen generation batches an epoch, of which three make an accumulation window: the last one has one."""
     options = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3, "steps_per_generation": 1}
     stock = train(tmp_path, GRPOTrainer, **options)
     assert len(stock[2]) % 3 != 0
     assert_same_training(train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options), stock)
 
 
-def window_of_two(trainer, between=lambda: None):
-    """Losses and gradients of a window of two micro-batches, with something done between them."""
+def accumulate_two(trainer, between=lambda: None):
+    """Losses and gradients of an accumulation window of two micro-batches. `between` is called between them."""
     trainer.model.zero_grad()
     trainer.current_gradient_accumulation_steps = 2
     examples = [{"prompt": "w5 w6 w7"}] * 8
@@ -206,19 +208,19 @@ def window_of_two(trainer, between=lambda: None):
 
 def test_each_micro_batch_has_its_loss_in_its_own_step_whatever_happens_between(tmp_path):
     options = {"gradient_accumulation_steps": 2, "fused_max_tokens_per_forward": PLENTY}
-    expected_losses, expected = window_of_two(make_trainer(tmp_path, GRPOTrainer, gradient_accumulation_steps=2))
+    expected_losses, expected = accumulate_two(make_trainer(tmp_path, GRPOTrainer, gradient_accumulation_steps=2))
     trainer = make_trainer(tmp_path, **options)
 
     def evaluate():
-        assert trainer._merger.is_waiting
+        assert trainer._fused.merger.is_waiting
         state = torch.get_rng_state()
         trainer.evaluate()
         torch.set_rng_state(state)
-        assert trainer._merger.is_waiting
+        assert trainer._fused.merger.is_waiting
 
-    losses, gradients = window_of_two(trainer, evaluate)
+    losses, gradients = accumulate_two(trainer, evaluate)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)  # each in its own step
-    assert not trainer._merger.is_waiting
+    assert not trainer._fused.merger.is_waiting
     for gradient, other in zip(gradients, expected, strict=True):
         assert relative_error(gradient, other) < 1e-5
 
@@ -226,7 +228,7 @@ def test_each_micro_batch_has_its_loss_in_its_own_step_whatever_happens_between(
 def test_nothing_waits_from_a_training_that_was_interrupted(tmp_path):
     options = {"gradient_accumulation_steps": 4, "max_steps": 1, "fused_max_tokens_per_forward": PLENTY}
     trainers = [make_trainer(tmp_path, **options) for _ in range(2)]
-    trainers[1]._merger._losses = [sum(p.sum() for p in trainers[1].model.parameters())]
+    trainers[1]._fused.merger._losses = [sum(p.sum() for p in trainers[1].model.parameters())]
     for trainer in trainers:
         set_seed(0)
         trainer.train()
@@ -234,7 +236,7 @@ def test_nothing_waits_from_a_training_that_was_interrupted(tmp_path):
         assert torch.equal(parameter, other)
 
 
-def test_a_loss_of_ones_own_gets_every_micro_batch(tmp_path):
+def test_a_loss_of_the_users_gets_every_micro_batch(tmp_path):
     class Doubled(FusedGRPOTrainer):
         def compute_liger_loss(self, model, inputs):
             return 2 * super().compute_liger_loss(model, inputs)
@@ -246,19 +248,19 @@ def test_a_loss_of_ones_own_gets_every_micro_batch(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["aligned", "padded"])
-def test_padded_rows_share_no_pass(tmp_path, layout, warnings_logged):
+def test_padded_rows_share_no_forward(tmp_path, layout, warnings_logged):
     _, _, forwards = train(tmp_path, fused_layout=layout, fused_max_tokens_per_forward=PLENTY)
     assert len(forwards) == 8
     assert warnings_logged("fused_max_tokens_per_forward has no effect") == 1
 
 
-def test_what_was_asked_for_in_vain_is_said_once_and_what_was_not_is_not(tmp_path, warnings_logged):
+def test_an_option_without_effect_is_logged_once_if_it_was_set(tmp_path, warnings_logged):
     train(tmp_path, fused_layout="aligned", fused_balance=True, loss_type="bnpo")
     assert warnings_logged("fused_balance has no effect, because bnpo") == 1
     assert warnings_logged("fused_max_tokens_per_forward") == 0
 
 
-def test_micro_batches_that_are_not_the_hosts_own_do_not_wait(tmp_path):
+def test_copies_of_trls_micro_batches_share_no_forward(tmp_path):
     class Copying(FusedGRPOTrainer):
         def _prepare_inputs(self, generation_batch):
             return dict(super()._prepare_inputs(generation_batch))
@@ -285,7 +287,7 @@ def test_negative_tokens_are_refused(tmp_path):
     shares=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_passes_hold_as_many_micro_batches_as_the_limit_allows(shape, limit, shares, seed):
+def test_shared_forwards_hold_as_many_micro_batches_as_the_limit_allows(shape, limit, shares, seed):
     count, rows = shape
     batches = [make_inputs(rows=rows, seed=seed + number) for number in range(count)]
     for batch in batches[1:]:
@@ -306,7 +308,7 @@ def test_passes_hold_as_many_micro_batches_as_the_limit_allows(shape, limit, sha
         assert end == count - 1 or tokens(start, end + 1) > limit
 
 
-def test_a_pass_has_no_more_tokens_than_the_padded_micro_batch_or_than_is_enough():
+def test_by_default_a_shared_forward_has_at_most_the_tokens_of_a_padded_micro_batch():
     assert default_token_budget([make_inputs(rows=5)]) == 5 * (3 + 8)
     wide = SimpleNamespace(numel=lambda: MAX_TOKENS)
     assert default_token_budget([{"prompt_ids": wide, "completion_ids": wide}]) == MAX_TOKENS

@@ -1,6 +1,7 @@
 """
-Everything that depends on the version of transformers or PEFT, and their private names: what a model is made of, and
-what its attention, positions and adapters make of rows.
+What depends on the version of transformers or PEFT, and their private names: what a model is made of, and what its
+attention, positions and adapters make of rows. Each entry says what differs, since when or until when; it can be
+removed when the oldest supported version has passed that.
 """
 
 import inspect
@@ -8,18 +9,16 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-import transformers
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.trainer.utils import use_adapter
 
+from .required import TRANSFORMERS as TRANSFORMERS
 
-TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 
-# transformers < 5: vision-language models keep their language backbone in `model`, and Trainer applies Liger's layer
-# kernels in its constructor rather than when training starts
+# transformers < 5: vision-language models keep their language backbone in `model`
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 
 # Families whose own forward depends on where the padding is: OPT counts positions from the mask, RecurrentGemma lets
@@ -45,6 +44,31 @@ def backbone(causal_lm: PreTrainedModel) -> nn.Module:
             "apart: train with use_liger_loss=False."
         )
     return module
+
+
+def attention_implementation(config: Any) -> str:
+    """The name of a model's attention, under which transformers has it in its table."""
+    return config._attn_implementation
+
+
+def takes_attention_interface(causal_lm: PreTrainedModel) -> bool:
+    """Whether a model says that all of its attention goes through transformers' attention interface."""
+    return causal_lm._supports_attention_backend
+
+
+def is_stateful(causal_lm: PreTrainedModel) -> bool:
+    """Whether a model says that its layers carry a state from token to token."""
+    return causal_lm._is_stateful
+
+
+def checkpoint_function(layer: Any) -> Any:
+    """The function with which a layer of transformers checkpoints; `None` before checkpointing is enabled."""
+    return getattr(layer, "_gradient_checkpointing_func", None)
+
+
+def set_checkpoint_function(layer: Any, function: Any) -> None:
+    """Have a layer of transformers checkpoint with another function."""
+    layer._gradient_checkpointing_func = function
 
 
 def is_peft_model(model: nn.Module) -> bool:

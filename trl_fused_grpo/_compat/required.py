@@ -1,21 +1,37 @@
-"""What this package builds upon in TRL and accelerate, by name, and the refusal of a TRL that lost some of it."""
+"""
+What this package builds upon in other libraries, by name, and the refusal of versions that lost some of it. Whatever
+else reads a private name of theirs imports this module first, so that a lost name is never an AttributeError.
+"""
 
 import inspect
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType
+from typing import Any
 
+import torch
+import transformers
 import trl
 from accelerate import Accelerator
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from packaging.version import Version
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules import batchnorm, dropout, instancenorm
+from torch.nn.modules import module as torch_module
+from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from trl import GRPOConfig, GRPOTrainer
 
 
 OLDEST_TRL, NEWEST_TRL = Version("0.27.2"), Version("1.16.0")
 TRL = Version(Version(trl.__version__).base_version)
+TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 
-# Names that this package overrides, calls or reads of its hosts, by the TRL from which on they are there
+# TRL < 1.6 bounds vLLM's importance ratio from above alone, and calls the bound the cap. Removable with TRL 1.5
+SAMPLING_CLIP_MAX = "vllm_importance_sampling_cap" if Version("1.6.0") > TRL else "vllm_importance_sampling_clip_max"
+
+# Methods of `GRPOTrainer` that this package overrides or calls
 METHODS = (
     "__init__",
     "train",
@@ -27,19 +43,18 @@ METHODS = (
     "_generate_and_score_completions",
     "_prepare_inputs",
 )
+# What a `GRPOTrainer` sets when it is made, by the TRL from which on it does
 ATTRIBUTES = {
     "0.27.2": (
         *("_metrics", "_step", "_buffered_inputs", "_tag_names", "current_gradient_accumulation_steps"),
         *("accelerator", "args", "model", "ref_model", "loss_type", "importance_sampling_level", "num_iterations"),
         *("epsilon_low", "epsilon_high", "beta", "temperature", "max_completion_length", "top_entropy_quantile"),
         *("off_policy_mask_threshold", "use_vllm", "vllm_importance_sampling_correction"),
-        *("vllm_importance_sampling_mode", "tools"),
+        *("vllm_importance_sampling_mode", "tools", SAMPLING_CLIP_MAX),
     ),
-    "1.8.0": (
-        *("aux_loss_enabled", "router_aux_loss_coef", "_entropy_bonus_enabled", "entropy_coef"),
-        *("use_adaptive_entropy", "_last_world_entropy"),
-        *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
-    ),
+    "1.6.0": ("vllm_importance_sampling_clip_min",),
+    "1.7.0": ("aux_loss_enabled", "router_aux_loss_coef"),
+    "1.8.0": ("_entropy_bonus_enabled", "entropy_coef", "use_adaptive_entropy", "_last_world_entropy"),
 }
 OPTIONS = {
     "0.27.2": (
@@ -49,12 +64,77 @@ OPTIONS = {
     "1.4.0": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     "1.8.0": ("entropy_target",),
 }
-ACCELERATOR = ("autocast", "backward", "gather", "reduce", "unwrap_model", "num_processes", "sync_gradients", "device")
+# Names that an object of another library must have, in every version of it.
+# Not listed, because they are looked for where they are used: accelerate's `_find_final_norm` (>= 1.14), TRL's
+# `add_fused_lm_head` and `BaseTunerLayer` (>= 1.15), transformers' `remap_positions_for_packed_sequence` (>= 5.22),
+# Liger's `_apply_liger_kernel_to_instance` (imported with transformers < 5 alone, for `use_liger_kernel=True`)
+NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "Accelerator": (
+        Accelerator,
+        ("autocast", "backward", "gather", "reduce", "unwrap_model", "num_processes", "sync_gradients", "device"),
+    ),
+    "DeepSpeedEngineWrapper": (DeepSpeedEngineWrapper, ("backward",)),
+    "PreTrainedModel": (PreTrainedModel, ("_supports_attention_backend", "_is_stateful")),
+    "PretrainedConfig": (PretrainedConfig, ("_attn_implementation",)),
+    "transformers.masking_utils": (
+        masking_utils,
+        (
+            *("and_masks", "causal_mask_function", "sliding_window_overlay", "chunked_overlay"),
+            *("packed_sequence_mask_function", "padding_mask_function"),
+        ),
+    ),
+    "torch.ops.aten": (torch.ops.aten, ("_flash_attention_forward",)),
+    "torch.nn.modules.module": (
+        torch_module,
+        (
+            *("_global_forward_hooks", "_global_forward_pre_hooks"),
+            *("_global_backward_hooks", "_global_backward_pre_hooks"),
+        ),
+    ),
+    "torch.nn.modules.batchnorm": (batchnorm, ("_BatchNorm",)),
+    "torch.nn.modules.dropout": (dropout, ("_DropoutNd",)),
+    "torch.nn.modules.instancenorm": (instancenorm, ("_InstanceNorm",)),
+    "torch.nn.Module": (
+        nn.Module(),
+        ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"),
+    ),
+    "torch.Tensor": (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks")),
+}
+
+
+def _variables() -> dict[str, tuple[Any, tuple[str, ...]]]:
+    """
+    Names that a function of another library must have in its code: an attribute that it reads or sets, or a variable
+    that it shares with the function that it returns.
+    """
+    masks: Any = masking_utils
+    functions: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "PreTrainedModel._set_gradient_checkpointing": (
+            getattr(PreTrainedModel, "_set_gradient_checkpointing", None),
+            ("_gradient_checkpointing_func",),
+        ),
+        "FullyShardedDataParallel.module": (
+            getattr(getattr(FullyShardedDataParallel, "module", None), "fget", None),
+            ("_fsdp_wrapped_module",),
+        ),
+        "and_masks": (getattr(masks, "and_masks", None), ("mask_functions",)),
+        "sliding_window_overlay": (getattr(masks, "sliding_window_overlay", None), ("sliding_window",)),
+        "chunked_overlay": (getattr(masks, "chunked_overlay", None), ("chunk_size",)),
+    }
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # to import it takes seconds, where others have not
+    if compiler is not None:
+        wrapper = getattr(compiler, "OptimizedModule", None)
+        functions["OptimizedModule"] = getattr(wrapper, "__init__", None), ("_orig_mod",)
+    return functions
+
+
+VARIABLES = _variables()
 
 
 def check_trl(trainer_class: type = GRPOTrainer, version: Version = TRL) -> None:
     """
-    Refuse a TRL that this package cannot extend; warn once about one it was not tested with.
+    Refuse a TRL, or a library below it, that this package cannot extend; warn once about a TRL that it was not tested
+    with.
 
     Raises:
         `ImportError`: when TRL is too old or something that the fused trainer builds upon is gone; it is named.
@@ -62,7 +142,7 @@ def check_trl(trainer_class: type = GRPOTrainer, version: Version = TRL) -> None
     supported = f"trl>={OLDEST_TRL},<={NEWEST_TRL}"
     missing = _missing(trainer_class, version)
     if version < OLDEST_TRL or missing:
-        gone = f" ({'; '.join(missing)})" if missing else ""
+        gone = f" with these libraries ({'; '.join(missing)})" if missing else ""
         raise ImportError(f"trl_fused_grpo cannot extend TRL {version}{gone}; install {supported}.")
     if version > NEWEST_TRL:
         warnings.warn(
@@ -73,7 +153,7 @@ def check_trl(trainer_class: type = GRPOTrainer, version: Version = TRL) -> None
 
 
 def _missing(trainer_class: type, version: Version) -> list[str]:
-    """What is gone of the hosts, in words."""
+    """What is gone of the libraries, in words."""
 
     def expected(names: Mapping[str, tuple[str, ...]]) -> list[str]:
         return [name for since, group in names.items() if Version(since) <= version for name in group]
@@ -84,10 +164,13 @@ def _missing(trainer_class: type, version: Version) -> list[str]:
         # A trainer sets its attributes when it is made: here its code is asked whether it knows them
         + [name for name in expected(ATTRIBUTES) if used and name not in used],
         "GRPOConfig": [name for name in expected(OPTIONS) if name not in GRPOConfig.__dataclass_fields__],
-        "Accelerator": [name for name in ACCELERATOR if not hasattr(Accelerator, name)],
-        "DeepSpeedEngineWrapper": [] if hasattr(DeepSpeedEngineWrapper, "backward") else ["backward"],
     }
-    return [f"its {owner} has no {', '.join(names)}" for owner, names in gone.items() if names]
+    for owner, (home, names) in NAMES.items():
+        gone[owner] = [name for name in names if not hasattr(home, name)]
+    for owner, (function, names) in VARIABLES.items():
+        known = {name for code in _codes([function]) for name in (*code.co_names, *code.co_cellvars)}
+        gone[owner] = [name for name in names if name not in known]
+    return [f"{owner} has no {', '.join(names)}" for owner, names in gone.items() if names]
 
 
 def _names_used(trainer_class: type) -> set[str]:
@@ -97,9 +180,17 @@ def _names_used(trainer_class: type) -> set[str]:
         if not cls.__module__.startswith(("transformers.", "builtins")):
             used.update(vars(cls))
             methods = [inspect.unwrap(m) for m in vars(cls).values() if callable(m) and not isinstance(m, type)]
-            waiting = [m.__code__ for m in methods if hasattr(m, "__code__")]
-            while waiting:
-                code = waiting.pop()
-                used.update(code.co_names)
-                waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            used.update(name for code in _codes(methods) for name in code.co_names)
     return used
+
+
+def _codes(functions: Iterable[Any]) -> Iterator[CodeType]:
+    """The code of functions, and of the functions inside."""
+    waiting = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+
+
+check_trl()  # before anything else of the package looks at what may be gone

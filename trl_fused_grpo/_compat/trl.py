@@ -20,15 +20,13 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
 
-from .models import TRANSFORMERS
+from .required import SAMPLING_CLIP_MAX as SAMPLING_CLIP_MAX
+from .required import TRANSFORMERS
 from .required import TRL as TRL
 from .required import check_trl as check_trl
 
 
 logger = logging.get_logger(__name__)
-
-check_trl()  # before anything below looks at what may be gone
-
 
 # TRL >= 1.7: the seam returns the auxiliary loss of Mixture-of-Experts models as a third value
 RETURNS_AUX_LOSS = "compute_aux_loss" in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters

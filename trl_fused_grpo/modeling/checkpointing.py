@@ -1,4 +1,4 @@
-"""Gradient checkpointing as torch does it without reentrance, with less to do for the host at every saved tensor."""
+"""Gradient checkpointing as torch does it without reentrance, with less CPU time for every saved tensor."""
 
 import functools
 from collections.abc import Callable, Generator
@@ -11,6 +11,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, get_device_states, set_device_states
+
+from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
 
 
 _LAYERS: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
@@ -25,23 +28,23 @@ def lean_checkpoints(model: nn.Module) -> Generator[None, None, None]:
     """
     if model not in _LAYERS:  # a walk over all modules takes as long as a layer
         modules = list(model.modules())
-        is_compiled = any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in modules)
+        is_compiled = any(map(torch_compat.is_compiled, modules))
         _LAYERS[model] = [] if is_compiled else [m for m in modules if hasattr(m, "gradient_checkpointing")]
     layers: list[Any] = [layer for layer in _LAYERS[model] if _is_replaceable(layer)]
-    replaced = [(layer, layer._gradient_checkpointing_func) for layer in layers]
+    replaced = [(layer, model_compat.checkpoint_function(layer)) for layer in layers]
     for layer, _ in replaced:
-        layer._gradient_checkpointing_func = checkpoint
+        model_compat.set_checkpoint_function(layer, checkpoint)
     try:
         yield
     finally:
         for layer, original in replaced:
-            layer._gradient_checkpointing_func = original
+            model_compat.set_checkpoint_function(layer, original)
 
 
 def _is_replaceable(layer: Any) -> bool:
-    function = getattr(layer, "_gradient_checkpointing_func", None)
-    is_torchs = isinstance(function, functools.partial) and function.func is torch.utils.checkpoint.checkpoint
-    return bool(layer.gradient_checkpointing) and is_torchs and function.keywords == {"use_reentrant": False}
+    function = model_compat.checkpoint_function(layer)
+    is_torch = isinstance(function, functools.partial) and function.func is torch.utils.checkpoint.checkpoint
+    return bool(layer.gradient_checkpointing) and is_torch and function.keywords == {"use_reentrant": False}
 
 
 def checkpoint(function: Callable, *args: Any) -> Any:

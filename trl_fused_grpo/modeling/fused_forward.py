@@ -1,6 +1,7 @@
 """`model(..., fused=request)`: log-probabilities instead of logits, through every wrapper around the model."""
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.ops.linear_logps import Forecast, FusedStats, fused_linear_logps
 
@@ -68,7 +69,7 @@ class FusedRequest:
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
         """Run backbone and head; return log-probabilities `[N]`, entropies `[N]` and, if asked, the aux loss."""
         config = causal_lm.config.get_text_config()
-        if config._attn_implementation == "sdpa":
+        if model_compat.attention_implementation(config) == "sdpa":
             self.attention_layers = config.num_hidden_layers
         # PEFT passes the arguments it knows on, set or not; not every backbone knows them
         model_inputs = {name: value for name, value in model_inputs.items() if value is not None}
@@ -158,22 +159,43 @@ def as_complex(result: Tensor) -> Tensor:
 def call_with_forward(module: nn.Module, forward: Callable, *args: Any) -> Any:
     """Call a module, hooks and all, with another forward."""
     # FSDP1 is a module around the module, which gathers weights in its own forward
-    inner: Any = module._fsdp_wrapped_module if isinstance(module, FullyShardedDataParallel) else module
-    with temporary_attr(inner, "forward", forward):
+    with temporary_attr(torch_compat.without_fsdp1(module), "forward", forward):
         return module(*args)
 
 
 def install_fused_forward(causal_lm: PreTrainedModel) -> None:
-    """Teach a causal model's forward the keyword `fused`; without it the forward is what it was. Idempotent."""
-    original = causal_lm.forward
-    if getattr(original, "_takes_fused", False):
+    """Let a causal model's forward take the keyword `fused`. Without it the forward is what it was. Idempotent."""
+    if hasattr(causal_lm.forward, "_fused_forward"):  # also where something was wrapped around it since
         return
+    class_forward, own_forward = type(causal_lm).forward, vars(causal_lm).get("forward")
 
-    # The signature stays: `generate` checks its keyword arguments against it
-    @functools.wraps(type(causal_lm).forward)
+    @functools.wraps(class_forward)
     def forward(self, *args, fused: FusedRequest | None = None, **kwargs):
-        return original(*args, **kwargs) if fused is None else fused(self, *args, **kwargs)
+        if fused is not None:
+            return fused(self, *args, **kwargs)
+        # Of the class of `self`, which may be a deep copy of the model
+        return type(self).forward(self, *args, **kwargs) if own_forward is None else own_forward(*args, **kwargs)
 
     marked: Any = forward
-    marked._takes_fused = True
+    # `generate` checks its arguments against the signature; who looks for a replaced forward follows `__wrapped__`
+    marked.__signature__ = inspect.signature(class_forward)
+    marked.__wrapped__ = class_forward if own_forward is None else own_forward
+    marked._fused_forward, marked._own_forward = marked, own_forward
     causal_lm.forward = types.MethodType(marked, causal_lm)
+
+
+def uninstall_fused_forward(causal_lm: PreTrainedModel) -> None:
+    """
+    Undo [`install_fused_forward`]: the model has the forward of its class again, or the one of its own that it had.
+    Idempotent.
+
+    A forward that was wrapped around since, as Accelerate's mixed precision does when a training begins, is left in its
+    wrapper, where it runs the original.
+    """
+    installed: Any = getattr(vars(causal_lm).get("forward"), "__func__", None)
+    if installed is None or getattr(installed, "_fused_forward", None) is not installed:
+        return
+    if installed._own_forward is None:
+        del causal_lm.forward
+    else:
+        causal_lm.forward = installed._own_forward

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .packed_attention import SharedPrefixKV, cu_seqlens_arguments
+from .varlen_attention import SharedPrefixKV, cu_seqlens_arguments
 
 
 LayoutName = Literal["packed", "aligned", "padded"]

@@ -77,34 +77,33 @@ def why_not_aligned(model: nn.Module, is_multimodal: bool, reads_padding: bool) 
         return "it takes no position_ids"
     if not traits(causal_lm).is_causal or not getattr(causal_lm.config, "is_causal", True):
         return "its attention is not causal"  # padding would be attended to
-    return why_replaced(causal_lm.config._attn_implementation)
+    return why_replaced(model_compat.attention_implementation(causal_lm.config))
 
 
 def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     """Why rows that may be aligned may not share one row, or `None`."""
     config = causal_lm.config
-    if not getattr(causal_lm, "_supports_attention_backend", False):
+    attention = model_compat.attention_implementation(config)
+    if not model_compat.takes_attention_interface(causal_lm):
         return "its attention does not go through transformers' attention interface"
-    if config._attn_implementation not in ("sdpa", "flash_attention_2", "flash_attention_3"):
-        return f"attn_implementation={config._attn_implementation!r} knows no sequence borders"
-    if (
-        getattr(causal_lm, "_is_stateful", False)
-        or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
-    ):
+    if attention not in ("sdpa", "flash_attention_2", "flash_attention_3"):
+        return f"attn_implementation={attention!r} knows no sequence boundaries"
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if model_compat.is_stateful(causal_lm) or not layer_types <= ATTENTION_LAYERS:
         return "it has layers that carry a state from token to token"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "its attention scores are soft-capped"
     if traits(causal_lm).has_sinks:
         return "its attention has sinks"
     # What calls SDPA shows it then; other attention is not watched
-    if config._attn_implementation != "sdpa" and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
+    if attention != "sdpa" and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
         return "it drops out attention"
     return None
 
 
 def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
     """Whether sequences of a packed row may attend to a prompt before another: torch's attention is called here."""
-    return causal_lm.config._attn_implementation == "sdpa"
+    return model_compat.attention_implementation(causal_lm.config) == "sdpa"
 
 
 def choose(
@@ -139,7 +138,7 @@ def choose(
     names: tuple[LayoutName, ...] = ("packed", "aligned", "padded")
     name = next(name for name in names if name == wanted or (wanted == "auto" and reasons[name] is None))
     if name == "padded" and wanted == "auto":
-        logger.warning_once(f"Rows keep the padding of the host, because {reasons['aligned']}.")
+        logger.warning_once(f"Rows keep TRL's padding, because {reasons['aligned']}.")
     return name
 
 

@@ -1,39 +1,45 @@
-"""Attention over several sequences packed into one row, for models that take transformers' attention interface."""
+"""
+Packed rows in models that take transformers' attention interface: our attention and mask functions stand in its tables
+while a forward, or the backward of its graph, needs them.
+"""
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from trl_fused_grpo._compat import models as model_compat
 
 from .attention_watch import WatchedCall
-
-
-_torchs_attention = F.scaled_dot_product_attention
-# What torch's `varlen_attn` calls in the end: its wrappers take longer than the kernel at 4000 tokens of a small model
-_flash_attention = torch.ops.aten._flash_attention_forward.default
+from .varlen_attention import varlen_attention
 
 
 _call: ContextVar[WatchedCall | None] = ContextVar("watched_call", default=None)
+# The watched calls that are alive, by `id`. One lives as long as something refers to it: the forward that it watches,
+# or a checkpointed layer that will be computed again in backward and holds the keyword arguments of its first call
+_living: set[int] = set()
+_lock = threading.RLock()  # backward lets go of watched calls in autograd's threads
 
 
 @contextmanager
 def watched_call(packed: bool) -> Generator[WatchedCall, None, None]:
     """
-    While it lasts, what models ask of attention is watched. Where rows are packed, they build no attention masks: the
-    sequences' borders travel as keyword arguments.
+    While it lasts, what models ask of attention is watched. Where rows are packed, models build no attention masks:
+    keyword arguments say where the sequences begin ([`cu_seqlens_arguments`]).
+
+    Until the call that it yields is let go, our functions stand in transformers' tables. Give the call to the model as
+    `watched` where rows are packed: layers that are computed again in backward hold it as long as they need them.
     """
-    install()
     call = WatchedCall(packed)
+    _install_while_alive(call)
     token = _call.set(call)
     try:
         yield call
@@ -58,73 +64,6 @@ def cudnn_attention_off() -> Generator[None, None, None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def cu_seqlens_arguments(
-    lengths: Sequence[int], key_lengths: Sequence[int], shared: "SharedPrefixKV | None", device: torch.device
-) -> dict[str, Any]:
-    """
-    Keyword arguments that tell attention layers where packed sequences begin, under transformers' names. They pass
-    through every layer, so that gradient checkpointing finds them again in backward.
-
-    Args:
-        lengths (`Sequence[int]`): tokens of each sequence in the row, `S` in all.
-        key_lengths (`Sequence[int]`): tokens that each attends to, itself last, `K` in all.
-        shared ([`SharedPrefixKV`], *optional*): where they are. Without it each sequence attends to itself alone.
-        device (`torch.device`): of the model's inputs.
-    """
-    cu_seq_lens = [0, *accumulate(lengths)]
-    borders = torch.tensor([cu_seq_lens, [0, *accumulate(key_lengths)]], dtype=torch.int32).to(device)
-    return {
-        "cu_seq_lens_q": borders[0],
-        "cu_seq_lens_k": borders[1],
-        "max_length_q": max(lengths),
-        "max_length_k": max(key_lengths),
-        **({} if shared is None else {"shared_prefix_kv": shared}),
-    }
-
-
-class SharedPrefixKV(NamedTuple):
-    """
-    Where the keys of each sequence are, when several attend to the same ones.
-
-    Args:
-        index (`Tensor`): `[K]`: position in the row of `S` tokens.
-        copies (`Tensor`): `[K]`: for each position in turn, where in `index` it stands.
-        starts (`Tensor`): `[S + 1]`: where in `copies` each position begins.
-    """
-
-    index: Tensor
-    copies: Tensor
-    starts: Tensor
-
-    @classmethod
-    def at(cls, index: Tensor, count: int) -> "SharedPrefixKV":
-        """From the positions `[K]` in a row of `count` tokens, each of which occurs."""
-        positions, copies = index.sort(stable=True)
-        starts = torch.searchsorted(positions, torch.arange(count + 1, device=index.device))
-        return cls(index, copies, starts)
-
-
-class _GatherKV(torch.autograd.Function):
-    """Keys and values `[S, heads, D]` as each sequence sees them `[K, heads, D]`; copies add up their gradients."""
-
-    @staticmethod
-    def forward(ctx, keys: Tensor, values: Tensor, shared: SharedPrefixKV) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(shared.copies, shared.starts)
-        return keys.index_select(0, shared.index), values.index_select(0, shared.index)
-
-    @staticmethod
-    def backward(ctx, *grads: Any) -> tuple[Tensor, Tensor, None]:
-        copies, starts = ctx.saved_tensors
-
-        def total(grad: Tensor) -> Tensor:
-            # Sums of rows, accumulated in float32 on CUDA
-            rows, *_ = torch.embedding_bag(grad.flatten(1), copies, starts, mode=0, include_last_offset=True)
-            return rows.unflatten(1, grad.shape[1:])
-
-        grad_keys, grad_values = grads
-        return total(grad_keys), total(grad_values), None
-
-
 def why_replaced(implementation: str) -> str | None:
     """Why transformers' attention of this name is not the one that packed rows stand for, or `None`."""
     tables = {"attention": ALL_ATTENTION_FUNCTIONS, "mask": ALL_MASK_ATTENTION_FUNCTIONS}
@@ -139,20 +78,45 @@ def _is_ours(function: Any) -> bool:
     return getattr(function, "__globals__", None) is globals()
 
 
-def install() -> None:
+def uninstall_attention() -> None:
     """
-    Let transformers' `"sdpa"` attention honour sequence borders where they are given, and watch which masks models ask
-    for. Without either it is what it was, and what is not transformers' own stays as it is. Idempotent.
+    Take our functions out of transformers' tables, unless the graph of a packed forward still needs them in backward.
+
+    They go by themselves when the last forward and the last such graph do; this finds those that garbage holds.
+    Idempotent.
     """
-    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if model_compat.is_transformers_own(attention):
-        AttentionInterface.register("sdpa", _with_cu_seqlens(attention))
-    for name in ("sdpa", "eager", "flex_attention"):
-        mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
-        if model_compat.is_transformers_own(mask):
-            AttentionMaskInterface.register(name, _watched_mask(mask, name == "sdpa"))
+    if _living:
+        gc.collect()
 
 
+def _install_while_alive(call: WatchedCall) -> None:
+    """
+    Let transformers' `"sdpa"` attention heed where packed sequences begin, and watch which masks models ask for, while
+    `call` lives. Other calls of these functions get what they always got. A function that is not transformers' own
+    stays as it is.
+    """
+    with _lock:
+        _living.add(id(call))
+        for interface, name, replacement in _REPLACEMENTS:
+            registered = interface()[name]  # a new instance shows the table that all share
+            if model_compat.is_transformers_own(registered):
+                interface.register(name, replacement(registered))
+    weakref.finalize(call, _let_go, id(call)).atexit = False
+
+
+def _let_go(number: int) -> None:
+    """Forget a watched call; with the last one transformers has its own functions back."""
+    with _lock:
+        _living.discard(number)
+        if _living:
+            return
+        for interface, name, _ in _REPLACEMENTS:
+            registered: Any = interface()[name]
+            if _is_ours(registered):  # what the user has registered since then stays
+                interface.register(name, registered.__wrapped__)
+
+
+@functools.cache
 def _with_cu_seqlens(original: Callable) -> Callable:
     @functools.wraps(original)
     def attention(module, query, key, value, attention_mask, *args, watched: WatchedCall | None = None, **kwargs):
@@ -161,18 +125,22 @@ def _with_cu_seqlens(original: Callable) -> Callable:
         call = running if watched is None else watched
         if call is not None:
             call.look_at(module, query, attention_mask, options)
-        if kwargs.get("cu_seq_lens_q") is None:
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is None:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         if running is not None:
             running.layers += 1
+            if watched is None:
+                cu_seqlens.watched = running  # layers of a model that drops `watched` hold the call by this
         if call is not None:
             options["sliding_window"] = call.window(module, options.get("sliding_window"))
-        return _packed_attention(module, query, key, value, **options), None
+        return varlen_attention(module, query, key, value, **options), None
 
     return attention
 
 
-def _watched_mask(original: Callable, is_sdpa: bool) -> Callable:
+@functools.cache
+def _watched_mask(original: Callable, is_sdpa: bool = False) -> Callable:
     @functools.wraps(original)
     def mask(*args, **kwargs):
         call = _call.get()
@@ -186,86 +154,10 @@ def _watched_mask(original: Callable, is_sdpa: bool) -> Callable:
     return mask
 
 
-def _packed_attention(
-    module: nn.Module,
-    query: Tensor,  # [1, heads, S, D]
-    key: Tensor,  # [1, key heads, S, D]
-    value: Tensor,  # [1, key heads, S, D]
-    cu_seq_lens_q: Tensor,  # [sequences + 1]
-    cu_seq_lens_k: Tensor,  # [sequences + 1]
-    max_length_q: int,
-    max_length_k: int,
-    shared_prefix_kv: SharedPrefixKV | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_,
-) -> Tensor:
-    """Causal attention of each sequence to its keys, the last of which is its own last; returns `[1, S, heads, D]`."""
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        # As autocast does for SDPA: under float32 weights, norms and rotations leave float32 queries and keys
-        query, key, value = (t.to(torch.get_autocast_dtype(device_type)) for t in (query, key, value))
-    queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [S, heads, D]
-    if shared_prefix_kv is not None:
-        keys, values = _GatherKV.apply(keys, values, shared_prefix_kv)  # [K, key heads, D]
-    if _flash_takes(query, value):
-        # FlashAttention counts the tokens left of the query, transformers the query too
-        left = None if sliding_window is None else sliding_window - 1
-        output, *_ = _flash_attention(
-            queries,
-            keys,
-            values,
-            cu_seq_lens_q,
-            cu_seq_lens_k,
-            max_length_q,
-            max_length_k,
-            dropout_p=0.0,
-            is_causal=left is None,
-            return_debug_mask=False,
-            scale=scaling,
-            window_size_left=left,
-            window_size_right=None if left is None else 0,
-        )
-        return output.unsqueeze(0)
-
-    pieces = []
-    lengths, key_lengths = cu_seq_lens_q.diff().tolist(), cu_seq_lens_k.diff().tolist()
-    parts = queries.split(lengths), keys.split(key_lengths), values.split(key_lengths)
-    for q, k, v in zip(*([t.transpose(0, 1).unsqueeze(0) for t in part] for part in parts), strict=True):
-        masked = q.shape[2] < k.shape[2] or (sliding_window is not None and k.shape[2] > sliding_window)
-        mask = _causal_window(q.shape[2], k.shape[2], sliding_window, q.device) if masked else None
-        piece = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        pieces.append(piece.transpose(1, 2))  # [1, s, heads, D]
-    return torch.cat(pieces, dim=1)
-
-
-def _flash_takes(query: Tensor, value: Tensor) -> bool:
-    head_dim = query.shape[-1]
-    return (
-        query.is_cuda
-        and F.scaled_dot_product_attention is _torchs_attention  # whoever replaces it wants it called
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and head_dim == value.shape[-1]
-        and head_dim % 8 == 0
-        and head_dim <= _widest_head(query.device)
-    )
-
-
-@functools.cache
-def _widest_head(device: torch.device) -> int:
-    """The widest head that torch's FlashAttention takes on a device, backward included; 0 where there is none."""
-    if not torch.backends.cuda.is_flash_attention_available():
-        return 0
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return 0
-    # Backward needs the shared memory of the data center's chips above 192
-    return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192
-
-
-def _causal_window(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of its `keys` each of the last `length` tokens of a sequence attends to `[length, keys]`."""
-    distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    return (distance >= 0) & (distance < (keys if window is None else window))
+# Whose table, under which name, and what stands there in place of transformers' own function
+_REPLACEMENTS: tuple[tuple[Any, str, Callable], ...] = (
+    (AttentionInterface, "sdpa", _with_cu_seqlens),
+    (AttentionMaskInterface, "sdpa", functools.partial(_watched_mask, is_sdpa=True)),
+    (AttentionMaskInterface, "eager", _watched_mask),
+    (AttentionMaskInterface, "flex_attention", _watched_mask),
+)

@@ -191,8 +191,7 @@ def _train(
     shares = [entry["fused/rows_recomputed"] for entry in trainer.state.log_history if "fused/rows_recomputed" in entry]
     run.recomputed = sum(shares) / len(shares) if shares else None
     run.log = [_compared(entry) for entry in trainer.state.log_history]
-    engine = getattr(trainer, "_engine", None)
-    run.layout = engine.layout(trainer.model) if engine is not None and shares else None
+    run.layout = trainer.fused_layout() if shares else None  # only a fused trainer logs shares
     return run
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
+from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
@@ -52,10 +53,10 @@ def tell_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> 
         trainer (`GRPOTrainer`): at the end of its construction.
         layout (`Callable`): returns the layout of the policy's rows; called only where an option depends on it.
     """
-    reasons = {}
-    if getattr(trainer.args, "fused_skip_old_logps", None):
+    reasons, options = {}, FusedOptions.from_args(trainer.args)
+    if options.fused_skip_old_logps:
         reasons["fused_skip_old_logps"] = why_old_logps_are_not_skipped(trainer)
-    if getattr(trainer.args, "fused_skip_zero_grad_sequences", False):
+    if options.fused_skip_zero_grad_sequences:
         reasons["fused_skip_zero_grad_sequences"] = why_zero_grad_sequences_are_not_skipped(trainer, layout())
     for option, reason in reasons.items():
         if reason is not None:
@@ -70,7 +71,7 @@ def check_kl_estimator(trainer: Any) -> None:
     Raises:
         `ValueError`: naming the options to change.
     """
-    name = getattr(trainer.args, "kl_estimator", "k3")
+    name = FusedOptions.from_args(trainer.args).kl_estimator
     if name == "k3":
         return
     if trainer.beta == 0.0:

@@ -1,16 +1,25 @@
-"""The importance ratio of policy and vLLM that generation leaves to the training forward."""
+"""
+vLLM's importance ratio, where generation leaves it to the training. On-policy, the training forward computes the same
+log-probs as a forward for old log-probs would. That forward is saved, and the ratio follows from the training forward.
+"""
 
 from typing import Any
 
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.loss.importance_sampling import SamplingCorrection
+from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
+
+from .logps_request import prompts_and_completions
 
 
-# Marks micro-batches whose importance ratio generation left to the training pass
+# Marks micro-batches whose importance ratio generation left to the training
 DEFERRED = "importance_sampling_ratio_from_training"
 
 
-def sampling_correction(trainer: Any) -> SamplingCorrection:
+def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
     """The trainer's vLLM importance-sampling correction."""
     clip_min, clip_max = trl_compat.sampling_clip_range(trainer)
     return SamplingCorrection(
@@ -19,3 +28,96 @@ def sampling_correction(trainer: Any) -> SamplingCorrection:
         clip_max=clip_max,
         nan_ratio_is_one=trl_compat.NAN_RATIO_IS_ONE,
     )
+
+
+class DeferredRatio:
+    """
+    Computes the importance ratios that generation left out, and logs the metrics that TRL logs of them.
+
+    Args:
+        trainer (`GRPOTrainer`): whose ratios they are.
+    """
+
+    def __init__(self, trainer: GRPOTrainer):
+        self.trainer: Any = trainer  # its attributes depend on the version of TRL
+        self._metrics = SamplingMetrics()
+
+    def mark(self, output: dict[str, Any]) -> None:
+        """Mark a generation batch whose old log-probs and ratios the training will compute."""
+        self._metrics = SamplingMetrics()
+        logged = self.trainer._metrics["train"]
+        for name in SAMPLING_METRICS:  # TRL has just logged them, from log-probs that were not computed
+            if logged.get(name):
+                logged[name].pop()
+            if not logged.get(name):
+                logged.pop(name, None)
+        del output["old_per_token_logps"], output["importance_sampling_ratio"]
+        output[DEFERRED] = torch.tensor(True)
+
+    def fill(self, inputs: dict[str, Any], logps: Tensor) -> None:
+        """
+        Put the ratio into a marked micro-batch before TRL reads it. With the last micro-batch of a generation batch the
+        metrics are logged.
+
+        Args:
+            inputs (`dict`): what TRL's `_compute_loss` reads.
+            logps (`Tensor`): `[B, T]`, of the training forward.
+        """
+        if DEFERRED not in inputs:
+            return
+        trainer = self.trainer
+        steps = int(trainer.args.steps_per_generation)
+        place = trainer._step % (steps * trainer.num_iterations)
+        # Later iterations see the same sequences again, which count once in the metrics
+        inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), place if place < steps else None)
+        if place == steps - 1:
+            self._log()
+
+    def resolve(self) -> None:
+        """
+        Compute what was left to a training that was interrupted. The weights must still be those that generated, as
+        they are when the next training begins.
+        """
+        batches = self._unused_micro_batches()
+        first = int(self.trainer.args.steps_per_generation or 1) - len(batches)
+        marked = [(place, batch) for place, batch in enumerate(batches, first) if DEFERRED in batch]
+        is_logged = self._metrics.is_logged
+        for place, batch in marked:
+            logps = self._logps_of(batch)
+            batch["importance_sampling_ratio"] = self._ratio(batch, logps, place)
+            batch["old_per_token_logps"] = logps
+            del batch[DEFERRED]
+        if marked and not is_logged:
+            self._log()
+
+    def _ratio(self, inputs: dict[str, Any], logps: Tensor, place: int | None) -> Tensor:
+        """The ratio `[B, T]` or `[B, 1]`. With a `place` in the generation batch it counts in the metrics."""
+        values = logps, inputs["sampling_per_token_logps"], trl_compat.loss_mask(self.trainer, inputs)
+        correction = sampling_correction(self.trainer)
+        ratio = correction.ratio(*values)
+        if place is not None:
+            self._metrics.add(place, correction, *values, ratio)
+        return ratio
+
+    def _log(self) -> None:
+        for name, value in self._metrics.gathered(self.trainer.accelerator).items():
+            self.trainer._metrics["train"][name].append(value)
+        self._metrics = SamplingMetrics(is_logged=True)
+
+    def _unused_micro_batches(self) -> list[dict[str, Any]]:
+        """The micro-batches of the last generation batch that the training has not come to yet."""
+        trainer = self.trainer
+        batches: list[dict[str, Any]] = trainer._buffered_inputs or []
+        steps = int(trainer.args.steps_per_generation or 1)
+        iteration, place = divmod(trainer._step % (steps * trainer.num_iterations), steps)
+        if iteration == place == 0:
+            return []  # the next step generates
+        return batches if iteration < trainer.num_iterations - 1 else batches[place:]
+
+    @torch.no_grad()
+    def _logps_of(self, inputs: dict[str, Any]) -> Tensor:
+        """Log-probs `[B, T]` of a micro-batch, through the trainer's own method."""
+        ids, mask = prompts_and_completions(inputs)
+        method, length = self.trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].size(1)
+        images = {name: inputs[name] for name in trl_compat.MULTIMODAL_INPUTS if name in inputs}
+        return method(self.trainer.model, ids, mask, length, **images)[0]

@@ -7,6 +7,7 @@ reason why not, as in `eligibility.py`, and after a colon what to change.
 
 from typing import Any
 
+from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.objective import GRPOObjective
 
 from .eligibility import corrects_sampling, replaced_objective, why_old_logps_are_not_skipped
@@ -63,7 +64,7 @@ def _why_ratio_couples_tokens(trainer: Any) -> str | None:
     """Why vLLM's importance ratio, where the training forward computes it, couples the tokens; or `None`."""
     if not corrects_sampling(trainer) or not trainer.vllm_importance_sampling_mode.startswith("sequence"):
         return None
-    may_skip = getattr(trainer.args, "fused_skip_old_logps", None) is not False
+    may_skip = FusedOptions.from_args(trainer.args).fused_skip_old_logps is not False
     if not may_skip or why_old_logps_are_not_skipped(trainer) is not None:
         return None
     return (

@@ -49,13 +49,13 @@ def estimator_in_force(objective: GRPOObjective) -> str:
 
 @contextmanager
 def kl_left_out(trainer: GRPOTrainer) -> Generator[None, None, None]:
-    """While it lasts, TRL's loss has no KL term."""
-    host: Any = trainer
-    host._hidden_beta, host.beta = host.beta, 0.0
+    """While it lasts, TRL's loss has no KL term: the trainer's `beta` is zero."""
+    owner: Any = trainer
+    beta, owner.beta = owner.beta, 0.0
     try:
         yield
     finally:
-        host.beta, host._hidden_beta = host._hidden_beta, None
+        owner.beta = beta
 
 
 def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tensor:

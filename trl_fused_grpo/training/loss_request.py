@@ -1,4 +1,4 @@
-"""What the trainer asks of a loss pass: which positions to project, and the gradients to expect."""
+"""Which positions a loss projects, and the gradients that it expects back."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from trl_fused_grpo.loss.objective import GRPOObjective
 from trl_fused_grpo.loss.reduction import luspo_counts_padding
 
 from .deferred_ratio import DEFERRED, sampling_correction
-from .logps import LogpsArgs, LogpsRequest
+from .logps_request import LogpsArgs, LogpsRequest
 
 
-# Options of the objective in the arguments; older versions of TRL have fewer, and its own config has no estimator
+# Options of the objective that stand in the arguments. Older TRL has fewer, and TRL's own config has no `kl_estimator`
 _OPTIONS_IN_ARGS = (
     "delta",
     "use_bias_correction_kl",
@@ -30,27 +30,35 @@ _OPTIONS_IN_ARGS = (
 )
 
 
-def beta_of(trainer: GRPOTrainer) -> float:
-    """Coefficient of the KL term, also while it is hidden from the host (`kl.py`)."""
-    return getattr(trainer, "_hidden_beta", None) or trainer.beta
+def padding_counts(trainer: GRPOTrainer, beta: float | None = None) -> bool:
+    """
+    Whether TRL's objective reads padding positions too, see [`luspo_counts_padding`].
 
-
-def padding_counts(trainer: GRPOTrainer) -> bool:
-    """Whether TRL's objective reads padding positions too, see [`luspo_counts_padding`]."""
+    Args:
+        trainer (`GRPOTrainer`): whose objective it is.
+        beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
+    """
     if not trl_compat.LUSPO_COUNTS_PADDING:
         return False
-    objective = objective_of(trainer)
+    objective = objective_of(trainer, beta=beta)
     has_token_factors = trainer.use_vllm or objective.top_entropy_quantile < 1.0
     return luspo_counts_padding(objective, objective.beta != 0.0, has_token_factors)
 
 
-def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0) -> GRPOObjective:
-    """The trainer's objective as plain options."""
+def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | None = None) -> GRPOObjective:
+    """
+    The trainer's objective as plain options.
+
+    Args:
+        trainer (`GRPOTrainer`): whose objective it is.
+        entropy_coef (`float`): coefficient of the entropy bonus.
+        beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
+    """
     return GRPOObjective(
         loss_type=trainer.loss_type,
         epsilon_low=trainer.epsilon_low,
         epsilon_high=trainer.epsilon_high,
-        beta=beta_of(trainer),
+        beta=trainer.beta if beta is None else beta,
         importance_sampling_level=trainer.importance_sampling_level,
         entropy_coef=entropy_coef,
         max_completion_length=trainer.max_completion_length,
@@ -60,39 +68,47 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0) -> GRPOObjecti
     )
 
 
-def build_call_request(trainer: GRPOTrainer, call: LogpsArgs, every_position: bool) -> LogpsRequest:
+def build_call_request(
+    trainer: GRPOTrainer, call: LogpsArgs, every_position: bool, beta: float | None = None
+) -> LogpsRequest:
     """
-    Decide which positions to project for a call that may not be TRL's own loss: those of its own attention mask.
+    Decide which positions to project for a call that may not come from TRL's own loss: those of its attention mask.
 
     Args:
         trainer (`GRPOTrainer`): whose log-prob method was called.
         call ([`LogpsArgs`]): the call.
-        every_position (`bool`): whether padding is read too.
+        every_position (`bool`): whether log-probs of padding may be read.
+        beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
     """
     mask = call.attention_mask[:, -call.logits_to_keep :]  # [B, T]
-    return LogpsRequest(torch.ones_like(mask) if every_position or padding_counts(trainer) else mask)
+    reads_padding = padding_counts(trainer, beta)
+    every_position = every_position or reads_padding
+    return LogpsRequest(torch.ones_like(mask) if every_position else mask, reads_padding=reads_padding)
 
 
-def build_loss_request(trainer: GRPOTrainer, inputs: dict[str, Any], skip_zero_grad: bool) -> LogpsRequest:
+def build_loss_request(
+    trainer: GRPOTrainer, inputs: dict[str, Any], skip_zero_grad: bool, beta: float | None = None
+) -> LogpsRequest:
     """
     Decide which positions of a micro-batch to project for the loss, and forecast their gradients.
 
     Args:
         trainer (`GRPOTrainer`): whose objective it is.
-        inputs (`dict`): the micro-batch as the host's `_compute_loss` gets it.
+        inputs (`dict`): the micro-batch as TRL's `_compute_loss` gets it.
         skip_zero_grad (`bool`): whether sequences that can receive no gradient may be left out.
+        beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
     """
     mask = trl_compat.loss_mask(trainer, inputs)  # [B, T]
     old_logps = inputs.get("old_per_token_logps")
     entropy_coef = _entropy_coef_in_force(trainer)
-    if padding_counts(trainer):
-        return LogpsRequest(torch.ones_like(mask), entropy_grad=entropy_coef != 0.0)
+    if padding_counts(trainer, beta):
+        return LogpsRequest(torch.ones_like(mask), entropy_grad=entropy_coef != 0.0, reads_padding=True)
     if not torch.is_grad_enabled():
         return LogpsRequest(mask, fill=old_logps)
 
     deferred = DEFERRED in inputs
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not deferred
-    objective = objective_of(trainer, entropy_coef)
+    objective = objective_of(trainer, entropy_coef, beta)
     normalizer = trl_compat.global_normalizer(trainer, inputs) if objective.uses_global_normalizer else None
     forecast = FusedLinearGRPOLoss.from_objective(objective).forecast(
         mask,
@@ -112,6 +128,7 @@ def build_loss_request(trainer: GRPOTrainer, inputs: dict[str, Any], skip_zero_g
 def _with_ratio_from_training(
     trainer: GRPOTrainer, forecast: BatchForecast | None, inputs: dict[str, Any]
 ) -> DeferredForecast | None:
+    """The forecast where the importance ratio follows from the training forward, or `None` where it has none."""
     correction = sampling_correction(trainer)
     is_coupled = trainer.importance_sampling_level == "sequence" or trainer.loss_type == "vespo"
     if forecast is None or is_coupled or correction.is_per_sequence:
@@ -120,8 +137,9 @@ def _with_ratio_from_training(
 
 
 def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:
+    """Coefficient of the entropy bonus in this step. TRL's adaptive bonus is off above its target."""
     if not getattr(trainer, "_entropy_bonus_enabled", False):
         return 0.0
     args: Any = trainer.args
-    gated = trainer.use_adaptive_entropy and trainer._last_world_entropy > args.entropy_target
-    return 0.0 if gated else trainer.entropy_coef
+    is_off = trainer.use_adaptive_entropy and trainer._last_world_entropy > args.entropy_target
+    return 0.0 if is_off else trainer.entropy_coef

@@ -1,6 +1,6 @@
 """
-Micro-batches that share a forward of the model: the first of them runs it, each takes its log-probabilities and its
-loss in a training step of its own, and the last one's backward is that of all.
+Micro-batches that share a forward of the model. The first of them runs it. Each takes its log-probs and its loss in a
+training step of its own. The backward of all runs with the last of them.
 """
 
 from collections.abc import Callable, Generator
@@ -11,62 +11,71 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
+from trl import GRPOTrainer
 
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.layout import Rows
 
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
 from .engine import LogpsEngine
-from .logps import PerTokenLogps
+from .logps_request import PerTokenLogps
 from .partitioning import prompt_group_ids, rebalance
 
 
 logger = logging.get_logger(__name__)
 
 
-# More tokens than this at once gain little on one H200 (`benchmarks/NOTES.md`)
+# More tokens at once gain little on one H200 (`benchmarks/NOTES.md`)
 MAX_TOKENS = 16_384
 
 
 class MicroBatchMerger:
     """
-    Which micro-batches of a generation batch share a forward, their log-probabilities until each is due, and their
-    losses until the backward.
+    Decides which micro-batches of a generation batch share a forward. Keeps their log-probs until each has its step,
+    and their losses until the backward.
 
     Args:
         trainer (`GRPOTrainer`): whose micro-batches they are.
         engine ([`LogpsEngine`]): knows its options and how its rows are laid out.
+
+    Attributes:
+        is_rebalanced (`bool`): whether the sequences of the generation batch were partitioned anew (`fused_balance`).
     """
 
-    def __init__(self, trainer: Any, engine: LogpsEngine):
-        self.trainer, self.engine = trainer, engine
-        self.rebalanced = False
-        self.forget()
+    def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
+        self.trainer: Any = trainer  # its attributes depend on the version of TRL
+        self.engine = engine
+        self.is_rebalanced = False
+        self.reset()
 
-    def forget(self) -> None:
-        """Forget everything, as at the start of a training."""
+    def reset(self) -> None:
+        """Forget all micro-batches, as at the start of a training."""
         self.plan([], [])
         self._losses: list[Tensor] = []
 
-    def plan_generation(self, batches: list[dict[str, Any]], steps_left: int) -> list[dict[str, Any]]:
+    def plan_generation(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """
-        Decide which micro-batches of a new generation batch share forwards, and return them, as they are or dealt anew.
+        Decide which micro-batches of a new generation batch share forwards.
 
         Args:
-            batches (`list[dict]`): as TRL has cut them.
-            steps_left (`int`): micro-batches until the accumulation window ends.
+            batches (`list[dict]`): as TRL has split them.
+
+        Returns:
+            `list[dict]`: the micro-batches, as they were or with their sequences partitioned anew.
         """
-        trainer, option = self.trainer, self.engine.option
+        trainer, options = self.trainer, self.engine.options
         layout, shares_prompts = self.engine.layout(trainer.model), self.engine.shares_prompts(trainer.model)
-        if option("fused_balance", False) and _is_free("fused_balance", why_not_balanced(trainer)):
-            dealt = rebalance(batches, layout, shares_prompts)
-            self.rebalanced, batches = dealt is not batches, dealt
-        seen = why_micro_batches_are_seen(trainer)
-        if seen is not None:
-            logger.warning_once(f"Every micro-batch has a forward of its own, because {seen}.")
-        limit, ends = option("fused_max_tokens_per_forward", None), []
-        if _is_free("fused_max_tokens_per_forward" if limit else None, why_forwards_are_not_shared(trainer, layout)):
-            ends = plan_merges(batches, default_token_budget(batches) if limit is None else limit, shares_prompts)
+        if options.fused_balance and _is_possible("fused_balance", why_not_balanced(trainer)):
+            rebalanced = rebalance(batches, layout, shares_prompts)
+            self.is_rebalanced, batches = rebalanced is not batches, rebalanced
+        reason = why_micro_batches_are_seen(trainer)
+        if reason is not None:
+            logger.warning_once(f"Every micro-batch has a forward of its own, because {reason}.")
+        max_tokens, ends = options.fused_max_tokens_per_forward, []
+        asked_for = "fused_max_tokens_per_forward" if max_tokens else None
+        if _is_possible(asked_for, why_forwards_are_not_shared(trainer, layout)):
+            max_tokens = default_token_budget(batches) if max_tokens is None else max_tokens
+            ends = plan_merges(batches, max_tokens, shares_prompts)
             if trainer.accelerator.num_processes > 1:  # every process must call the model at the same steps
                 table = torch.tensor([ends], device=trainer.accelerator.device)
                 ends = trainer.accelerator.gather(table).amin(0).tolist()
@@ -79,15 +88,13 @@ class MicroBatchMerger:
 
         Args:
             batches (`list[dict]`): its micro-batches.
-            ends (`list[int]`): for each, the last one that may share a forward which begins there; empty: none share.
+            ends (`list[int]`):
+                For each, the index of the last one that may share a forward which begins there. None share one when it
+                is empty.
         """
         self._batches, self._ends = batches, ends
         self._logps: dict[int, PerTokenLogps] = {}
         self._last = -1
-
-    def place_of(self, inputs: dict[str, Any]) -> int | None:
-        """Where these inputs stand in the generation batch, by identity; `None` for others."""
-        return next((place for place, batch in enumerate(self._batches) if batch is inputs), None)
 
     def together(self, inputs: dict[str, Any], steps_left: int) -> list[dict[str, Any]]:
         """
@@ -97,63 +104,67 @@ class MicroBatchMerger:
             inputs (`dict`): a micro-batch of the trainer.
             steps_left (`int`): micro-batches until the accumulation window ends, this one included.
         """
-        place = self.place_of(inputs)
-        if place is None or not self._ends:
+        index = self._index_of(inputs)
+        if index is None or not self._ends:
             return [inputs]
-        end = min(self._ends[place], place + steps_left - 1)
-        return [inputs, *self._batches[place + 1 : end + 1]]
+        end = min(self._ends[index], index + steps_left - 1)
+        return [inputs, *self._batches[index + 1 : end + 1]]
 
     def groups(self, steps_left: int) -> list[list[dict[str, Any]]]:
         """
-        All micro-batches of the generation batch as they will go through the model.
+        All micro-batches of the generation batch, grouped by the forward that they will share.
 
         Args:
             steps_left (`int`): micro-batches until the current accumulation window ends.
         """
-        window = self.trainer.args.gradient_accumulation_steps
-        groups, place = [], 0
-        while place < len(self._batches):
+        groups, index = [], 0
+        while index < len(self._batches):
             if steps_left == 0:
-                steps_left = window
-            groups.append(self.together(self._batches[place], steps_left))
-            place += len(groups[-1])
+                steps_left = self.trainer.args.gradient_accumulation_steps
+            groups.append(self.together(self._batches[index], steps_left))
+            index += len(groups[-1])
             steps_left -= len(groups[-1])
         return groups
 
     def keep(self, inputs: dict[str, Any], logps: list[PerTokenLogps]) -> None:
-        """Keep the log-probabilities of micro-batches that shared a forward, from `inputs` on."""
-        place = self.place_of(inputs)
-        if place is not None and len(logps) > 1:
-            self._logps = dict(enumerate(logps, place))
+        """Keep the log-probs of micro-batches that shared a forward, the first of which is `inputs`."""
+        index = self._index_of(inputs)
+        if index is not None and len(logps) > 1:
+            self._logps = dict(enumerate(logps, index))
             self._last = max(self._logps)
 
-    def logps_of(self, inputs: dict[str, Any]) -> PerTokenLogps | None:
-        """The log-probabilities that a forward before has left for these inputs, once; `None` where it has not."""
-        place = self.place_of(inputs)
-        return None if place is None else self._logps.pop(place, None)
+    def take_logps(self, inputs: dict[str, Any]) -> PerTokenLogps | None:
+        """The log-probs that an earlier forward left for these inputs, or `None`. They are given out once."""
+        index = self._index_of(inputs)
+        return None if index is None else self._logps.pop(index, None)
 
     @property
     def is_waiting(self) -> bool:
         """Whether losses wait for the last micro-batch of their forward."""
         return bool(self._losses)
 
-    def backward(self, loss: Tensor, inputs: dict[str, Any], is_window_end: bool, backward: Callable) -> None:
+    def backward(self, loss: Tensor, inputs: dict[str, Any], moves_weights: bool, backward: Callable) -> None:
         """
-        Run the backward of a loss now, with those that wait for it, or keep it for the last of its forward.
+        Run the backward of a loss together with those that wait for it, or keep the loss for the last micro-batch of
+        its forward.
 
         Args:
-            loss (`Tensor`): a scalar, as TRL hands it to the backward.
+            loss (`Tensor`): a scalar, as TRL gives it to the backward.
             inputs (`dict`): its micro-batch.
-            is_window_end (`bool`): whether the weights move after it.
+            moves_weights (`bool`): whether the weights move after it.
             backward (`Callable`): the accelerator's.
         """
         self._losses.append(loss)
-        place = self.place_of(inputs)
-        if place is not None and place < self._last and not is_window_end:
+        index = self._index_of(inputs)
+        if index is not None and index < self._last and not moves_weights:
             return
         losses, self._losses = self._losses, []
         self._logps, self._last = {}, -1
         backward(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+
+    def _index_of(self, inputs: dict[str, Any]) -> int | None:
+        """The index of these inputs in the generation batch, by identity; `None` for others."""
+        return next((index for index, batch in enumerate(self._batches) if batch is inputs), None)
 
 
 @contextmanager
@@ -169,51 +180,59 @@ def reducing_gradients(model: nn.Module) -> Generator[None, None, None]:
         yield
 
 
-def _is_free(asked_for: str | None, reason: str | None) -> bool:
-    """Whether there is no reason against something; where it was asked for, the reason is logged once."""
+def _is_possible(asked_for: str | None, reason: str | None) -> bool:
+    """Whether there is no reason against something. Where there is one, and it was asked for, that is logged once."""
     if reason is not None and asked_for is not None:
         logger.warning_once(f"{asked_for} has no effect, because {reason}.")
     return reason is None
 
 
 def default_token_budget(batches: list[dict[str, Any]]) -> int:
-    """Tokens that a forward may have unless told otherwise: as many as TRL's padded micro-batch, or enough."""
+    """Tokens that a shared forward may have by default: those of TRL's padded micro-batch, at most [`MAX_TOKENS`]."""
     prompt_ids, completion_ids = batches[0]["prompt_ids"], batches[0]["completion_ids"]
     return min(prompt_ids.numel() + completion_ids.numel(), MAX_TOKENS)
 
 
 def plan_merges(batches: list[dict[str, Any]], limit: int, share_prompts: bool) -> list[int]:
     """
-    For each micro-batch of a generation batch, the last one that a forward which begins there may hold. Rows with holes
-    in their masks keep TRL's padding, and go through the model as TRL has them.
+    Decide which micro-batches of a generation batch may share a forward. None do where a row has holes in its mask:
+    such rows keep TRL's padding.
 
     Args:
         batches (`list[dict]`): the micro-batches, all of one width.
         limit (`int`): most tokens of a forward of several.
         share_prompts (`bool`): whether a prompt counts once.
+
+    Returns:
+        `list[int]`: for each micro-batch, the index of the last one that a forward which begins there may hold.
     """
     names = ("prompt_ids", "prompt_mask", "completion_mask")
     prompt_ids, prompt_mask, completion_mask = (torch.cat([batch[name] for batch in batches]) for name in names)
-    rows = len(prompt_ids)
-    prompts = prompt_group_ids(prompt_ids, prompt_mask) if share_prompts else list(range(rows))
-    scored, mask = completion_mask.bool(), torch.cat([prompt_mask, completion_mask], dim=1)
-    wanted = scored.any(1)
-    laid_out = Rows(mask, mask, completion_mask.shape[1], scored, wanted)  # token ids do not matter
-    holes = laid_out.with_holes(mask.bool() & wanted.unsqueeze(1))
+    count = len(prompt_ids)
+    prompts = prompt_group_ids(prompt_ids, prompt_mask) if share_prompts else list(range(count))
+    holes = _holes(prompt_mask, completion_mask)
     prompt_lengths, lengths, has_holes = torch.stack([prompt_mask.sum(1), completion_mask.sum(1), holes]).tolist()
     if any(has_holes):
         return list(range(len(batches)))
-    partitions = torch.arange(rows).split([len(batch["prompt_ids"]) for batch in batches])
+    partitions = torch.arange(count).split([len(batch["prompt_ids"]) for batch in batches])
 
     ends = []
     for start in range(len(batches)):
         tokens, seen, end = 0, set(), start
-        for number, partition in enumerate(partitions[start:], start):
+        for index, partition in enumerate(partitions[start:], start):
             for row in partition.tolist():
                 tokens += lengths[row] + (0 if prompts[row] in seen else prompt_lengths[row])
                 seen.add(prompts[row])
             if tokens > limit:
                 break
-            end = number
+            end = index
         ends.append(end)
     return ends
+
+
+def _holes(prompt_mask: Tensor, completion_mask: Tensor) -> Tensor:
+    """Which sequences `[B]`, bool, have holes in their masks `[B, P]` and `[B, T]`."""
+    scored, mask = completion_mask.bool(), torch.cat([prompt_mask, completion_mask], dim=1)
+    in_model = scored.any(1)
+    rows = Rows(mask, mask, completion_mask.shape[1], scored, in_model)  # token ids do not matter
+    return rows.with_holes(mask.bool() & in_model.unsqueeze(1))

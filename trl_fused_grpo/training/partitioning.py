@@ -1,4 +1,4 @@
-"""Which sequences go together: into the micro-batches of a window, and into the sub-batches of a pass."""
+"""Which sequences go together: in the micro-batches of a generation batch, and in the sub-batches of a forward."""
 
 from typing import Any
 
@@ -10,11 +10,17 @@ from trl_fused_grpo.modeling.layout import LayoutName
 
 def rebalance(batches: list[dict[str, Any]], layout: LayoutName, share_prompts: bool) -> list[dict[str, Any]]:
     """
-    Deal the sequences of a generation batch anew into its micro-batches, each as large as before: about equal in tokens
-    where rows are packed, those of one prompt together where they share it, and alike in length where they are padded
-    to the longest.
+    Partition the sequences of a generation batch anew into its micro-batches, each with as many as before.
 
-    Batches with anything but one tensor row or scalar per sequence are returned as they are.
+    Where rows are packed, micro-batches get about equal numbers of tokens, and sequences of one prompt stay together if
+    they share it. Where rows are padded to the longest, sequences of similar length come together.
+
+    Args:
+        batches (`list[dict]`):
+            The micro-batches. They are returned as they are when one holds anything but a tensor with one row for each
+            sequence or a scalar.
+        layout (`str`): how their rows will be laid out.
+        share_prompts (`bool`): whether a prompt stands in a packed row once.
     """
     if layout == "padded" or len(batches) == 1:
         return batches
@@ -38,8 +44,8 @@ def rebalance(batches: list[dict[str, Any]], layout: LayoutName, share_prompts: 
 
 def balanced_partitions(lengths: list[int], parts: int, size: int, prompts: list[int] | None = None) -> list[list[int]]:
     """
-    Deal sequences into `parts` of at most `size` with about equal numbers of tokens: the longest first, each to the
-    lightest part that has room.
+    Partition sequences into `parts` of at most `size` with about equal numbers of tokens: the longest first, each into
+    the part with the fewest tokens that has room.
 
     Args:
         lengths (`list[int]`): tokens of each sequence.
@@ -51,35 +57,35 @@ def balanced_partitions(lengths: list[int], parts: int, size: int, prompts: list
         `list[list[int]]`: indices of each part, in rising order.
     """
     partitions: list[list[int]] = [[] for _ in range(parts)]
-    weights = [0] * parts
+    tokens_in = [0] * parts
 
-    def weight(indices: list[int]) -> int:
+    def tokens(indices: list[int]) -> int:
         return sum(lengths[i] for i in indices)
 
-    together = [[i] for i in range(len(lengths))] if prompts is None else _families(lengths, prompts, size)
-    waiting = sorted(together, key=lambda indices: (-len(indices), -weight(indices), indices))
-    while waiting:
-        indices = waiting.pop(0)
-        roomy = [part for part in range(parts) if len(partitions[part]) + len(indices) <= size]
-        if not roomy:
-            waiting += sorted(([i] for i in indices), key=weight, reverse=True)
+    groups = [[i] for i in range(len(lengths))] if prompts is None else _prompt_groups(lengths, prompts, size)
+    remaining = sorted(groups, key=lambda indices: (-len(indices), -tokens(indices), indices))
+    while remaining:
+        indices = remaining.pop(0)
+        with_room = [part for part in range(parts) if len(partitions[part]) + len(indices) <= size]
+        if not with_room:
+            remaining += sorted(([i] for i in indices), key=tokens, reverse=True)
             continue
-        lightest = min(roomy, key=lambda part: (weights[part], part))
-        partitions[lightest] += indices
-        weights[lightest] += weight(indices)
+        shortest = min(with_room, key=lambda part: (tokens_in[part], part))
+        partitions[shortest] += indices
+        tokens_in[shortest] += tokens(indices)
     return [sorted(partition) for partition in partitions]
 
 
-def _families(lengths: list[int], prompts: list[int], size: int) -> list[list[int]]:
-    """Sequences of one prompt together; those of a prompt that has more than `size`, in parts of about equal tokens."""
-    families: dict[int, list[int]] = {}
+def _prompt_groups(lengths: list[int], prompts: list[int], size: int) -> list[list[int]]:
+    """Indices of the sequences of each prompt. More than `size` are split into parts of about equal tokens."""
+    groups: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        families.setdefault(prompt, []).append(index)
+        groups.setdefault(prompt, []).append(index)
     result = []
-    for family in families.values():
-        family.sort(key=lambda i: -lengths[i])
-        full = len(family) // size
-        many, rest = family[: full * size], family[full * size :]
+    for group in groups.values():
+        group.sort(key=lambda i: -lengths[i])
+        full = len(group) // size
+        many, rest = group[: full * size], group[full * size :]
         result += [
             [many[i] for i in partition] for partition in balanced_partitions([lengths[i] for i in many], full, size)
         ]
@@ -88,7 +94,7 @@ def _families(lengths: list[int], prompts: list[int], size: int) -> list[list[in
 
 
 def prompt_group_ids(prompt_ids: Tensor, prompt_mask: Tensor) -> list[int]:
-    """Number sequences by their prompts `[B, P]`: the same for the same prompt."""
+    """A number for each sequence, the same for the same prompt `[B, P]`."""
     prompts = prompt_ids.masked_fill(~prompt_mask.bool(), -1)
     return torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()
 
@@ -102,9 +108,21 @@ def split_rows(
     share_prompts: bool,
 ) -> list[Tensor]:
     """
-    Cut a batch into as many sub-batches as the host would, `[rows]` indices each: as they come in the host's layout,
-    neighbours in length together where rows are padded to the longest, equal in tokens where they are packed, those of
-    one prompt together where they share it.
+    Split a batch into as many sub-batches as TRL would.
+
+    With TRL's padding, sequences stay in order. Where rows are padded to the longest, sequences of similar length come
+    together. Where rows are packed, sub-batches get about equal numbers of tokens, and sequences of one prompt stay
+    together if they share it.
+
+    Args:
+        input_ids, attention_mask (`Tensor`): `[B, P + T]`.
+        completion_length (`int`): `T`.
+        batch_size (`int`): most sequences of a sub-batch.
+        layout (`str`): how their rows will be laid out.
+        share_prompts (`bool`): whether a prompt stands in a packed row once.
+
+    Returns:
+        `list[Tensor]`: indices `[b]` of the sequences of each sub-batch.
     """
     count, device = len(attention_mask), attention_mask.device
     if layout == "padded" or count <= batch_size:

@@ -1,0 +1,146 @@
+"""What is asked of a log-prob computation and what comes back: request, arguments, options, result."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trl_fused_grpo.loss.forecast import BatchForecast
+from trl_fused_grpo.loss.importance_sampling import DeferredForecast
+from trl_fused_grpo.modeling.layout import LayoutName
+from trl_fused_grpo.ops.linear_logps import FusedStats
+
+
+@dataclass(frozen=True)
+class LogpsRequest:
+    """
+    Which positions of a batch get a log-probability.
+
+    Args:
+        mask (`Tensor`): `[B, T]`: the positions whose log-probability is read.
+        fill (`Tensor`, *optional*): `[B, T]`, nats: stands at all other positions. Zero by default.
+        forecast ([`BatchForecast`] or [`DeferredForecast`], *optional*):
+            The gradients that the backward is expected to bring.
+        entropy_grad (`bool`): whether entropies will receive a gradient.
+        skip_zero_grad (`bool`): whether sequences that can receive no gradient are left out of the model.
+        reads_padding (`bool`): whether TRL's objective reads padding, so that every row keeps it.
+        micro_batch (`int`, *optional*): sequences in each of the micro-batches that are joined here.
+    """
+
+    mask: Tensor
+    fill: Tensor | None = None
+    forecast: BatchForecast | DeferredForecast | None = None
+    entropy_grad: bool = False
+    skip_zero_grad: bool = False
+    reads_padding: bool = False
+    micro_batch: int | None = None
+
+    @classmethod
+    def joined(cls, parts: list["LogpsRequest"]) -> "LogpsRequest":
+        """One request for several micro-batches of an accumulation window. They differ in their tensors only."""
+        if len(parts) == 1:
+            return parts[0]
+        fills = [part.fill for part in parts if part.fill is not None]
+        forecasts: list[Any] = [part.forecast for part in parts if part.forecast is not None]
+        return replace(
+            parts[0],
+            mask=torch.cat([part.mask for part in parts]),
+            fill=torch.cat(fills) if fills else None,
+            forecast=type(forecasts[0]).joined(forecasts) if forecasts else None,
+            micro_batch=len(parts[0].mask),
+        )
+
+
+@dataclass(frozen=True)
+class LogpsArgs:
+    """
+    The arguments of TRL's `_get_per_token_logps_and_entropies`, under its names.
+
+    Args:
+        model (`nn.Module`): in all its wrappers. It takes the keyword `fused`.
+        input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
+        logits_to_keep (`int`): `T`.
+        batch_size (`int`, *optional*): sequences in a sub-batch. All in one by default.
+        compute_entropy, compute_aux_loss (`bool`): what to compute beside log-probabilities.
+        multimodal (`dict`): pixels and what belongs to them. Empty for text.
+    """
+
+    model: nn.Module
+    input_ids: Tensor
+    attention_mask: Tensor
+    logits_to_keep: int
+    batch_size: int | None
+    compute_entropy: bool
+    compute_aux_loss: bool
+    multimodal: dict[str, Any]
+
+    @property
+    def completion_ids(self) -> Tensor:
+        """`[B, T]`."""
+        return self.input_ids[:, -self.logits_to_keep :]
+
+    def with_batches(self, micro_batches: list[dict[str, Any]]) -> "LogpsArgs":
+        """The same arguments for the sequences of several micro-batches, one after the other."""
+        ids, mask = (torch.cat(tensors) for tensors in zip(*map(prompts_and_completions, micro_batches), strict=True))
+        return replace(self, input_ids=ids, attention_mask=mask)
+
+
+def prompts_and_completions(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask `[B, P + T]` of a micro-batch."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    return ids, mask
+
+
+@dataclass(frozen=True)
+class LogpsOptions:
+    """
+    How rows are laid out and how the output projection runs.
+
+    Args:
+        temperature (`float`): of the sampler.
+        fp32 (`bool`): whether the output projection runs in float32.
+        backward (`str`): `fused_backward` of [`FusedGRPOConfig`].
+        logits_mib (`float`, *optional*): memory for one chunk of logits, in MiB.
+        layout (`str`): `"packed"`, `"aligned"` or `"padded"`.
+        share_prompts (`bool`): whether a prompt stands in a packed row once.
+        forces_layout (`bool`): whether the layout was asked for, so that no other may stand in for it.
+        needs_last_column (`bool`): see [`layout_choice.Traits`].
+        runs_sdpa (`bool`): whether attention goes through SDPA, where it is watched.
+    """
+
+    temperature: float
+    fp32: bool
+    backward: str
+    logits_mib: float | None
+    layout: LayoutName
+    share_prompts: bool
+    forces_layout: bool = False
+    needs_last_column: bool = False
+    runs_sdpa: bool = True
+
+
+@dataclass
+class PerTokenLogps:
+    """
+    Args:
+        logps (`Tensor`): `[B, T]`, nats.
+        entropies (`Tensor`, *optional*): `[B, T]`, nats.
+        aux_loss (`Tensor`, *optional*): the load-balancing loss of a Mixture-of-Experts model, a scalar.
+        stats (`list[FusedStats]`): of each sub-batch.
+    """
+
+    logps: Tensor
+    entropies: Tensor | None
+    aux_loss: Tensor | None
+    stats: list[FusedStats] = field(default_factory=list)
+
+    def split(self, sizes: list[int]) -> list["PerTokenLogps"]:
+        """The result for several micro-batches as those of each. The first one gets the statistics."""
+        entropies = [None] * len(sizes) if self.entropies is None else self.entropies.split(sizes)
+        pairs = zip(self.logps.split(sizes), entropies, strict=True)
+        return [
+            PerTokenLogps(logps, entropy, self.aux_loss, [] if i else self.stats)
+            for i, (logps, entropy) in enumerate(pairs)
+        ]

@@ -1,0 +1,286 @@
+"""What a fused trainer keeps between TRL's calls of its methods, and what it does in them."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+from trl import GRPOTrainer
+
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._utils import temporary_attr
+from trl_fused_grpo.modeling.output_projection import output_projection
+from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, uninstall_attention
+from trl_fused_grpo.ops.linear_logps import FusedStats
+
+from .checks import (
+    check_aux_loss,
+    check_backward,
+    check_head,
+    check_kl_estimator,
+    check_micro_batch,
+    check_sharding,
+    tell_what_has_no_effect,
+)
+from .customisation import replaced_behind, replaced_method
+from .deferral import LogpsDeferral
+from .deferred_ratio import DeferredRatio
+from .eligibility import why_forwards_are_not_shared, why_not_fused, why_padding_may_be_read
+from .engine import LogpsEngine
+from .kl import kl_left_out, kl_term, replaces_kl
+from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps
+from .loss_request import build_call_request, build_loss_request, padding_counts
+from .merging import MicroBatchMerger, reducing_gradients
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class _LossCall:
+    """
+    A call of TRL's own `_compute_loss`.
+
+    Args:
+        micro_batch (`dict`): as TRL keeps it for later iterations.
+        inputs (`dict`): what TRL reads, a copy: what is added for TRL does not go into the micro-batch.
+        beta (`float`): coefficient of the KL term, also while TRL's own KL term is left out.
+        logps (`Tensor`, *optional*): the log-probs `[B, T]` that TRL got.
+    """
+
+    micro_batch: dict[str, Any]
+    inputs: dict[str, Any]
+    beta: float
+    logps: Tensor | None = None
+
+
+class FusedState:
+    """
+    The state of a [`FusedGRPOTrainer`], which the trainer's overrides call.
+
+    Args:
+        trainer (`GRPOTrainer`): not yet constructed.
+
+    Attributes:
+        engine ([`LogpsEngine`]): computes log-probs.
+        merger ([`MicroBatchMerger`]): micro-batches that share a forward.
+        deferral ([`LogpsDeferral`]): log-probs that generation leaves out.
+        ratio ([`DeferredRatio`]): importance ratios that generation leaves out.
+        stats (`list[FusedStats]`): of the last loss forward, one for each sub-batch.
+        micro_batch (`dict`): the inputs of the training step that runs.
+    """
+
+    def __init__(self, trainer: GRPOTrainer):
+        self.trainer: Any = trainer  # its attributes depend on the version of TRL
+        self.engine = LogpsEngine(trainer)
+        self.merger = MicroBatchMerger(trainer, self.engine)
+        self.deferral = LogpsDeferral(trainer, self.engine)
+        self.ratio = DeferredRatio(trainer)
+        self.stats: list[FusedStats] = []
+        self.micro_batch: dict[str, Any] = {}
+        self._loss: _LossCall | None = None
+        self._is_in_step = False
+        self._steps_done = 0  # training steps of the current accumulation window that are done
+
+    def attach(self, layer_kernels: bool) -> None:
+        """
+        Check options and models, and prepare the models, at the end of the trainer's constructor.
+
+        Args:
+            layer_kernels (`bool`): whether `use_liger_kernel` asks for Liger's layers.
+
+        Raises:
+            `ValueError`: when model or options cannot be fused; the message says what to change.
+        """
+        trainer, engine = self.trainer, self.engine
+        engine.read_options()
+        causal_lm = engine.causal_lm(trainer.model)
+        check_backward(trainer, engine.options.fused_backward)
+        check_aux_loss(trainer, causal_lm)
+        check_sharding(trainer, causal_lm)
+        check_kl_estimator(trainer)
+        if layer_kernels and trainer.accelerator.device.type == "cpu":
+            trl_compat.leave_layers(trainer.args)
+        elif layer_kernels:
+            trl_compat.apply_liger_layer_kernels(causal_lm, trainer.args)
+        for model in (trainer.model, trainer.ref_model):
+            if model is not None:
+                check_head(trainer, output_projection(engine.causal_lm(model)))
+                engine.install(model)
+        tell_what_has_no_effect(trainer, lambda: engine.layout(trainer.model))
+
+    def detach(self) -> None:
+        """Undo what was done to models and to transformers' attention. Idempotent."""
+        self.engine.uninstall()
+        uninstall_attention()
+
+    def begin_training(self) -> None:
+        """Read the options anew, and end what a training that was interrupted has left."""
+        self.engine.read_options()
+        self.ratio.resolve()
+        self.merger.reset()
+
+    def begin_accumulation(self) -> None:
+        """TRL asks for the micro-batches of a new accumulation window."""
+        self._steps_done = 0
+
+    @property
+    def steps_left(self) -> int:
+        """
+        Micro-batches until the weights move, the current one included. Zero outside a training step, where it is not
+        known: a loop of the user's own may move them at any time.
+        """
+        if not self._is_in_step or self.trainer.accelerator.sync_gradients:
+            return int(self._is_in_step)
+        return max(self.trainer.current_gradient_accumulation_steps - self._steps_done, 1)
+
+    # Generation, and the micro-batches that it is split into
+
+    @contextmanager
+    def generation(self) -> Generator[None, None, None]:
+        """While it lasts, TRL generates: some log-probs are left out."""
+        self.engine.list_modules_anew()
+        with self.deferral.generation(self.steps_left):
+            yield
+
+    def plan(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Prepare the micro-batches of a new generation batch, and return those to train on."""
+        batches = self.merger.plan_generation(batches)
+        self.deferral.compute_reference(self.merger.groups(self.steps_left), self._loss_request)
+        return batches
+
+    # A training step
+
+    @contextmanager
+    def training_step(self) -> Generator[None, None, None]:
+        """While it lasts, TRL runs one training step. The backward may wait for other micro-batches."""
+        accelerator = self.trainer.accelerator
+        backward = accelerator.backward
+
+        @wraps(backward)  # whether the user replaced it is seen through this
+        def backward_of_forward(loss: Tensor, **options: Any) -> None:
+            is_padded = any(stats.layout == "padded" for stats in self.stats)
+            # Checkpointed layers compute their attention again
+            with cudnn_attention_off() if is_padded else nullcontext():
+                run = partial(backward, **options)
+                self.merger.backward(loss, self.micro_batch, accelerator.sync_gradients, run)
+
+        with temporary_attr(accelerator, "backward", backward_of_forward), temporary_attr(self, "_is_in_step", True):
+            yield
+        self._steps_done = 0 if accelerator.sync_gradients else self._steps_done + 1
+        if not self.merger.is_waiting:
+            self._log_recomputed()
+
+    def _log_recomputed(self) -> None:
+        accelerator = self.trainer.accelerator
+        counts = [sum(stats.recomputed for stats in self.stats), sum(stats.rows for stats in self.stats)]
+        if accelerator.num_processes > 1:
+            local = torch.tensor(counts, dtype=torch.float32, device=accelerator.device)
+            counts = accelerator.reduce(local, reduction="sum").tolist()
+        recomputed, rows = counts
+        self.trainer._metrics["train"]["fused/rows_recomputed"].append(recomputed / max(rows, 1))
+
+    # The loss of a micro-batch
+
+    def is_objective_replaced(self) -> bool:
+        """Whether TRL's objective is not TRL's own any more."""
+        replaced = replaced_behind(self.trainer, "_compute_loss")
+        return bool(replaced or replaced_method(self.trainer, trl_compat.OBJECTIVE_METHODS))
+
+    def compute_loss(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+        """
+        The loss of a micro-batch, a scalar.
+
+        Args:
+            micro_batch (`dict`): what TRL calls its `_compute_loss` with.
+            trl_loss (`Callable`): TRL's own `_compute_loss` for given inputs.
+        """
+        check_micro_batch(micro_batch)
+        loss_call = _LossCall(micro_batch, dict(micro_batch), self.trainer.beta)
+        with temporary_attr(self, "_loss", loss_call):
+            if not replaces_kl(self.trainer):
+                return trl_loss(loss_call.inputs)
+            with kl_left_out(self.trainer):
+                loss = trl_loss(loss_call.inputs)
+            assert loss_call.logps is not None, "TRL asked for log-probs"
+            return loss + kl_term(self.trainer, loss_call.inputs, loss_call.logps)
+
+    def per_token_logps(
+        self, call: LogpsArgs, trl_method: Callable, trl_call: Callable[[], tuple[Any, ...]]
+    ) -> tuple[Tensor | None, ...]:
+        """
+        What TRL's log-prob method returns.
+
+        Args:
+            call ([`LogpsArgs`]): its arguments.
+            trl_method (`Callable`): TRL's own method.
+            trl_call (`Callable`): calls TRL's own method with all arguments.
+        """
+        trainer = self.trainer
+        if self.deferral.leaves_out(call):
+            return trl_compat.logps_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
+        is_own = replaced_method(trainer, ("_get_per_token_logps_and_entropies",)) is None
+        loss_call = self._loss if is_own else None
+        reason = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model))
+        if reason is not None:
+            logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
+            logps, entropies, *aux = trl_call()
+            result = PerTokenLogps(logps, entropies, aux[0] if aux else None)
+        elif loss_call is not None:
+            result = self._logps_of_loss(loss_call, call, trl_method)
+        else:
+            result = self._logps_of_call(call, trl_method)
+        if loss_call is not None:
+            loss_call.logps = result.logps
+            self.ratio.fill(loss_call.inputs, result.logps)
+        entropies = trl_compat.entropies_as_trl(trainer, result.entropies)
+        return trl_compat.logps_result(result.logps, entropies, result.aux_loss)
+
+    def _logps_of_call(self, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
+        """Log-probs for a call that is not that of TRL's own loss."""
+        reason = why_padding_may_be_read(self.trainer, self.deferral.is_generating)
+        if self.engine.options.forces_layout:
+            reason = None  # whoever asks for a layout says that nobody reads padding
+        beta = None if self._loss is None else self._loss.beta
+        logps_request = build_call_request(self.trainer, call, reason is not None, beta)
+        return self.engine.compute(logps_request, call, trl_method, reason)
+
+    def _logps_of_loss(self, loss_call: _LossCall, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
+        """Log-probs of the micro-batch whose loss TRL computes. Those that share its forward are computed with it."""
+        micro_batch = loss_call.micro_batch
+        if not torch.is_grad_enabled():
+            return self.engine.compute(self._loss_request(micro_batch), call, trl_method)
+        kept = self.merger.take_logps(micro_batch)
+        if kept is not None:
+            return kept
+        group = self._sharing_forward(loss_call, call.model)
+        logps_request = LogpsRequest.joined([self._loss_request(batch) for batch in group])
+        if len(group) == 1:
+            results = [self.engine.compute(logps_request, call, trl_method)]
+        else:
+            moves_weights = len(group) == self.steps_left
+            with reducing_gradients(call.model) if moves_weights else nullcontext():
+                of_group = self.engine.compute(logps_request, call.with_batches(group), trl_method)
+            results = of_group.split([len(batch["completion_ids"]) for batch in group])
+            self.merger.keep(micro_batch, results)
+        self.stats = results[0].stats
+        return results[0]
+
+    def _sharing_forward(self, loss_call: _LossCall, model: nn.Module) -> list[dict[str, Any]]:
+        """The micro-batches that share the forward of this one, itself first."""
+        group = self.merger.together(loss_call.micro_batch, self.steps_left)
+        if len(group) == 1:
+            return group
+        layout = self.engine.layout(model, reads_padding=padding_counts(self.trainer, loss_call.beta))
+        # Something may have been found out or replaced since the plan
+        return group if why_forwards_are_not_shared(self.trainer, layout) is None else [loss_call.micro_batch]
+
+    def _loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:
+        has_aux_loss = getattr(self.trainer, "aux_loss_enabled", False)
+        skip_zero_grad = self.engine.options.fused_skip_zero_grad_sequences and not has_aux_loss
+        beta = None if self._loss is None else self._loss.beta
+        return build_loss_request(self.trainer, inputs, skip_zero_grad, beta)

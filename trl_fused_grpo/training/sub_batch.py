@@ -1,0 +1,69 @@
+"""One sub-batch of a log-prob computation: the positions that are projected, and their results in place."""
+
+from torch import Tensor, where
+
+from trl_fused_grpo.loss.forecast import grad_rows_first
+from trl_fused_grpo.ops.linear_logps import Forecast, FusedStats
+
+from .logps_request import LogpsRequest, PerTokenLogps
+
+
+class SubBatch:
+    """
+    Selects positions of a sub-batch, and puts what is computed for them back in place.
+
+    Args:
+        logps_request ([`LogpsRequest`]): for the whole batch.
+        rows (`Tensor`): `[b]`: which of its sequences these are.
+
+    Attributes:
+        scored (`Tensor`): `[b, T]`, bool: the positions that are projected.
+        positions (`Tensor`): `[N]`: the same, flat in `[b, T]`. Those that need no gradient come last.
+        forecast ([`Forecast`], *optional*): the gradients expected at `positions`.
+    """
+
+    def __init__(self, logps_request: LogpsRequest, rows: Tensor):
+        self.scored = logps_request.mask[rows].bool()  # [b, T]
+        self.forecast: Forecast | None = None
+        self._fill = None if logps_request.fill is None else logps_request.fill[rows]  # [b, T]
+        self._skipped: Tensor | None = None  # [b, T], positions of sequences that are left out of the model
+        forecast = logps_request.forecast
+        if forecast is None:
+            self.positions, _ = grad_rows_first(self.scored, None)
+            return
+        needs_grad = self.scored & forecast.needs_grad[rows]
+        if logps_request.skip_zero_grad:
+            kept = needs_grad.any(1, keepdim=True)  # [b, 1]
+            self._skipped, self.scored = self.scored & ~kept, self.scored & kept
+        # What needs no gradient comes last, so that it never enters a matmul of the backward
+        self.positions, grad_rows = grad_rows_first(self.scored, needs_grad)
+        width = self.scored.shape[1]
+        in_batch = rows[self.positions // width] * width + self.positions % width  # [N], flat in [B, T]
+        self.forecast = forecast.at(in_batch, grad_rows)
+
+    def in_place(self, results: tuple[Tensor, ...], has_entropies: bool, stats: FusedStats) -> PerTokenLogps:
+        """
+        Put results back to where they belong in `[b, T]`.
+
+        Args:
+            results (`tuple[Tensor]`):
+                What the model returned: log-probabilities `[N]`, then entropies `[N]` and the auxiliary loss where they
+                were asked for.
+            has_entropies (`bool`): whether there are entropies.
+            stats ([`FusedStats`]): of the call.
+        """
+        values = iter(results)
+        logps = self._scatter(next(values), self._fill)
+        entropies = None
+        if has_entropies:
+            projected = next(values)  # [N]
+            entropies = self._scatter(projected, None)
+            if self._skipped is not None:
+                # The mean over the mask is then the mean over the sequences that went through the model
+                entropies = where(self._skipped, projected.detach().mean(), entropies)
+        return PerTokenLogps(logps, entropies, next(values, None), [stats])
+
+    def _scatter(self, values: Tensor, fill: Tensor | None) -> Tensor:
+        shape = self.scored.shape
+        base = values.new_zeros(shape) if fill is None else fill.to(values.dtype)
+        return base.flatten().index_put((self.positions,), values).view(shape)
