@@ -8,7 +8,8 @@ import torch
 from tests.oracle import KnownGradients, dense_logps, relative_error
 from trl_fused_grpo import FusedStats, LMHead, fused_linear_logps
 from trl_fused_grpo.ops import chunked_linear, recompute
-from trl_fused_grpo.ops.linear_logps import choose_backward, rows_per_chunk
+from trl_fused_grpo.ops.chunk_size import rows_per_chunk
+from trl_fused_grpo.ops.linear_logps import choose_backward
 
 
 N, H, V = 252, 123, 507
@@ -168,8 +169,8 @@ def test_a_gradient_nobody_needs_is_not_computed(leaf, backward, products):
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained-head", "frozen-head"])
 @pytest.mark.parametrize("logits_mib", [0.05, 0.6], ids=["rows-in-pieces", "rows-at-once"])
 def test_recomputing_walks_the_vocabulary_in_tiles(frozen, logits_mib, products, monkeypatch):
-    monkeypatch.setattr(recompute, "_LEAST_COLUMNS", 100)
-    monkeypatch.setattr(recompute, "_MOST_COLUMNS", 100)
+    monkeypatch.setattr(recompute, "_MIN_COLUMNS", 100)
+    monkeypatch.setattr(recompute, "_MAX_COLUMNS", 100)
     problem = Problem(frozen=frozen, entropy=True)
     values, stats = problem.ours(logits_mib=logits_mib)
     assert_close(values, problem.truth(), 2e-6)
