@@ -1,14 +1,14 @@
 """
 Log-probabilities and entropies of a linear head without a `[N, V]` tensor of logits, and their gradients.
 
-[`fused_linear_logps`] computes logits for a chunk of rows at a time and keeps two numbers of each row. Gradients need
-the logits again, so its backward has three modes: `"recompute"` computes them a second time in backward, while
-`"frozen"` and `"forecast"` turn each chunk into gradients in forward, as long as it exists. `"frozen"` takes one for
-the row's gradient and multiplies later; `"forecast"` takes what a [`Forecast`] expects, and the backward corrects rows
-that differ. A wrong forecast therefore costs time, never correctness.
+[`fused_linear_logps`] computes the logits of a chunk of rows, takes a few numbers of each row, and reuses the memory.
+Gradients need the logits once more: the backward mode `"recompute"` computes them a second time in backward. The modes
+`"forecast"` and `"frozen"` turn a chunk into gradients in forward instead, while its logits are in memory.
+`"forecast"` assumes the row gradients that a [`Forecast`] expects, and backward recomputes the rows that differ.
+`"frozen"`, for a head without gradient, assumes one for every row and multiplies by the true row gradient in backward.
 
-Read on in `chunked_linear.py` (the GEMMs), `precomputed_grads.py` (the comparison in backward), `recompute.py` (the
-third mode) and `kernels/torch.py` (from logits to numbers and back).
+Read on in `chunked_linear.py` (the GEMMs), `precomputed_grads.py` (the comparison in backward), `recompute.py` (logits
+a second time) and `kernels/torch.py` (from logits to log-probabilities and gradients).
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from .precomputed_grads import PrecomputedGrads, ResidualGrads
 from .recompute import recomputed_gradients
 
 
+# Backward modes, see `choose_backward`
 Backward = Literal["auto", "frozen", "forecast", "recompute"]
 
 
