@@ -2,7 +2,7 @@
 Forecasts the gradient that each row of the fused head will receive, from a GRPO objective and a micro-batch.
 
 Most objectives give a token a gradient that depends on its own log-probability alone. [`forecast`] computes everything
-else beforehand: [`GradientTerms`], one number per position, inside a [`BatchForecast`]. The fused head projects only
+else beforehand: [`GradientTerms`], one number per position, inside a [`BatchForecast`]. The fused head computes only
 the positions that the loss reads, those that need a gradient first ([`grad_rows_first`]). [`BatchForecast.at`] picks
 their numbers, and the [`RowForecast`] that it returns gives the fused head a chunk's gradients as soon as its
 log-probabilities exist.

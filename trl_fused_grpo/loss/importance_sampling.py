@@ -40,7 +40,7 @@ class SamplingCorrection:
 
     @property
     def is_per_sequence(self) -> bool:
-        """Whether the mode has one ratio per sequence: the product over its tokens."""
+        """Whether there is one ratio for the whole sequence, not one for each token."""
         return self.mode.startswith("sequence")
 
     def ratio(self, logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> Tensor:

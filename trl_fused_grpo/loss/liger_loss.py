@@ -181,45 +181,45 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             per_sequence={"advantages": advantages, "vllm_is_ratio": vllm_is_ratio, "temperature": temperature},
         )
         mask = attention_mask.float()  # [B, T]
-        projected = mask != 0  # [B, T], where log-probabilities are computed
+        selected = mask != 0  # [B, T], where log-probabilities are computed
         if self._padding_counts(objective, vllm_is_ratio):
             objective = replace(objective, reduction="padded_sequence_sum")
-            projected = torch.ones_like(projected)
+            selected = torch.ones_like(selected)
         if normalizer is None and objective.uses_global_normalizer:
             normalizer = tokens_per_process(mask, num_items_in_batch)
         temperature = self.temperature if temperature is None else temperature
         logps_of = partial(selected_logps, selected_token_ids, temperature, logits_mib=self.logits_mib)
         if self.use_ref_model and self.beta != 0.0:
             reference = ref_input, ref_weight, ref_bias
-            ref_per_token_logps = reference_logps(ref_per_token_logps, *reference, projected, logps_of)
+            ref_per_token_logps = reference_logps(ref_per_token_logps, *reference, selected, logps_of)
         else:
             ref_per_token_logps = None
         batch = GRPOBatch(
             mask=mask,
-            advantages=zero_masked(advantages, projected),
-            old_per_token_logps=zero_masked(old_per_token_logps, projected),
-            ref_per_token_logps=zero_masked(ref_per_token_logps, projected),
+            advantages=zero_masked(advantages, selected),
+            old_per_token_logps=zero_masked(old_per_token_logps, selected),
+            ref_per_token_logps=zero_masked(ref_per_token_logps, selected),
             # VESPO sums the logs of all ratios, as TRL and Liger do; a zero would change the sum
-            importance_sampling_ratio=zero_masked(vllm_is_ratio, projected | (objective.loss_type == "vespo")),
-            sampling_per_token_logps=zero_masked(sampling_per_token_logps, projected),
+            importance_sampling_ratio=zero_masked(vllm_is_ratio, selected | (objective.loss_type == "vespo")),
+            sampling_per_token_logps=zero_masked(sampling_per_token_logps, selected),
             normalizer=normalizer,
             entropy_normalizer=entropy_normalizer,
         )
         logps_of = partial(logps_of, _input, LMHead(lin_weight, bias))
-        logps, entropies = self._policy_logps(objective, batch, projected, logps_of, return_outputs)  # [B, T]
+        logps, entropies = self._policy_logps(objective, batch, selected, logps_of, return_outputs)  # [B, T]
         return self._outputs(objective, batch, logps, entropies, return_outputs)
 
     def _policy_logps(
         self,
         objective: GRPOObjective,
         batch: GRPOBatch,
-        projected: Tensor,
+        selected: Tensor,
         logps_of: Callable[..., tuple[Tensor, Tensor | None]],
         with_entropies: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and entropies of the policy `[B, T]`, with the forecast of their gradients."""
         expected = forecast(objective, batch) if torch.is_grad_enabled() else None
-        positions, grad_rows = grad_rows_first(projected, None if expected is None else expected.needs_grad)  # [N]
+        positions, grad_rows = grad_rows_first(selected, None if expected is None else expected.needs_grad)  # [N]
         return logps_of(
             positions,
             forecast=None if expected is None else expected.at(positions, grad_rows),

@@ -55,7 +55,7 @@ def reference_logps(
     hidden: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    projected: Tensor,
+    selected: Tensor,
     logps_of: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> Tensor:
     """
@@ -64,7 +64,7 @@ def reference_logps(
     Args:
         logps (`Tensor`, *optional*): `[B, T]`, nats.
         hidden, weight, bias (`Tensor`, *optional*): `[B, T, H]`, `[V, H]` and `[V]`.
-        projected (`Tensor`): bool `[B, T]`, the positions to compute.
+        selected (`Tensor`): bool `[B, T]`, the positions to compute.
         logps_of (`Callable`): [`selected_logps`] with token ids and temperature.
 
     Raises:
@@ -78,5 +78,5 @@ def reference_logps(
         return logps
     if hidden is None or weight is None:
         raise ValueError("use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight.")
-    positions, _ = grad_rows_first(projected, None)
+    positions, _ = grad_rows_first(selected, None)
     return logps_of(hidden, LMHead(weight, bias), positions, entropy=False)[0]
