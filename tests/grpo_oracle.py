@@ -1,4 +1,4 @@
-"""The GRPO objectives token by token in float64, from their papers' formulas. Imports nothing from the package."""
+"""Oracle of the GRPO objectives: papers' formulas, token by token, in float64. Imports nothing from the package."""
 
 import math
 
@@ -6,12 +6,12 @@ import torch
 
 
 def _ratio(options, sequence, t):
-    """Importance ratio of token `t`, at the level asked for."""
+    """Importance ratio of token `t`, of the token or its sequence."""
     logps, old = sequence["logps"], sequence["old"]
     if options.get("importance_sampling_level", "token") == "token":
         return (logps[t] - old[t]).exp()
-    counted = [s for s in range(len(logps)) if sequence["mask"][s]]
-    return (sum(logps[s] - old[s] for s in counted) / max(len(counted), 1)).exp()
+    kept = [s for s in range(len(logps)) if sequence["mask"][s]]
+    return (sum(logps[s] - old[s] for s in kept) / max(len(kept), 1)).exp()
 
 
 def _kl(options, logp, ref, ratio):
@@ -21,7 +21,7 @@ def _kl(options, logp, ref, ratio):
     return kl * ratio if options.get("use_bias_correction_kl") else kl
 
 
-def _vespo_phi(options, sequence, advantage):
+def _gamma_weight(options, sequence, advantage):
     sign = "pos" if advantage >= 0 else "neg"
     k = options.get(f"vespo_k_{sign}", 2.0 if sign == "pos" else 3.0)
     lam = options.get(f"vespo_lambda_{sign}", 3.0 if sign == "pos" else 2.0)
@@ -41,7 +41,7 @@ def _policy(options, sequence, t, advantage):
     if loss_type == "cispo":
         return -min(float(ratio.detach()), options.get("epsilon_high", 0.2)) * advantage * logp
     if loss_type == "vespo":
-        return -_vespo_phi(options, sequence, advantage) * advantage * logp
+        return -_gamma_weight(options, sequence, advantage) * advantage * logp
     if loss_type == "sapo":
         tau = options.get("sapo_temperature_pos", 1.0) if advantage > 0 else options.get("sapo_temperature_neg", 1.05)
         return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
@@ -51,7 +51,7 @@ def _policy(options, sequence, t, advantage):
     return -torch.minimum(ratio * advantage, clipped * advantage)
 
 
-def _keeps(options, sequence, advantage):
+def _off_policy_mask(options, sequence, advantage):
     threshold = options.get("off_policy_mask_threshold")
     if threshold is None or advantage >= 0:
         return 1.0
@@ -64,7 +64,7 @@ def _keeps(options, sequence, advantage):
 
 
 def _weight(options, mask, row, normalizer):
-    """What a reduction multiplies the term of a token of `row` by."""
+    """Weight of a token of `row` in the loss."""
     own = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "fixed_length", "luspo": "sequence_sum"}
     name = options.get("reduction") or own.get(options["loss_type"], "token_mean")
     if name == "token_mean":
@@ -91,17 +91,21 @@ def grpo_loss(options, logps, mask, advantages, old=None, ref=None, is_ratio=Non
     sampling = old if more.get("sampling") is None else more["sampling"].double()
     is_ratio = torch.ones_like(logps) if is_ratio is None else is_ratio.double().reshape(len(mask), -1)
     entropies = more.get("entropies")
-    counted = mask.bool()
-    uncertain = counted
+    kept = mask.bool()
+    high_entropy = kept
     if options.get("top_entropy_quantile", 1.0) < 1.0:
-        uncertain = counted & (entropies >= torch.quantile(entropies[counted], 1 - options["top_entropy_quantile"]))
+        high_entropy = kept & (entropies >= torch.quantile(entropies[kept], 1 - options["top_entropy_quantile"]))
 
     loss, kl_sum = logps.sum() * 0, 0.0
-    for row, t in counted.nonzero().tolist():
+    for row, t in kept.nonzero().tolist():
         sequence = {"logps": logps[row], "old": old[row], "mask": mask[row], "sampling": sampling[row]}
         sequence["is_ratio"] = is_ratio[row]
         advantage = float(advantages[row, t])
-        term = _policy(options, sequence, t, advantage) * _keeps(options, sequence, advantage) * uncertain[row, t]
+        term = (
+            _policy(options, sequence, t, advantage)
+            * _off_policy_mask(options, sequence, advantage)
+            * high_entropy[row, t]
+        )
         if options["loss_type"] != "vespo":
             term = term * is_ratio.expand(mask.shape)[row, t]
         if options.get("beta", 0.0) != 0.0 and ref is not None:
@@ -110,5 +114,5 @@ def grpo_loss(options, logps, mask, advantages, old=None, ref=None, is_ratio=Non
         loss = loss + term * _weight(options, mask, row, more.get("normalizer"))
     tokens = max(float(mask.sum()), 1.0)
     if options.get("entropy_coef", 0.0) != 0.0:
-        loss = loss - options["entropy_coef"] * entropies[counted].sum() / tokens
+        loss = loss - options["entropy_coef"] * entropies[kept].sum() / tokens
     return loss, kl_sum / tokens

@@ -1,10 +1,10 @@
-"""Dense float64 truth for the fused linear function, and forecasts of it. Imports nothing from the package."""
+"""Dense oracle of the fused linear function, and a forecast with known gradients. Imports nothing from the package."""
 
 import torch
 
 
 def dense_logps(hidden, weight, targets, bias=None, temperature=1.0, logit_scale=1.0, softcap=None):
-    """Log-probabilities and entropies `[N]` of a linear head, through the whole `[N, V]` of logits."""
+    """Log-probabilities and entropies `[N]` of a linear head, from all `[N, V]` logits."""
     z = hidden @ weight.t()
     if bias is not None:
         z = z + bias
@@ -17,14 +17,14 @@ def dense_logps(hidden, weight, targets, bias=None, temperature=1.0, logit_scale
 
 
 def relative_error(value, truth):
-    """Norm of the difference over the norm of the truth, in float64; NaN and infinities count as infinite."""
+    """Norm of the difference over the norm of the truth, in float64; infinite where the difference is not finite."""
     value, truth = value.double(), truth.double()
     error = ((value - truth).norm() / truth.norm().clamp(min=1e-300)).item()
     return error if error == error else float("inf")
 
 
 class KnownGradients:
-    """A forecast that says what it was told."""
+    """A forecast that returns given gradients `[N]`; rows from `grad_rows` on are forecast to have none."""
 
     def __init__(self, grad_logps, grad_entropies=None, grad_rows=None):
         self.grad_logps, self.grad_entropies = grad_logps, grad_entropies

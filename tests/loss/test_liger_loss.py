@@ -1,4 +1,4 @@
-"""FusedLinearGRPOLoss: Liger's loss where Liger has one, float64 arithmetic where it has none."""
+"""`FusedLinearGRPOLoss` against Liger's loss, and against a float64 oracle for options that Liger lacks."""
 
 import inspect
 
@@ -23,7 +23,7 @@ HIDDEN, WEIGHT, BIAS = randn(B, T, H), 0.3 * randn(V, H, seed=1), randn(V, seed=
 IDS = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
 MASK = (torch.arange(T) < torch.tensor([9, 4, 1, 6])[:, None]).float()
 MASK[0, 3] = 0
-ADVANTAGES = torch.tensor([1.4, -0.5, 0.3, -0.2])  # a loss that does not cancel
+ADVANTAGES = torch.tensor([1.4, -0.5, 0.3, -0.2])  # advantages that do not cancel in the loss
 RATIO = 0.2 + torch.rand(B, T, generator=torch.Generator().manual_seed(4))
 TEMPERATURE = 0.8
 
@@ -38,7 +38,7 @@ OLD, REF = CURRENT + 0.4 * randn(B, T, seed=5), CURRENT + 0.5 * randn(B, T, seed
 
 
 def run(cls, options, bias=True, factor=4.0, hidden=HIDDEN, mask=MASK, advantages=ADVANTAGES, **inputs):
-    """The loss object, loss, metrics, and gradients of hidden states, weight and bias."""
+    """Return the loss object, loss, metrics, and gradients of hidden states, weight and bias."""
     leaves = [x.clone().requires_grad_() for x in (hidden, WEIGHT, BIAS) if bias or x is not BIAS]
     loss_fn = cls(**{"temperature": TEMPERATURE, "max_completion_length": 12, "compiled": False, **options})
     loss, metrics = loss_fn(*leaves[:2], IDS, mask, advantages, leaves[2] if bias else None, **inputs)
@@ -46,7 +46,7 @@ def run(cls, options, bias=True, factor=4.0, hidden=HIDDEN, mask=MASK, advantage
 
 
 def truth(options, factor=4.0, mask=MASK, advantages=ADVANTAGES, **inputs):
-    """Loss, KL divergence and gradients of the same in float64."""
+    """The oracle's loss, KL divergence and gradients, in float64."""
     leaves = [x.double().requires_grad_() for x in (HIDDEN, WEIGHT, BIAS)]
     logps, entropies = dense(*leaves)
     options = {"loss_type": "dapo", "max_completion_length": 12, **options}
@@ -74,17 +74,17 @@ LIGER_ARGUMENTS = {
 
 @pytest.mark.parametrize("method", LIGER_ARGUMENTS)
 def test_positional_arguments_are_those_of_the_newest_liger(method):
-    ours = inspect.signature(getattr(FusedLinearGRPOLoss, method)).parameters
-    positional = [p.name for p in ours.values() if p.kind is not p.KEYWORD_ONLY]
+    fused = inspect.signature(getattr(FusedLinearGRPOLoss, method)).parameters
+    positional = [p.name for p in fused.values() if p.kind is not p.KEYWORD_ONLY]
     assert positional == LIGER_ARGUMENTS[method].split()
     installed = inspect.signature(getattr(LigerFusedLinearGRPOLoss, method)).parameters
     for name, parameter in installed.items():
-        assert ours[name].default == parameter.default
+        assert fused[name].default == parameter.default
     assert issubclass(FusedLinearGRPOLoss, LigerFusedLinearGRPOLoss)
 
 
 def liger_cases():
-    """One axis at a time around every loss type and level: (name, options, inputs)."""
+    """For every loss type and level, variations of one option at a time: (name, options, inputs)."""
     ratios = {"per-sequence": RATIO[:, 0], "one-column": RATIO[:, :1], "per-token": RATIO}
     reference = {"ref_input": HIDDEN + 0.1, "ref_weight": 0.9 * WEIGHT, "ref_bias": BIAS}
     for loss_type in LOSS_TYPES:
@@ -107,11 +107,11 @@ def liger_cases():
             corrected = {**kl, "use_bias_correction_kl": True, "delta": 1.5}
             yield f"{name}-kl-corrected", corrected, {"ref_per_token_logps": REF, "old_per_token_logps": OLD}
             if loss_type in ("dapo", "cispo", "vespo"):
-                yield f"{name}-window", base, {"num_items_in_batch": torch.tensor(77)}
+                yield f"{name}-num-items", base, {"num_items_in_batch": torch.tensor(77)}
 
 
 LIGER_CASES = {name: (options, inputs) for name, options, inputs in liger_cases()}
-# Releases before 0.8.2 take a token's ratio for the bias correction at sequence level too
+# Liger before 0.8.2 multiplies the KL term by the ratio of each token at sequence level too
 TOKEN_RATIO_CORRECTS_KL = "num_items_in_batch" not in inspect.signature(LigerFusedLinearGRPOLoss.forward).parameters
 FIRST_OPTION = {"cispo": "sapo_temperature_pos", "sapo": "sapo_temperature_pos", "luspo": "delta", "vespo": "delta"}
 
@@ -129,15 +129,15 @@ def skip_what_the_installed_liger_lacks(options, inputs):
 
 
 @pytest.mark.parametrize("name", LIGER_CASES)
-def test_loss_metrics_and_gradients_are_ligers(name):
+def test_loss_metrics_and_gradients_equal_ligers(name):
     options, inputs = LIGER_CASES[name]
     skip_what_the_installed_liger_lacks(options, inputs)
     _, loss, metrics, grads = run(LigerFusedLinearGRPOLoss, options, **inputs)
-    loss_fn, our_loss, our_metrics, our_grads = run(FusedLinearGRPOLoss, options, **inputs)
-    assert isinstance(our_metrics, tuple)
-    assert_close([our_loss, *our_grads], [loss, *grads], 2e-5 if options["loss_type"] == "vespo" else 1e-5)
-    for mine, theirs in zip(our_metrics, metrics, strict=True):
-        assert mine.item() == pytest.approx(theirs.item(), rel=1e-5, abs=1e-7)
+    loss_fn, fused_loss, fused_metrics, fused_grads = run(FusedLinearGRPOLoss, options, **inputs)
+    assert isinstance(fused_metrics, tuple)
+    assert_close([fused_loss, *fused_grads], [loss, *grads], 2e-5 if options["loss_type"] == "vespo" else 1e-5)
+    for fused, liger in zip(fused_metrics, metrics, strict=True):
+        assert fused.item() == pytest.approx(liger.item(), rel=1e-5, abs=1e-7)
     if loss_fn.objective.is_tokenwise("old_per_token_logps" in inputs):
         assert loss_fn.stats.recomputed == 0
 
@@ -165,7 +165,7 @@ BEYOND_LIGER = {
 
 
 @pytest.mark.parametrize("name", BEYOND_LIGER)
-def test_further_options_equal_the_oracle(name):
+def test_options_that_liger_lacks_equal_the_oracle(name):
     options, inputs = BEYOND_LIGER[name]
     options = {"beta": 0.0, **options}
     loss_fn, loss, metrics, grads = run(FusedLinearGRPOLoss, options, **inputs)
@@ -180,13 +180,13 @@ def test_further_options_equal_the_oracle(name):
 
 
 @pytest.mark.parametrize("gap", [1e-2, 1e-4])
-def test_a_reference_next_to_the_policy_is_forecast_to_the_last_bit(gap):
+def test_the_forecast_of_the_kl_term_is_exact_for_a_reference_close_to_the_policy(gap):
     ref = CURRENT + gap * randn(B, T, seed=11)
     loss_fn, *_ = run(FusedLinearGRPOLoss, {"beta": 0.1}, advantages=torch.zeros(B), ref_per_token_logps=ref)
     assert (loss_fn.stats.backward, loss_fn.stats.recomputed) == ("forecast", 0)
 
 
-def test_only_tokens_that_count_are_projected_and_padding_may_hold_anything():
+def test_masked_tokens_are_not_computed_and_may_hold_any_value():
     ids, poison = IDS.clone(), torch.full((B, T), float("nan"))
     ids[MASK == 0] = -100
     hidden = HIDDEN.masked_fill(MASK[..., None] == 0, float("nan"))
@@ -204,19 +204,19 @@ def test_only_tokens_that_count_are_projected_and_padding_may_hold_anything():
     assert loss_fn.stats.rows == MASK.sum()
 
 
-def test_tokens_without_gradient_take_part_in_the_forward_only(monkeypatch):
+def test_tokens_without_gradient_enter_no_backward_gemm(monkeypatch):
     from trl_fused_grpo.ops import chunked_linear
 
-    heights = []
+    row_counts = []
     add = chunked_linear.GradAccumulator.add
     monkeypatch.setattr(
         chunked_linear.GradAccumulator,
         "add",
-        lambda self, rows, logits, *rest: (heights.append(len(logits)), add(self, rows, logits, *rest)),
+        lambda self, rows, logits, *rest: (row_counts.append(len(logits)), add(self, rows, logits, *rest)),
     )
     advantages = torch.tensor([1.4, 0.0, 0.0, -0.2])
     run(FusedLinearGRPOLoss, {"beta": 0.0}, advantages=advantages)
-    assert sum(heights) == MASK[[0, 3]].sum()
+    assert sum(row_counts) == MASK[[0, 3]].sum()
 
 
 @pytest.mark.parametrize("shape", ["per-sequence", "one-column", "per-token"])
@@ -239,7 +239,7 @@ def test_each_token_may_have_its_own_temperature(shape, bias):
     assert loss_fn.stats.recomputed == 0
 
 
-def test_a_frozen_head_takes_the_way_of_two_gemms_and_gets_no_gradient():
+def test_a_frozen_head_runs_in_the_frozen_mode():
     loss_fn = FusedLinearGRPOLoss(beta=0.0, temperature=TEMPERATURE, importance_sampling_level="sequence")
     hidden = HIDDEN.clone().requires_grad_()
     loss, _ = loss_fn(hidden, WEIGHT, IDS, MASK, ADVANTAGES, BIAS, old_per_token_logps=OLD)
@@ -249,19 +249,19 @@ def test_a_frozen_head_takes_the_way_of_two_gemms_and_gets_no_gradient():
     assert (loss_fn.stats.backward, loss_fn.stats.recomputed) == ("frozen", 0)
 
 
-def test_a_way_can_be_forced():
+def test_the_backward_mode_can_be_forced():
     loss_fn, _, _, grads = run(FusedLinearGRPOLoss, {"beta": 0.0, "backward": "recompute", "logits_mib": 0.001})
     _, _, _, expected = run(FusedLinearGRPOLoss, {"beta": 0.0})
     assert loss_fn.stats.backward == "recompute"
     assert_close(grads, expected, 1e-6)
 
 
-def test_a_batch_without_tokens_gives_a_differentiable_zero():
+def test_a_batch_without_tokens_has_loss_and_gradients_zero():
     _, loss, metrics, grads = run(FusedLinearGRPOLoss, {"beta": 0.1}, mask=torch.zeros(B, T), ref_per_token_logps=REF)
     assert [loss.item(), *(m.item() for m in metrics), *(g.abs().sum().item() for g in grads)] == [0.0] * 6
 
 
-def test_nothing_is_kept_for_backward_without_gradients():
+def test_without_gradients_the_mode_is_no_grad():
     loss_fn = FusedLinearGRPOLoss(beta=0.0, temperature=TEMPERATURE)
     with torch.no_grad():
         loss, _ = loss_fn(HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES, BIAS)
@@ -269,7 +269,7 @@ def test_nothing_is_kept_for_backward_without_gradients():
     assert relative_error(loss, truth({})[0]) < 2e-6
 
 
-def test_gradients_flow_to_hidden_states_and_head_only():
+def test_only_hidden_states_and_head_get_gradients():
     old, ref, ratio, advantages = (x.clone().requires_grad_() for x in (OLD, REF, RATIO, ADVANTAGES))
     loss_fn = FusedLinearGRPOLoss(beta=0.1, temperature=TEMPERATURE)
     weight = WEIGHT.clone().requires_grad_()
@@ -283,7 +283,7 @@ def test_gradients_flow_to_hidden_states_and_head_only():
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_outputs_come_with_names(loss_type):
+def test_return_outputs_gives_logps_entropies_and_named_metrics(loss_type):
     options = {"beta": 0.1, "loss_type": loss_type, "max_completion_length": 12, "temperature": TEMPERATURE}
     inputs = {"ref_per_token_logps": REF, "old_per_token_logps": OLD}
     loss, (kl, clipped) = FusedLinearGRPOLoss(**options)(HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES, BIAS, **inputs)
@@ -301,7 +301,7 @@ def test_outputs_come_with_names(loss_type):
     assert ("vespo/phi_seq_mean" in metrics) == (loss_type == "vespo")
 
 
-def test_both_references_at_once_are_one_too_many():
+def test_reference_logps_are_preferred_to_reference_hidden_states_with_a_warning():
     loss_fn = FusedLinearGRPOLoss(beta=0.1)
     arguments = HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES
     expected, _ = loss_fn(*arguments, ref_per_token_logps=REF)
@@ -321,7 +321,7 @@ def test_both_references_at_once_are_one_too_many():
         ({}, "needs ref_per_token_logps"),
     ],
 )
-def test_input_that_does_not_fit_is_refused_by_name(inputs, message):
+def test_input_that_does_not_fit_raises_with_its_name(inputs, message):
     names = ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages")
     arguments = {**dict(zip(names, (HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES), strict=True)), **inputs}
     with pytest.raises(ValueError, match=message):
@@ -329,18 +329,18 @@ def test_input_that_does_not_fit_is_refused_by_name(inputs, message):
 
 
 @pytest.mark.parametrize("name", ["sapo_temperature_pos", "sapo_temperature_neg", "delta"])
-def test_what_must_be_positive_is(name):
+def test_options_that_must_be_positive_raise_otherwise(name):
     with pytest.raises(ValueError, match=f"{name} must be positive"):
         FusedLinearGRPOLoss(**{name: 0.0})
 
 
-def test_attributes_set_later_count():
+def test_attributes_set_after_construction_take_effect():
     loss_fn = FusedLinearGRPOLoss(beta=0.5)
     loss_fn.beta, loss_fn.loss_type = 0.0, "grpo"
     assert (loss_fn.objective.beta, loss_fn.objective.loss_type) == (0.0, "grpo")
-    loss_fn(HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES)  # needs no reference any more
+    loss_fn(HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES)  # beta is zero, so no reference is needed
 
 
-def test_an_objective_makes_a_loss_and_a_loss_an_objective():
+def test_a_loss_made_from_an_objective_has_that_objective():
     objective = GRPOObjective(loss_type="sapo", beta=0.3, kl_estimator="k2", entropy_coef=0.1, reduction="token_mean")
     assert FusedLinearGRPOLoss.from_objective(objective, backward="recompute").objective == objective

@@ -1,4 +1,4 @@
-"""The objectives in plain torch, and the gradients forecast from them, against float64 arithmetic token by token."""
+"""The objectives in plain torch and the forecast of their gradients, against a float64 oracle."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def randn(*shape, seed=0):
 
 LOGPS = -1 - randn(B, T).abs()
 MASK = (torch.arange(T) < torch.tensor([7, 4, 1, 6, 5])[:, None]).long()
-MASK[0, 3] = 0  # a tool's token
+MASK[0, 3] = 0  # a token of a tool's result
 ADVANTAGES = torch.tensor([1.3, -0.7, 0.4, 0.0, -2.1])
 OLD = LOGPS + 0.4 * randn(B, T, seed=1)
 REF = LOGPS + 0.3 * randn(B, T, seed=2)
@@ -94,7 +94,7 @@ def test_value_and_gradient_equal_the_oracle(name):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_forecast_is_the_gradient_up_to_one_factor_and_dead_rows_get_none(name):
+def test_the_forecast_is_the_gradient_up_to_one_factor_and_zero_grad_rows_come_last(name):
     options, objective, batch = case(name)
     expected = forecast(objective, batch)
     assert (expected is not None) == objective.is_tokenwise(batch.old_per_token_logps is not None)
@@ -117,7 +117,7 @@ def test_the_forecast_is_the_gradient_up_to_one_factor_and_dead_rows_get_none(na
     assert not truths[1].flatten()[positions[grad_rows:]].any()
 
 
-def test_a_forecast_exists_exactly_where_tokens_do_not_depend_on_each_other():
+def test_a_forecast_exists_where_tokens_do_not_depend_on_each_other_and_nowhere_else():
     def exists(old, **options):
         return GRPOObjective(**options).is_tokenwise(has_old_logps=old)
 
@@ -129,11 +129,11 @@ def test_a_forecast_exists_exactly_where_tokens_do_not_depend_on_each_other():
     assert not exists(False, importance_sampling_level="sequence", beta=0.1, kl_estimator="k4")
     assert exists(False, loss_type="vespo")
     assert not exists(True, loss_type="vespo")
-    assert not exists(False, loss_type="a-loss-of-the-future")
+    assert not exists(False, loss_type="unknown")
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length", "sequence_sum"])
-def test_a_normalizer_for_the_whole_step_makes_the_loss_independent_of_the_cut(reduction):
+def test_with_a_normalizer_for_the_whole_step_the_loss_does_not_depend_on_the_micro_batches(reduction):
     objective = GRPOObjective(reduction=reduction, max_completion_length=9)
     terms = randn(B, T, seed=5)
     whole = reduce_loss(objective, GRPOBatch(MASK, ADVANTAGES.unsqueeze(1)), terms, None)
@@ -147,7 +147,7 @@ def test_a_normalizer_for_the_whole_step_makes_the_loss_independent_of_the_cut(r
     assert sum(parts) == pytest.approx(whole.item(), rel=1e-6)
 
 
-def test_padding_has_no_weight_unless_asked_for():
+def test_padding_has_weight_in_padded_sequence_sum_only():
     batch = GRPOBatch(MASK, ADVANTAGES.unsqueeze(1))
     for name in ("token_mean", "sequence_mean", "fixed_length", "sequence_sum"):
         assert not token_weights(GRPOObjective(reduction=name, max_completion_length=9), batch)[MASK == 0].any()
@@ -162,29 +162,29 @@ def _exact_kl(log_p, log_q):
 def test_kl_estimators_are_unbiased(estimator):
     log_p = (2 * randn(9, seed=7).double()).log_softmax(0)
     log_q = randn(9, seed=8).double().log_softmax(0)
-    # every token once, weighted by its probability: an expectation without sampling
+    # The expectation without sampling: every token once, weighted by its probability
     objective = GRPOObjective(kl_estimator=estimator)
     value = (log_p.exp() * kl_loss(objective, log_q, log_p, torch.zeros(9).double())).sum()
     assert value.item() == pytest.approx(_exact_kl(log_p, log_q).item(), rel=1e-12)
 
 
-def test_the_gradient_of_k4_is_that_of_the_divergence():
-    scores = (2 * randn(9, seed=7).double()).requires_grad_()
+def test_k4_has_the_gradient_of_the_divergence():
+    logits = (2 * randn(9, seed=7).double()).requires_grad_()
     log_q = randn(9, seed=8).double().log_softmax(0)
-    log_p = scores.log_softmax(0)
+    log_p = logits.log_softmax(0)
     kl = kl_loss(GRPOObjective(kl_estimator="k4"), log_q, log_p, log_p - log_p.detach())
-    (gradient,) = torch.autograd.grad((log_p.detach().exp() * kl).sum(), scores, retain_graph=True)
-    (expected,) = torch.autograd.grad(_exact_kl(log_p, log_q), scores)
+    (gradient,) = torch.autograd.grad((log_p.detach().exp() * kl).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(_exact_kl(log_p, log_q), logits)
     assert relative_error(gradient, expected) < 1e-12
 
 
-def test_k2_has_the_gradient_of_the_divergence_too_though_its_value_is_biased():
-    scores = (2 * randn(9, seed=7).double()).requires_grad_()
+def test_k2_has_the_gradient_of_the_divergence():
+    logits = (2 * randn(9, seed=7).double()).requires_grad_()
     log_q = randn(9, seed=8).double().log_softmax(0)
-    log_p = scores.log_softmax(0)
+    log_p = logits.log_softmax(0)
     kl = kl_loss(GRPOObjective(kl_estimator="k2"), log_q, log_p, torch.zeros(9).double())
-    (gradient,) = torch.autograd.grad((log_p.detach().exp() * kl).sum(), scores, retain_graph=True)
-    (expected,) = torch.autograd.grad(_exact_kl(log_p, log_q), scores)
+    (gradient,) = torch.autograd.grad((log_p.detach().exp() * kl).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(_exact_kl(log_p, log_q), logits)
     assert relative_error(gradient, expected) < 1e-12
 
 
@@ -200,6 +200,6 @@ def test_k2_has_the_gradient_of_the_divergence_too_though_its_value_is_biased():
         ({"reduction": "fixed_length"}, "max_completion_length"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused_by_name(options, message):
+def test_unknown_and_incompatible_options_raise_with_their_name(options, message):
     with pytest.raises(ValueError, match=message):
         GRPOObjective(**options).check()

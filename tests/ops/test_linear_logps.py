@@ -1,4 +1,4 @@
-"""The fused linear function against a dense float64 oracle, in each of its ways."""
+"""The fused linear function against a dense float64 oracle, in each backward mode."""
 
 import functools
 
@@ -8,15 +8,16 @@ import torch
 from tests.oracle import KnownGradients, dense_logps, relative_error
 from trl_fused_grpo import FusedStats, LMHead, fused_linear_logps
 from trl_fused_grpo.ops import chunked_linear, recompute
-from trl_fused_grpo.ops.linear_logps import choose_backward, rows_per_chunk
+from trl_fused_grpo.ops.chunk_size import rows_per_chunk
+from trl_fused_grpo.ops.linear_logps import choose_backward
 
 
 N, H, V = 252, 123, 507
-LIVE = 200
+GRAD_ROWS = 200
 
 
 class Problem:
-    """Random rows, head and output gradients; the rows from LIVE on get no gradient."""
+    """Random rows, head and gradients of the outputs; rows from GRAD_ROWS on get no gradient."""
 
     def __init__(self, dtype=torch.float32, frozen=False, bias=True, entropy=False, **options):
         generator = torch.Generator().manual_seed(0)
@@ -29,7 +30,7 @@ class Problem:
         self.bias = randn(V).requires_grad_(not frozen) if bias else None
         self.targets = torch.randint(V, (N,), generator=generator)
         self.grad_logps = randn(N).float()
-        self.grad_logps[LIVE:] = 0
+        self.grad_logps[GRAD_ROWS:] = 0
         self.grad_entropies = randn(N).float() if entropy else None
         self.options = {"temperature": 0.7, "logit_scale": 1.3, "softcap": None, **options}
 
@@ -45,7 +46,7 @@ class Problem:
             loss = loss + (entropies * self.grad_entropies).sum()
         return loss * factor
 
-    def ours(self, forecast=None, factor=1.0, **call):
+    def fused(self, forecast=None, factor=1.0, **call):
         stats = FusedStats()
         call = {"entropy_grad": self.grad_entropies is not None, "logits_mib": 0.05, **call}
         logps, entropies = fused_linear_logps(
@@ -75,20 +76,20 @@ def assert_close(values, truths, tolerance):
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("entropy", [False, True], ids=["logps", "logps-and-entropy"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained-head", "frozen-head"])
-def test_gradients_without_forecast_equal_the_oracle(frozen, entropy, bias, softcap):
+def test_values_and_gradients_without_a_forecast_equal_the_oracle(frozen, entropy, bias, softcap):
     problem = Problem(frozen=frozen, bias=bias, entropy=entropy, softcap=softcap)
-    values, stats = problem.ours()
+    values, stats = problem.fused()
     assert_close(values, problem.truth(), 2e-6)
     assert stats.backward == ("frozen" if frozen and not entropy else "recompute")
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.125, -3e4], ids=["unscaled", "accumulated", "loss-scaled"])
 @pytest.mark.parametrize("entropy", [False, True], ids=["logps", "logps-and-entropy"])
-def test_a_right_forecast_recomputes_nothing_whatever_scale_the_gradient_arrives_with(entropy, factor):
+def test_a_right_forecast_recomputes_no_row_at_any_scale_of_the_gradient(entropy, factor):
     problem = Problem(entropy=entropy)
     grad_entropies = 7 * problem.grad_entropies if entropy else None
-    forecast = KnownGradients(7 * problem.grad_logps, grad_entropies, N if entropy else LIVE)
-    values, stats = problem.ours(forecast, factor)
+    forecast = KnownGradients(7 * problem.grad_logps, grad_entropies, N if entropy else GRAD_ROWS)
+    values, stats = problem.fused(forecast, factor)
     assert_close(values, problem.truth(factor), 2e-6)
     assert (stats.backward, stats.rows, stats.recomputed) == ("forecast", N, 0)
 
@@ -104,43 +105,43 @@ WRONG_FORECASTS = {
     "nan": lambda grad: KnownGradients(torch.where(torch.arange(N) == 3, float("nan"), grad)),
     "infinite": lambda grad: KnownGradients(torch.where(torch.arange(N) == 3, float("inf"), grad)),
     "all-zero": lambda grad: KnownGradients(torch.zeros_like(grad)),
-    "live-rows-called-dead": lambda grad: KnownGradients(grad, grad_rows=90),
+    "too-few-rows-with-gradient": lambda grad: KnownGradients(grad, grad_rows=90),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_FORECASTS)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained-head", "frozen-head"])
 @pytest.mark.parametrize("entropy", [False, True], ids=["logps", "logps-and-entropy"])
-def test_a_wrong_forecast_costs_time_but_never_correctness(name, frozen, entropy):
+def test_a_wrong_forecast_still_gives_the_right_gradients(name, frozen, entropy):
     problem = Problem(frozen=frozen, entropy=entropy)
-    values, stats = problem.ours(WRONG_FORECASTS[name](problem.grad_logps))
+    values, stats = problem.fused(WRONG_FORECASTS[name](problem.grad_logps))
     assert_close(values, problem.truth(), 3e-6)
     assert stats.recomputed > 0 or (frozen and not entropy)
 
 
-def test_only_rows_with_a_gradient_are_recomputed():
+def test_rows_without_gradient_are_not_recomputed():
     problem = Problem()
-    _, stats = problem.ours(backward="recompute")
-    assert stats.recomputed == LIVE
+    _, stats = problem.fused(backward="recompute")
+    assert stats.recomputed == GRAD_ROWS
 
 
-def test_rows_forecast_dead_never_enter_a_backward_gemm(monkeypatch):
-    heights = []
+def test_rows_forecast_without_gradient_enter_no_backward_gemm(monkeypatch):
+    row_counts = []
     add = chunked_linear.GradAccumulator.add
 
-    def counting(self, rows, logits, *rest):
-        heights.append(len(logits))
+    def counting_add(self, rows, logits, *rest):
+        row_counts.append(len(logits))
         add(self, rows, logits, *rest)
 
-    monkeypatch.setattr(chunked_linear.GradAccumulator, "add", counting)
+    monkeypatch.setattr(chunked_linear.GradAccumulator, "add", counting_add)
     problem = Problem()
-    problem.ours(KnownGradients(problem.grad_logps, grad_rows=LIVE))
-    assert sum(heights) == LIVE
+    problem.fused(KnownGradients(problem.grad_logps, grad_rows=GRAD_ROWS))
+    assert sum(row_counts) == GRAD_ROWS
 
 
 @pytest.fixture
-def products(monkeypatch):
-    """Shapes of the results of all matrix products."""
+def matmul_shapes(monkeypatch):
+    """Shapes of the results of all matmuls."""
     shapes = []
     for module in (chunked_linear, recompute):
         for name in ("matmul", "add_matmul"):
@@ -155,39 +156,39 @@ def products(monkeypatch):
 
 @pytest.mark.parametrize("backward", ["forecast", "recompute"])
 @pytest.mark.parametrize("leaf", ["hidden", "weight"])
-def test_a_gradient_nobody_needs_is_not_computed(leaf, backward, products):
+def test_a_gradient_that_is_not_needed_is_not_computed(leaf, backward, matmul_shapes):
     problem = Problem(bias=False)
     getattr(problem, leaf).requires_grad_(False)
-    values, _ = problem.ours(KnownGradients(problem.grad_logps) if backward == "forecast" else None, backward=backward)
+    values, _ = problem.fused(KnownGradients(problem.grad_logps) if backward == "forecast" else None, backward=backward)
     assert_close(values, problem.truth(), 2e-6)
-    of_hidden = [shape for shape in products if shape[1] == H and shape[0] != V]
-    of_weight = [shape for shape in products if shape == (V, H)]
+    of_hidden = [shape for shape in matmul_shapes if shape[1] == H and shape[0] != V]
+    of_weight = [shape for shape in matmul_shapes if shape == (V, H)]
     assert (bool(of_hidden), bool(of_weight)) == (leaf != "hidden", leaf != "weight")
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained-head", "frozen-head"])
-@pytest.mark.parametrize("logits_mib", [0.05, 0.6], ids=["rows-in-pieces", "rows-at-once"])
-def test_recomputing_walks_the_vocabulary_in_tiles(frozen, logits_mib, products, monkeypatch):
-    monkeypatch.setattr(recompute, "_LEAST_COLUMNS", 100)
-    monkeypatch.setattr(recompute, "_MOST_COLUMNS", 100)
+@pytest.mark.parametrize("logits_mib", [0.05, 0.6], ids=["several-tiles-of-rows", "one-tile-of-rows"])
+def test_recomputation_splits_the_vocabulary_into_tiles(frozen, logits_mib, matmul_shapes, monkeypatch):
+    monkeypatch.setattr(recompute, "_MIN_COLUMNS", 100)
+    monkeypatch.setattr(recompute, "_MAX_COLUMNS", 100)
     problem = Problem(frozen=frozen, entropy=True)
-    values, stats = problem.ours(logits_mib=logits_mib)
+    values, stats = problem.fused(logits_mib=logits_mib)
     assert_close(values, problem.truth(), 2e-6)
     assert stats.backward == "recompute"
-    gradients_of_weight = [shape for shape in products if shape in ((128, H), (V - 3 * 128, H))]
+    gradients_of_weight = [shape for shape in matmul_shapes if shape in ((128, H), (V - 3 * 128, H))]
     assert bool(gradients_of_weight) != frozen
-    assert (V, H) not in products
+    assert (V, H) not in matmul_shapes
 
 
-def test_an_unannounced_entropy_gradient_is_right():
+def test_an_entropy_gradient_without_entropy_grad_is_right():
     problem = Problem(entropy=True)
-    values, stats = problem.ours(KnownGradients(problem.grad_logps), entropy_grad=False)
+    values, stats = problem.fused(KnownGradients(problem.grad_logps), entropy_grad=False)
     assert_close(values, problem.truth(), 2e-6)
     assert stats.recomputed > 0
 
 
 @pytest.mark.parametrize("backward", ["forecast", "recompute"])
-def test_no_rows_at_all_gives_zero_gradients(backward):
+def test_zero_rows_give_zero_gradients(backward):
     problem = Problem()
     nothing = KnownGradients(problem.grad_logps[:0], grad_rows=0)
     logps, _ = fused_linear_logps(
@@ -206,7 +207,7 @@ def test_a_minus_infinite_logit_leaves_entropy_and_gradient_finite():
     assert logps.isfinite().all() and entropies.isfinite().all() and grad.isfinite().all()
 
 
-def test_a_row_that_is_nan_does_not_spoil_the_others():
+def test_a_nan_row_leaves_the_other_rows_finite():
     problem = Problem(bias=False)
     poisoned = problem.hidden.detach().clone()
     poisoned[5] = float("nan")
@@ -250,10 +251,10 @@ def test_a_second_backward_through_a_retained_graph_gives_the_same_gradient(back
 
 
 @pytest.mark.parametrize("backward", ["frozen", "forecast", "recompute"])
-def test_bfloat16_is_no_further_from_the_truth_than_a_dense_bfloat16_computation(backward):
+def test_bfloat16_errors_are_at_most_those_of_a_dense_bfloat16_computation(backward):
     problem = Problem(torch.bfloat16, frozen=backward == "frozen", bias=False)
     forecast = KnownGradients(problem.grad_logps) if backward == "forecast" else None
-    values, _ = problem.ours(forecast, backward=backward)
+    values, _ = problem.fused(forecast, backward=backward)
     truth = problem.truth()
     logps, entropies = dense_logps(problem.hidden, problem.weight, problem.targets, **problem.options)
     dense = (logps, entropies, *torch.autograd.grad(problem.objective(logps, entropies), problem.leaves()))
@@ -262,11 +263,11 @@ def test_bfloat16_is_no_further_from_the_truth_than_a_dense_bfloat16_computation
 
 
 @pytest.mark.parametrize("forecast", [True, False], ids=["forecast", "recompute"])
-def test_float16_survives_gradients_that_underflow_in_it(forecast):
+def test_float16_keeps_gradients_that_would_underflow_unscaled(forecast):
     problem = Problem(torch.float16, bias=False)
     factor = 1e-6  # an unscaled gradient: p * g of most logits is below float16's smallest number
-    values, stats = problem.ours(KnownGradients(problem.grad_logps) if forecast else None, factor * 2**20)
-    assert stats.recomputed == (0 if forecast else LIVE)
+    values, stats = problem.fused(KnownGradients(problem.grad_logps) if forecast else None, factor * 2**20)
+    assert stats.recomputed == (0 if forecast else GRAD_ROWS)
     assert_close(values, problem.truth(factor * 2**20), 5e-3)
 
 
@@ -280,7 +281,7 @@ def test_autocast_casts_master_weights_and_keeps_their_gradient_in_float32():
     assert 1e-5 < relative_error(logps, truth) < 1e-2  # bfloat16 logits, no less and no more
 
 
-def test_a_head_kept_in_float32_ignores_autocast():
+def test_an_fp32_head_ignores_autocast():
     problem = Problem(bias=False)
     head = LMHead(problem.weight, logit_scale=1.3, fp32=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -288,20 +289,20 @@ def test_a_head_kept_in_float32_ignores_autocast():
     assert relative_error(logps, problem.truth()[0]) < 1e-6
 
 
-def test_ways_that_cannot_be_taken_are_refused_with_the_reason():
+def test_an_impossible_backward_mode_raises_with_the_reason():
     problem = Problem()
     with pytest.raises(ValueError, match="without trainable parameters"):
-        problem.ours(backward="frozen")
+        problem.fused(backward="frozen")
     with pytest.raises(ValueError, match="needs a forecast"):
-        problem.ours(backward="forecast")
+        problem.fused(backward="forecast")
 
 
-def test_shapes_that_do_not_fit_are_refused_with_the_shapes():
+def test_shapes_that_do_not_fit_raise_with_the_shapes():
     with pytest.raises(ValueError, match=r"\[3, 4\].*\[2\].*\[7, 4\]"):
         fused_linear_logps(torch.zeros(3, 4), LMHead(torch.zeros(7, 4)), torch.zeros(2, dtype=torch.long))
 
 
-def test_the_way_is_the_cheapest_that_is_exact():
+def test_the_backward_mode_is_the_cheapest_possible_one():
     assert choose_backward(head_needs_grad=False, forecast=None, entropy_grad=False) == "frozen"
     assert choose_backward(head_needs_grad=False, forecast=None, entropy_grad=True) == "recompute"
     assert (
@@ -314,11 +315,11 @@ def test_the_way_is_the_cheapest_that_is_exact():
     ("logits_mib", "rows"),
     [(3000, 8192), (1700, 4096), (617, 2048), (569, 1024), (297, 1024), (256, 768), (60, 128), (10, 34), (0.001, 1)],
 )
-def test_a_chunk_of_logits_fits_into_its_memory_at_a_height_that_products_like(logits_mib, rows):
+def test_a_chunk_of_logits_fits_into_its_memory_with_a_number_of_rows_that_is_fast(logits_mib, rows):
     assert rows_per_chunk(vocab_size=151936, itemsize=2, logits_mib=logits_mib) == rows
 
 
-def test_results_repeat_bit_for_bit():
+def test_results_repeat_to_the_bit():
     problem = Problem()
-    first, second = (problem.ours(KnownGradients(problem.grad_logps))[0] for _ in range(2))
+    first, second = (problem.fused(KnownGradients(problem.grad_logps))[0] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -21,7 +21,7 @@ def triton_on_every_device(monkeypatch):
     monkeypatch.setattr(kernels, "for_device", lambda device: triton_kernels)
 
 
-def projected_rows(dtype, shape=(252 if CUDA else 12, 507, 123)):
+def make_problem(dtype, shape=(252 if CUDA else 12, 507, 123)):
     generator = torch.Generator().manual_seed(1)
     n, vocab, width = shape
     hidden = torch.randn(n, width, generator=generator)
@@ -33,7 +33,7 @@ def projected_rows(dtype, shape=(252 if CUDA else 12, 507, 123)):
 
 
 def dense_step(parameters, targets, transform, grad_logps, grad_entropies):
-    """Outputs and gradients by way of dense logits, which are raised to float32 at least, as stock does."""
+    """Outputs and gradients from dense logits, which are raised to float32 at least, as TRL does."""
     hidden, weight, bias = (x.detach().clone().requires_grad_() for x in parameters)
     logits = hidden @ weight.t() + bias  # two roundings, as in TRL's fused head
     logps, _, entropies = dense(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, transform)
@@ -48,11 +48,11 @@ def dense_step(parameters, targets, transform, grad_logps, grad_entropies):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backward", ["frozen", "forecast", "wrong-forecast", "recompute"])
 def test_fused_function_matches_float64(backward, dtype, transform, entropy_grad):
-    parameters, targets, (grad_logps, grad_entropies) = projected_rows(dtype)
+    parameters, targets, (grad_logps, grad_entropies) = make_problem(dtype)
     grad_entropies = grad_entropies if entropy_grad else None
     step = (targets, transform, grad_logps, grad_entropies)
     expected = dense_step([x.double() for x in parameters], *step)
-    own = dense_step(parameters, *step)
+    same_dtype = dense_step(parameters, *step)
 
     trained = 1 if backward == "frozen" else 3
     hidden, weight, bias = (x.clone().requires_grad_(i < trained) for i, x in enumerate(parameters))
@@ -70,22 +70,22 @@ def test_fused_function_matches_float64(backward, dtype, transform, entropy_grad
         logits_mib=0.15 if CUDA else 0.02,  # several chunks
         entropy_grad=entropy_grad,
     )
-    # As the trainer receives them: their gradients come back with gaps between the numbers
+    # As in the trainer, where the outputs pass through complex tensors: their gradients have a stride of two
     logps, entropies = as_complex(logps).real, as_complex(entropies).real
     objective = (logps * grad_logps).sum() + (0 if grad_entropies is None else (entropies * grad_entropies).sum())
     grads = torch.autograd.grad(objective, (hidden, weight, bias)[:trained])
     names = ("logps", "entropies", "hidden", "weight", "bias")
-    for name, out, ref, dense_out in zip(names, (logps, entropies, *grads), expected, own, strict=False):
-        # bfloat16 is judged by what a dense computation in bfloat16 loses; a correction is rounded once more
-        share = 2.0 if backward == "wrong-forecast" else 1.1
-        bound = 1e-5 if dtype == torch.float32 else share * error(dense_out, ref) + 1e-5
+    for name, out, ref, dense_out in zip(names, (logps, entropies, *grads), expected, same_dtype, strict=False):
+        # The bound in bfloat16 is the error of a dense computation in bfloat16; a correction is rounded once more
+        slack = 2.0 if backward == "wrong-forecast" else 1.1
+        bound = 1e-5 if dtype == torch.float32 else slack * error(dense_out, ref) + 1e-5
         assert error(out, ref) <= bound, name
 
 
 @gpu
 @on_gpu
-def test_fused_function_repeats_its_bits():
-    parameters, targets, (grad_logps, _) = projected_rows(torch.bfloat16, (1000, 5003, 256))
+def test_fused_function_repeats_to_the_bit():
+    parameters, targets, (grad_logps, _) = make_problem(torch.bfloat16, (1000, 5003, 256))
     runs = []
     for _ in range(2):
         hidden, weight, bias = (x.clone().requires_grad_() for x in parameters)

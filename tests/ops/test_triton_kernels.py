@@ -55,11 +55,8 @@ every_case = pytest.mark.parametrize(
 )
 
 
-# --- the oracle: dense, float64, autograd ---------------------------------------------------------------------------
-
-
 def dense(raw: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, log-sum-exps and entropies of `raw` [n, V], in its own dtype."""
+    """The oracle: log-probabilities, log-sum-exps and entropies of `raw` [n, V], in its dtype."""
     z = raw * transform.logit_scale
     if transform.softcap is not None:
         z = transform.softcap * torch.tanh(z / transform.softcap)
@@ -71,6 +68,7 @@ def dense(raw: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tens
 
 
 def dense_grad(raw: Tensor, targets: Tensor, transform: LogitTransform, grad_logps, grad_entropies=None) -> Tensor:
+    """The oracle's gradient with respect to `raw`, by autograd."""
     raw = raw.detach().clone().requires_grad_()
     logps, _, entropies = dense(raw, targets, transform)
     objective = (logps * grad_logps).sum()
@@ -83,9 +81,6 @@ def error(actual: Tensor, expected: Tensor) -> float:
     """||actual - expected|| / ||expected||, and 0 where both are zero."""
     difference = (actual.double() - expected.double()).norm().item()
     return difference / max(expected.double().norm().item(), 1e-30) if difference else 0.0
-
-
-# --- the kernels ----------------------------------------------------------------------------------------------------
 
 
 def make_rows(shape, dtype=torch.float32, spread=4.0, seed=0, row_stride=None):
@@ -117,12 +112,12 @@ def logits_grad(kernels, logits, targets, transform, grad_logps, grad_entropies=
 @gpu
 @kernels_run
 @every_case
-def test_fold_matches_float64(shape, transform, dtype):
+def test_logprob_forward_matches_float64(shape, transform, dtype):
     logits, targets, *_ = make_rows(shape, dtype)
     expected = dense(logits.double(), targets, transform)
     outputs = logprob_forward(triton_kernels, logits, targets, transform)
     for name, out, ref in zip(NAMES, outputs, expected, strict=True):
-        # Zero where there is one column, so measured against 1 nat at least
+        # Zero where there is one column, so the error is relative to 1 nat at least
         assert (out - ref).norm() <= 1e-6 * max(ref.norm(), len(ref) ** 0.5), name
     assert torch.equal(
         logprob_forward(triton_kernels, logits, targets, transform, entropy=False)[0],
@@ -142,18 +137,18 @@ def test_logits_grad_matches_float64(shape, transform, dtype, entropy_grad):
     expected = dense_grad(logits.double(), targets, transform, grad_logps, grad_entropies)
     # The interpreter truncates where the GPU rounds to nearest
     bound = {torch.float32: 3e-6, torch.bfloat16: 6e-3 if INTERPRETED else 3e-3, torch.float16: 4e-4}[dtype]
-    # The gradient of a single column is zero: what is left there is rounding
+    # The gradient of a single column is zero but for rounding
     assert (grad - expected).norm() <= bound * max(expected.norm(), 1.0)
 
 
 @gpu
 @kernels_run
 @every_transform
-def test_agrees_with_the_torch_kernels(transform):
+def test_triton_kernels_agree_with_the_torch_kernels(transform):
     logits, targets, *grads = make_rows((5, 507))
     both = (logprob_forward(kernels, logits, targets, transform) for kernels in (triton_kernels, torch_kernels))
-    for ours, theirs in zip(*both, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+    for triton_out, torch_out in zip(*both, strict=True):
+        torch.testing.assert_close(triton_out, torch_out, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(
         logits_grad(triton_kernels, logits, targets, transform, *grads),
         logits_grad(torch_kernels, logits, targets, transform, *grads),
@@ -165,10 +160,10 @@ def test_agrees_with_the_torch_kernels(transform):
 @gpu
 @kernels_run
 @pytest.mark.parametrize("row_stride", [508, 512, 640])
-def test_rows_may_lie_further_apart_than_they_are_wide(row_stride):
+def test_row_stride_may_exceed_the_width(row_stride):
     logits, targets, *grads = make_rows((5, 507), row_stride=row_stride)
     raw = logits.double()
-    # An aligned stride loads wider and so adds up in another order: the same to rounding, not to the bit
+    # An aligned stride allows wider loads, hence another order of summation: equal to rounding, not to the bit
     outputs = logprob_forward(triton_kernels, logits, targets, LogitTransform())
     for out, ref in zip(outputs, dense(raw, targets, LogitTransform()), strict=True):
         assert error(out, ref) <= 1e-6
@@ -193,7 +188,7 @@ def test_vocabulary_tiles_add_up_to_the_whole_gradient():
 
 @gpu
 @kernels_run
-def test_a_nan_row_stays_alone():
+def test_a_nan_row_leaves_the_other_rows_unchanged():
     logits, targets, *grads = make_rows((9, 507))
     healthy = [0, 1, 2, 3, 5, 6, 7, 8]
     expected = logprob_forward(triton_kernels, logits, targets, LogitTransform())
@@ -211,7 +206,7 @@ def test_a_nan_row_stays_alone():
 @kernels_run
 def test_minus_infinity_is_a_token_of_probability_zero():
     logits, targets, *grads = make_rows((6, 20011))
-    logits[:, 3:18000] = float("-inf")  # whole blocks, from the very first columns on
+    logits[:, 3:18000] = float("-inf")  # whole blocks, from the first columns on
     targets.fill_(2)
     outputs = logprob_forward(triton_kernels, logits, targets, LogitTransform())
     kept = torch.cat([logits[:, :3], logits[:, 18000:]], dim=-1).double()
@@ -239,7 +234,7 @@ def test_large_logits_neither_overflow_nor_cancel(offset):
 
 @gpu
 @kernels_run
-def test_two_runs_give_the_same_bits():
+def test_kernels_repeat_to_the_bit():
     logits, targets, *grads = make_rows((3, 16999), torch.bfloat16)
     first, second = (logprob_forward(triton_kernels, logits, targets, TRANSFORMS["all"]) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -249,7 +244,7 @@ def test_two_runs_give_the_same_bits():
 
 @gpu
 @kernels_run
-def test_no_rows_launch_nothing():
+def test_zero_rows_launch_no_kernel():
     logits, targets, *grads = make_rows((0, 507))
     assert len(logprob_forward(triton_kernels, logits, targets, LogitTransform())[0]) == 0
     assert logits_grad(triton_kernels, logits, targets, LogitTransform(), *grads).shape == (0, 507)
@@ -257,7 +252,7 @@ def test_no_rows_launch_nothing():
 
 @gpu
 @on_gpu
-def test_rows_beyond_two_to_the_31_elements():
+def test_more_than_two_to_the_31_logits():
     n, vocab = 14_500, 151_936  # 2.2e9 logits
     assert n * vocab > 2**31
     logits = torch.empty(n, vocab, device=DEVICE, dtype=torch.bfloat16).normal_(std=4.0)
@@ -275,7 +270,7 @@ def test_rows_beyond_two_to_the_31_elements():
 
 @gpu
 @on_gpu
-def test_more_rows_than_a_second_grid_axis_could_take():
+def test_more_rows_than_the_second_grid_axis_allows():
     logits, targets, *grads = make_rows((70_000, 123))
     assert (
         error(
@@ -288,8 +283,8 @@ def test_more_rows_than_a_second_grid_axis_could_take():
     assert error(logits_grad(triton_kernels, logits, targets, LogitTransform(), *grads), expected) <= 3e-6
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="runs the tests above, which run here anyway")
-def test_kernels_in_the_interpreter():
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="the tests above run without it")
+def test_kernels_pass_in_the_interpreter():
     """Without a GPU, Triton's interpreter checks the kernels' logic on the CPU."""
     files = [__file__, str(Path(__file__).with_name("test_linear_logps_triton.py"))]
     command = [sys.executable, "-m", "pytest", *files, "-q", "-x", "-o", "addopts=", "--import-mode=importlib"]

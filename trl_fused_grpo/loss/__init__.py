@@ -1,1 +1,1 @@
-"""The GRPO objective: batches, terms, reductions, forecasts of gradients, and the loss for loops of one's own."""
+"""The GRPO objective, the forecast of its gradients, and a loss for training loops without a trainer."""

@@ -1,4 +1,4 @@
-"""One micro-batch as the objectives read it, and the checks that it fits together."""
+"""One micro-batch as the objectives read it, and the check of its shapes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +11,20 @@ from torch import Tensor
 @dataclass(frozen=True)
 class GRPOBatch:
     """
-    One micro-batch, under TRL's names.
+    One micro-batch of `B` completions of at most `T` tokens, under TRL's names.
 
     Args:
-        mask (`Tensor`): loss mask `[B, T]`: the completion mask times the tool mask.
+        mask (`Tensor`): loss mask `[B, T]`: TRL's completion mask times its tool mask.
         advantages (`Tensor`): `[B, 1]` or `[B, T]`.
-        old_per_token_logps (`Tensor`, *optional*): `[B, T]`; `None` where the policy is the old policy.
-        ref_per_token_logps (`Tensor`, *optional*): `[B, T]`; `None` leaves the KL term out.
-        importance_sampling_ratio (`Tensor`, *optional*): vLLM's, `[B, T]` or `[B, 1]`.
-        sampling_per_token_logps (`Tensor`, *optional*): `[B, T]`, what the off-policy sequence mask compares with.
-        normalizer (`Tensor` or `float`, *optional*): what the sum is divided by; `None` counts this micro-batch.
+        old_per_token_logps (`Tensor`, *optional*): `[B, T]`, nats; `None` where the policy is the old policy.
+        ref_per_token_logps (`Tensor`, *optional*): `[B, T]`, nats; `None` leaves the KL term out.
+        importance_sampling_ratio (`Tensor`, *optional*): ratio of policy and vLLM, `[B, T]` or `[B, 1]`.
+        sampling_per_token_logps (`Tensor`, *optional*):
+            `[B, T]`, nats; the off-policy sequence mask compares the policy with them.
+        normalizer (`Tensor` or `float`, *optional*):
+            Divisor of the summed terms, in tokens or, by reduction, sequences; `None` counts those of this micro-batch.
         accumulation (`float`): gradient accumulation steps, 1.0 in evaluation.
-        entropy_normalizer (`Tensor` or `float`, *optional*): what the entropy bonus divides the sum of entropies by.
+        entropy_normalizer (`Tensor` or `float`, *optional*): divisor of the summed entropies, in tokens.
     """
 
     mask: Tensor
@@ -37,20 +39,24 @@ class GRPOBatch:
 
 
 def as_columns(values: Tensor) -> Tensor:
-    """`[B]` becomes `[B, 1]`; the rest stays."""
+    """Reshape `[B]` to `[B, 1]`; return tensors of more dimensions as they are."""
     return values.unsqueeze(1) if values.dim() == 1 else values
 
 
 @overload
-def zero_masked(values: Tensor, counted: Tensor) -> Tensor: ...
+def zero_masked(values: Tensor, mask: Tensor) -> Tensor: ...
 @overload
-def zero_masked(values: Tensor | None, counted: Tensor) -> Tensor | None: ...
-def zero_masked(values: Tensor | None, counted: Tensor) -> Tensor | None:
-    """Zero for whatever stands where nothing counts `[B, T]`: NaN times a zero weight would be NaN."""
+def zero_masked(values: Tensor | None, mask: Tensor) -> Tensor | None: ...
+def zero_masked(values: Tensor | None, mask: Tensor) -> Tensor | None:
+    """
+    Return `values` as `[B, T]` or `[B, 1]`, detached, in float32, zero where `mask` `[B, T]` is false.
+
+    A mere weight of zero is not enough there, because NaN times zero is NaN. `[B, 1]` is not masked.
+    """
     if values is None:
         return None
     values = as_columns(values.detach()).float()
-    return torch.where(counted, values, 0.0) if values.shape == counted.shape else values
+    return torch.where(mask, values, 0.0) if values.shape == mask.shape else values
 
 
 def check_shapes(

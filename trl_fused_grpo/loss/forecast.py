@@ -1,4 +1,15 @@
-"""From a GRPO objective and a micro-batch to the gradient each projected row is expected to receive."""
+"""
+Forecasts the gradient that each row of the fused head will receive, from a GRPO objective and a micro-batch.
+
+Most objectives give a token a gradient that depends on its own log-probability alone. [`forecast`] computes everything
+else beforehand: [`GradientTerms`], one number per position, inside a [`BatchForecast`]. The fused head computes only
+the positions that the loss reads, those that need a gradient first ([`grad_rows_first`]). [`BatchForecast.at`] picks
+their numbers, and the [`RowForecast`] that it returns gives the fused head a chunk's gradients as soon as its
+log-probabilities exist.
+
+Read on in `objective.py` (the formulas), `reduction.py` (the weight of a token) and `ops/linear_logps.py` (who calls a
+forecast). `importance_sampling.py` has the forecast whose importance ratio is computed in training.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,10 +25,15 @@ from .reduction import entropy_weights, token_weights
 @dataclass(frozen=True)
 class GradientTerms:
     """
-    What the gradients of log-probabilities and entropies follow from: one number per position `[B, T]` or row `[N]`.
+    The numbers that a row's gradients are computed from, one per position `[B, T]` or row `[N]`.
 
-    `on_policy` is the policy term's gradient where the policy is the old one; else `advantages`, `old_logps` and
-    `scale` give it from the log-probability. `kl_weights` and `entropy_grads` are `None` where there is no such term.
+    Args:
+        scale (`Tensor`): weight of the policy term.
+        on_policy (`Tensor`, *optional*): gradient of the policy term; `None` where it depends on the log-probability.
+        advantages (`Tensor`): advantages.
+        old_logps, ref_logps (`Tensor`, *optional*): log-probabilities of old policy and reference, nats.
+        kl_weights (`Tensor`, *optional*): weight of the KL term; `None` without one.
+        entropy_grads (`Tensor`, *optional*): gradient of the entropies; `None` without an entropy bonus.
     """
 
     scale: Tensor
@@ -29,22 +45,22 @@ class GradientTerms:
     entropy_grads: Tensor | None
 
     def at(self, index: Tensor) -> "GradientTerms":
-        """Pick the flat positions `index` `[N]`."""
-        picked: dict[str, Any] = {}
+        """Select the flat positions `index` `[N]`."""
+        selected: dict[str, Any] = {}
         for field in fields(self):
             values = getattr(self, field.name)
-            picked[field.name] = None if values is None else values.reshape(-1).index_select(0, index)
-        return GradientTerms(**picked)
+            selected[field.name] = None if values is None else values.reshape(-1).index_select(0, index)
+        return GradientTerms(**selected)
 
     def scaled(self, factor: Tensor) -> "GradientTerms":
-        """The terms of `factor` times the gradients, a scalar tensor."""
+        """The terms of gradients `factor` times as large; `factor` is a scalar tensor."""
         names = ("scale", "on_policy", "kl_weights", "entropy_grads")
         linear = {name: getattr(self, name) for name in names}
         return replace(self, **{name: values * factor for name, values in linear.items() if values is not None})
 
     @classmethod
     def joined(cls, parts: list["GradientTerms"]) -> "GradientTerms":
-        """The terms of several micro-batches, one after the other."""
+        """Concatenate the terms of several micro-batches."""
         joined: dict[str, Any] = {}
         for field in fields(cls):
             values = [getattr(part, field.name) for part in parts]
@@ -55,13 +71,13 @@ class GradientTerms:
 @dataclass(frozen=True)
 class BatchForecast:
     """
-    The forecast before rows are chosen.
+    The forecast for all positions of a micro-batch.
 
     Args:
-        objective ([`GRPOObjective`]): what is minimised.
-        needs_grad (`Tensor`): `[B, T]`: the positions that can receive a gradient.
-        terms ([`GradientTerms`]): what their gradients follow from, times `unit`.
-        unit (`Tensor`): a power of two, a scalar.
+        objective ([`GRPOObjective`]): the options of the loss.
+        needs_grad (`Tensor`): bool mask `[B, T]`: true where a position can receive a gradient.
+        terms ([`GradientTerms`]): `[B, T]` each, multiplied by `unit`.
+        unit (`Tensor`): scale of the forecast against the true gradients, a power of two; a scalar tensor.
     """
 
     objective: GRPOObjective
@@ -71,7 +87,7 @@ class BatchForecast:
 
     @classmethod
     def joined(cls, parts: list["BatchForecast"]) -> "BatchForecast":
-        """The forecast of several micro-batches of one accumulation window, one after the other."""
+        """Concatenate the forecasts of several micro-batches of one accumulation window, brought to one scale."""
         unit = torch.stack([part.unit for part in parts]).min()
         terms = [part.terms.scaled(unit / part.unit) for part in parts]
         return cls(
@@ -79,13 +95,13 @@ class BatchForecast:
         )
 
     def at(self, index: Tensor, grad_rows: int) -> "RowForecast":
-        """Pick the rows at the flat positions `index` `[N]`, of which the first `grad_rows` are live."""
+        """Select the rows at the flat positions `index` `[N]`; those from `grad_rows` on need no gradient."""
         return RowForecast(self.objective, grad_rows, self.terms.at(index))
 
 
 @dataclass(frozen=True)
 class RowForecast:
-    """A [`Forecast`] of the rows in the order in which they are projected."""
+    """A [`Forecast`] for the rows in the order in which the fused head takes them."""
 
     objective: GRPOObjective
     grad_rows: int
@@ -101,7 +117,7 @@ class RowForecast:
         return grad, None if terms.entropy_grads is None else terms.entropy_grads[rows]
 
     def _loss(self, rows: slice, logps: Tensor) -> Tensor:
-        """The terms whose gradient depends on the log-probability, a scalar."""
+        """The weighted terms whose gradient depends on the log-probability, summed; a scalar."""
         terms = self.terms
         log_ratio = logps - (logps.detach() if terms.old_logps is None else terms.old_logps[rows])
         total = logps.new_zeros(())
@@ -118,16 +134,19 @@ def forecast(objective: GRPOObjective, batch: GRPOBatch) -> BatchForecast | None
     """
     Forecast the gradient of every position of a micro-batch, up to one common factor.
 
-    Returns `None` where no forecast exists ([`GRPOObjective.is_tokenwise`]).
+    Args:
+        objective ([`GRPOObjective`]): the options of the loss.
+        batch ([`GRPOBatch`]): the micro-batch.
+
+    Returns:
+        [`BatchForecast`], or `None` where a token's gradient depends on other tokens
+        ([`GRPOObjective.is_tokenwise`]).
     """
     is_on_policy = batch.old_per_token_logps is None
     if not objective.is_tokenwise(has_old_logps=not is_on_policy):
         return None
     weights = token_weights(objective, batch)  # [B, T]
-    # Only proportions matter: put the largest weight near one, so that float16 gradients do not underflow. Scaled by a
-    # power of two the forecast rounds as the loss does: terms that nearly cancel leave the very same difference
-    largest = weights.max().clamp(min=torch.finfo(torch.float32).tiny)
-    unit = largest.frexp().mantissa / largest
+    unit = _power_of_two_below_inverse(weights.max())
     scale = weights * unit
     kl_weights = scale * objective.beta if objective.beta != 0.0 and batch.ref_per_token_logps is not None else None
     entropy_grads = entropy_weights(objective, batch) * unit if objective.entropy_coef != 0.0 else None
@@ -154,24 +173,35 @@ def forecast(objective: GRPOObjective, batch: GRPOBatch) -> BatchForecast | None
     return BatchForecast(objective, needs_grad, terms, unit)
 
 
+def _power_of_two_below_inverse(largest: Tensor) -> Tensor:
+    """
+    The scale of a forecast, a scalar tensor: it puts the largest weight between 1/2 and 1.
+
+    Only proportions matter, and float16 gradients would underflow without it. A power of two changes no rounding: terms
+    that nearly cancel leave the same difference as in the loss.
+    """
+    largest = largest.clamp(min=torch.finfo(torch.float32).tiny)
+    return largest.frexp().mantissa / largest
+
+
 def _on_policy_gradient(objective: GRPOObjective, batch: GRPOBatch, weights: Tensor) -> Tensor:
-    """Gradient of the policy term `[B, T]` at ratio one, where it does not depend on the log-probabilities."""
+    """Gradient of the policy term `[B, T]` at ratio one, where it is the same for any log-probability."""
     with torch.enable_grad():
         logps = torch.zeros_like(weights).requires_grad_()
         terms = token_terms(replace(objective, beta=0.0), batch, logps)
         return torch.autograd.grad((terms.loss * weights).sum(), logps)[0]
 
 
-def grad_rows_first(counted: Tensor, needs_grad: Tensor | None) -> tuple[Tensor, int]:
+def grad_rows_first(mask: Tensor, needs_grad: Tensor | None) -> tuple[Tensor, int]:
     """
-    Flat positions `[N]` of the rows that count, those that can receive a gradient first, and how many these are.
+    Return the flat positions `[N]` where `mask` is true, those that need a gradient first, and how many these are.
 
     Args:
-        counted (`Tensor`): `[B, T]`, bool.
-        needs_grad (`Tensor`, *optional*): `[B, T]`, bool; everything that counts without it.
+        mask (`Tensor`): bool `[B, T]`.
+        needs_grad (`Tensor`, *optional*): bool `[B, T]`; all positions need a gradient without it.
     """
     if needs_grad is None:
-        positions = counted.flatten().nonzero().squeeze(-1)
+        positions = mask.flatten().nonzero().squeeze(-1)
         return positions, len(positions)
-    groups = [rows.flatten().nonzero().squeeze(-1) for rows in (counted & needs_grad, counted & ~needs_grad)]
+    groups = [rows.flatten().nonzero().squeeze(-1) for rows in (mask & needs_grad, mask & ~needs_grad)]
     return torch.cat(groups), len(groups[0])

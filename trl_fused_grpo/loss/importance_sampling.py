@@ -1,4 +1,8 @@
-"""vLLM importance ratios and their metrics from the log-probabilities of the training pass."""
+"""
+Importance ratios of policy and sampler (vLLM), computed from the log-probabilities of the training forward.
+
+TRL computes them after generation, with a forward of their own. On-policy, the training forward gives the same numbers.
+"""
 
 from dataclasses import dataclass, field, replace
 
@@ -20,12 +24,13 @@ SAMPLING_METRICS = (
 @dataclass(frozen=True)
 class SamplingCorrection:
     """
-    How the ratio of training policy and sampler enters the loss, under TRL's names.
+    How the importance ratio of policy and sampler is bounded, under TRL's options.
 
     Args:
         mode (`str`): `"token_truncate"`, `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`.
-        clip_min, clip_max (`float`, *optional*): bounds of the ratio.
-        nan_ratio_is_one (`bool`): whether a token without sampling log-prob (NaN) gets ratio one (TRL >= 1.11).
+        clip_min, clip_max (`float`, *optional*): bounds of the ratio. The `truncate` modes clamp the ratio to them, the
+            `mask` modes set a ratio outside to zero.
+        nan_ratio_is_one (`bool`): whether a token without a sampling log-prob (NaN) gets ratio one (TRL >= 1.11).
     """
 
     mode: str
@@ -35,11 +40,12 @@ class SamplingCorrection:
 
     @property
     def is_per_sequence(self) -> bool:
+        """Whether there is one ratio for the whole sequence, not one for each token."""
         return self.mode.startswith("sequence")
 
     def ratio(self, logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> Tensor:
         """
-        Importance ratio as TRL computes it.
+        Compute the importance ratio as TRL does.
 
         Args:
             logps, sampling_logps (`Tensor`): `[..., T]`, nats, the first without gradient.
@@ -67,8 +73,14 @@ class SamplingCorrection:
 @dataclass
 class SamplingMetrics:
     """
-    Differences and ratios of the micro-batches of one generation batch, by their places, until they are logged
-    together: one whose step was interrupted comes again.
+    Collects the sampling metrics of one generation batch, one micro-batch after the other, until they are logged.
+
+    They are stored by the micro-batch's place in the generation batch, because an interrupted step adds its own again.
+
+    Args:
+        differences (`dict[int, Tensor]`): absolute differences of the log-probabilities, nats, flat.
+        ratios (`dict[int, Tensor]`): importance ratios, flat.
+        is_logged (`bool`): whether the metrics of this generation batch are logged already.
     """
 
     differences: dict[int, Tensor] = field(default_factory=dict)
@@ -84,7 +96,7 @@ class SamplingMetrics:
         mask: Tensor,
         ratio: Tensor,
     ) -> None:
-        """Keep what one micro-batch contributes; shapes as in [`SamplingCorrection.ratio`]."""
+        """Store the values of the micro-batch at `place`; shapes as in [`SamplingCorrection.ratio`]."""
         difference = (logps - sampling_logps).abs()[mask.bool()]
         if correction.nan_ratio_is_one:
             difference = difference[~difference.isnan()]
@@ -92,7 +104,7 @@ class SamplingMetrics:
         self.ratios[place] = ratio.flatten() if correction.is_per_sequence else ratio[mask.bool()]
 
     def gathered(self, accelerator) -> dict[str, float]:
-        """What TRL logs of a generation batch, over all processes, under its names."""
+        """The metrics of the generation batch over all processes, under TRL's names. Takes a collective."""
         difference, ratio = torch.cat([*self.differences.values()]), torch.cat([*self.ratios.values()])
         zero = difference.new_zeros(())
         local = [difference.mean(), difference.max()] if len(difference) else [zero, zero]
@@ -107,12 +119,14 @@ class SamplingMetrics:
 @dataclass(frozen=True)
 class DeferredForecast:
     """
-    A forecast whose importance ratio is known only with the log-probability: token modes, on-policy.
+    A [`BatchForecast`] that computes the importance ratio from the log-probabilities that the fused head computes.
+
+    For the token modes, where the policy is the old policy.
 
     Args:
         without_ratio ([`BatchForecast`]): the forecast of the same batch with ratio one.
-        correction ([`SamplingCorrection`]): how the ratio follows from the log-probabilities.
-        sampling_logps (`Tensor`): `[B, T]`.
+        correction ([`SamplingCorrection`]): computes the ratio.
+        sampling_logps (`Tensor`): `[B, T]`, nats.
     """
 
     without_ratio: BatchForecast
@@ -121,16 +135,17 @@ class DeferredForecast:
 
     @classmethod
     def joined(cls, parts: list["DeferredForecast"]) -> "DeferredForecast":
-        """The forecast of several micro-batches of one accumulation window, one after the other."""
+        """Concatenate the forecasts of several micro-batches of one accumulation window, brought to one scale."""
         without_ratio = BatchForecast.joined([part.without_ratio for part in parts])
         return cls(without_ratio, parts[0].correction, torch.cat([part.sampling_logps for part in parts]))
 
     @property
     def needs_grad(self) -> Tensor:
+        """As in [`BatchForecast`]."""
         return self.without_ratio.needs_grad
 
     def at(self, index: Tensor, grad_rows: int) -> "DeferredRowForecast":
-        """Pick the rows at the flat positions `index` `[N]`, of which the first `grad_rows` are live."""
+        """As [`BatchForecast.at`]."""
         rows = self.without_ratio.at(index, grad_rows)
         sampling_logps = self.sampling_logps.reshape(-1).index_select(0, index)
         return DeferredRowForecast(rows, self.correction, sampling_logps, grad_rows)
@@ -138,7 +153,7 @@ class DeferredForecast:
 
 @dataclass(frozen=True)
 class DeferredRowForecast:
-    """A [`Forecast`] of the rows in the order in which they are projected."""
+    """A [`Forecast`] for the rows in the order in which the fused head takes them."""
 
     without_ratio: RowForecast
     correction: SamplingCorrection
@@ -148,7 +163,7 @@ class DeferredRowForecast:
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         ratio = self.correction.ratio(logps, self.sampling_logps[rows], torch.ones_like(logps))
         terms = self.without_ratio.terms
-        assert terms.on_policy is not None, "the ratio comes from training on-policy only"
+        assert terms.on_policy is not None, "a deferred ratio needs an on-policy forecast"
         without_kl = replace(self.without_ratio, terms=replace(terms, kl_weights=None))
         policy, entropy_grads = without_kl(rows, logps, entropies)
         if terms.kl_weights is None:

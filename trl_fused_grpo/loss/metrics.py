@@ -1,11 +1,11 @@
-"""What the loss returns beside the loss."""
+"""Metrics of one micro-batch, and the output that carries them."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
 from .batch import GRPOBatch
-from .objective import CLIPPED_LOSSES, GRPOObjective, Terms
+from .objective import CLIPPED_LOSSES, GRPOObjective, TokenTerms
 
 
 class GRPOLossOutput(NamedTuple):
@@ -14,7 +14,7 @@ class GRPOLossOutput(NamedTuple):
 
     Args:
         loss (`Tensor`): scalar, differentiable.
-        per_token_logps, entropies (`Tensor`): `[B, T]`, nats, without gradient; zero where nothing counts.
+        per_token_logps, entropies (`Tensor`): `[B, T]`, nats, without gradient; zero where the mask is zero.
         metrics (`dict[str, Tensor]`): means over the tokens of this call, under TRL's names where TRL has one.
     """
 
@@ -25,19 +25,19 @@ class GRPOLossOutput(NamedTuple):
 
 
 def named_metrics(
-    objective: GRPOObjective, batch: GRPOBatch, terms: Terms, entropies: Tensor | None
+    objective: GRPOObjective, batch: GRPOBatch, terms: TokenTerms, entropies: Tensor | None
 ) -> dict[str, Tensor]:
     """
     Scalars that describe one micro-batch, without gradient, by name. Nothing is summed over processes.
 
-    Clipping is judged by the ratio before `delta`, as Liger does.
+    A token is clipped by its ratio before `delta` bounds it, as in Liger.
     """
     mask = batch.mask  # [B, T]
 
     def mean(values: Tensor) -> Tensor:
         return (values.detach() * mask).sum() / mask.sum().clamp(min=1.0)
 
-    low = high = terms.ratio < 0
+    low = high = terms.ratio < 0  # never, for losses that clip nothing
     if objective.loss_type in CLIPPED_LOSSES:
         low = (terms.ratio < 1 - objective.epsilon_low) & (batch.advantages < 0)
         high = (terms.ratio > 1 + objective.epsilon_high) & (batch.advantages > 0)

@@ -1,7 +1,10 @@
 """
-The GRPO objectives in plain torch, each stated once: the loss takes their value, the forecast their derivative.
+The GRPO objectives in plain torch.
 
-Log-probabilities and entropies go in, the term of each token comes out; `reduction.py` makes a scalar of it.
+[`GRPOObjective`] holds the options, under TRL's names. [`token_terms`] computes the loss of each token from its
+log-probability: the policy term, masks and ratios on it, and the KL term. Every formula stands here once: the loss
+takes its value, the forecast (`forecast.py`) its derivative. `batch.py` holds the tensors of a micro-batch, which are
+the other input. `reduction.py` weights the tokens and sums them up; `liger_loss.py` puts everything together.
 """
 
 import math
@@ -37,9 +40,10 @@ class GRPOObjective:
     """
     The options of a GRPO objective, under TRL's names.
 
-    `epsilon_high` is the upper clip range, or the cap itself for CISPO. `delta` is the two-sided bound of the ratio.
-    `entropy_coef` is the coefficient in force for this batch, 0.0 where the bonus is off or gated. `kl_estimator` is
-    explained at [`kl_loss`], `reduction` at [`~reduction.token_weights`]; `None` is the loss type's own.
+    `epsilon_high` is the upper clip range, or for CISPO the upper bound of the ratio itself. `delta` is the upper bound
+    of the ratio in two-sided clipping. `entropy_coef` is the coefficient for this batch: 0.0 without an entropy bonus,
+    or while TRL's adaptive control turns it off. [`kl_loss`] explains `kl_estimator`. [`~reduction.token_weights`]
+    explains `reduction`; `None` takes that of the loss type.
     """
 
     loss_type: str = "dapo"
@@ -64,7 +68,7 @@ class GRPOObjective:
 
     def check(self) -> None:
         """
-        Raise when an option is unknown or does not go with another.
+        Raise when an option is unknown or options exclude each other.
 
         Raises:
             `ValueError`: naming the option and what to set instead.
@@ -83,21 +87,21 @@ class GRPOObjective:
                 f"Sequence-level importance sampling is not supported for loss_type={self.loss_type!r}. Use "
                 "importance_sampling_level='token' instead."
             )
-        if self.reduction_in_force == "fixed_length" and self.max_completion_length is None:
+        if self.effective_reduction == "fixed_length" and self.max_completion_length is None:
             raise ValueError(
                 "max_completion_length must be provided for loss_type='dr_grpo' and reduction='fixed_length'."
             )
 
     @property
-    def reduction_in_force(self) -> str:
-        """The reduction that was asked for, or the loss type's own."""
+    def effective_reduction(self) -> str:
+        """The reduction option, or where it is `None` that of the loss type."""
         return self.reduction or _REDUCTION_OF.get(self.loss_type, "")
 
     @property
     def uses_global_normalizer(self) -> bool:
-        """Whether the sum is divided by the tokens of the whole optimizer step; BNPO counts those of a micro-batch."""
-        asked_for = self.reduction is not None or self.loss_type in GLOBAL_NORMALIZER_LOSSES
-        return asked_for and self.reduction_in_force == "token_mean"
+        """Whether the loss is divided by the tokens of the whole optimizer step. BNPO takes those of a micro-batch."""
+        is_global = self.reduction is not None or self.loss_type in GLOBAL_NORMALIZER_LOSSES
+        return is_global and self.effective_reduction == "token_mean"
 
     @property
     def weighs_kl(self) -> bool:
@@ -106,10 +110,11 @@ class GRPOObjective:
 
     def is_tokenwise(self, has_old_logps: bool) -> bool:
         """
-        Whether a token's gradient follows from its own log-probability alone, so that it can be forecast.
+        Whether a token's gradient depends on no other token's log-probability, so that it can be forecast.
 
-        Anything that looks at the whole sequence or batch first cannot: the off-policy sequence mask, the top-entropy
-        quantile, and sequence-level ratios (VESPO's weight too) unless they are one because the policy is the old one.
+        The off-policy sequence mask and the top-entropy quantile depend on other tokens. So do sequence-level ratios
+        and VESPO's weight, except where the policy is the old policy: the ratio is then one. Even then a sequence-level
+        ratio that multiplies the KL term has a gradient of its own.
         """
         if self.off_policy_mask_threshold is not None or self.top_entropy_quantile < 1.0:
             return False
@@ -120,27 +125,29 @@ class GRPOObjective:
         return self.loss_type != "vespo" or not has_old_logps
 
 
-class Terms(NamedTuple):
-    """What a token's log-probability makes of it; `[B, T]`, or `[B, 1]` where one value holds for the sequence."""
+class TokenTerms(NamedTuple):
+    """The terms of each token `[B, T]`, or of each sequence `[B, 1]`."""
 
     loss: Tensor
-    ratio: Tensor  # importance ratio before any clipping
+    ratio: Tensor  # importance ratio, before any clipping
     kl: Tensor | None
-    phi: Tensor | None  # VESPO's weight
+    phi: Tensor | None  # VESPO's sequence weight
 
 
-def token_terms(objective: GRPOObjective, batch: GRPOBatch, logps: Tensor, entropies: Tensor | None = None) -> Terms:
+def token_terms(
+    objective: GRPOObjective, batch: GRPOBatch, logps: Tensor, entropies: Tensor | None = None
+) -> TokenTerms:
     """
-    Evaluate the objective at every position.
+    Compute the loss of each token, before the reduction.
 
     Args:
-        objective ([`GRPOObjective`]): what to optimize.
-        batch ([`GRPOBatch`]): everything that is known beforehand.
-        logps (`Tensor`): `[B, T]`, nats, differentiable.
-        entropies (`Tensor`, *optional*): `[B, T]`, nats; only the top-entropy quantile reads them.
+        objective ([`GRPOObjective`]): the options.
+        batch ([`GRPOBatch`]): the micro-batch.
+        logps (`Tensor`): log-probabilities of the policy `[B, T]`, nats, differentiable.
+        entropies (`Tensor`, *optional*): `[B, T]`, nats; needed for the top-entropy quantile only.
 
     Returns:
-        [`Terms`], the loss differentiable.
+        [`TokenTerms`]: loss and KL term differentiable, the rest not.
     """
     mask = batch.mask
     old_logps = logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
@@ -154,7 +161,7 @@ def token_terms(objective: GRPOObjective, batch: GRPOBatch, logps: Tensor, entro
         sampling_logps = old_logps if batch.sampling_per_token_logps is None else batch.sampling_per_token_logps
         loss = loss * off_policy_mask(objective, batch, sampling_logps - logps.detach())
     if objective.top_entropy_quantile < 1.0:
-        assert entropies is not None, "the quantile of highest entropy needs entropies"
+        assert entropies is not None, "top_entropy_quantile needs entropies"
         loss = loss * high_entropy_mask(entropies, mask, objective.top_entropy_quantile)
     if batch.importance_sampling_ratio is not None and phi is None:
         loss = loss * batch.importance_sampling_ratio
@@ -162,18 +169,18 @@ def token_terms(objective: GRPOObjective, batch: GRPOBatch, logps: Tensor, entro
     if objective.beta != 0.0 and batch.ref_per_token_logps is not None:
         kl = kl_loss(objective, batch.ref_per_token_logps, logps, log_ratio)
         loss = loss + objective.beta * kl
-    return Terms(loss, log_ratio.detach().exp(), kl, phi)
+    return TokenTerms(loss, log_ratio.detach().exp(), kl, phi)
 
 
 def policy_loss(
     objective: GRPOObjective, advantages: Tensor, logps: Tensor, log_ratio: Tensor, phi: Tensor | None = None
 ) -> Tensor:
     """
-    The policy term, before the sampler's importance ratio.
+    The policy term of each token, before the importance ratio of policy and sampler multiplies it.
 
     Args:
         advantages, logps (`Tensor`): any shapes that broadcast.
-        log_ratio (`Tensor`): log of the importance ratio of policy and old policy.
+        log_ratio (`Tensor`): log of the importance ratio of policy and old policy, per token or sequence.
         phi (`Tensor`, *optional*): VESPO's sequence weight.
     """
     if phi is not None:
@@ -200,7 +207,7 @@ def kl_loss(objective: GRPOObjective, ref_logps: Tensor, logps: Tensor, log_rati
     (open-instruct's name). `use_bias_correction_kl` multiplies any of them by that ratio.
     """
     if objective.kl_estimator == "k3":
-        # Two differences, as in TRL: the gradient is then the same to the last bit, however close the two policies are
+        # The difference twice, as in TRL: the gradient is then equal to the bit, however close the two policies are
         kl = (ref_logps - logps).exp() - (ref_logps - logps) - 1
     elif objective.kl_estimator == "k2":
         kl = (ref_logps - logps).square() / 2
@@ -211,8 +218,10 @@ def kl_loss(objective: GRPOObjective, ref_logps: Tensor, logps: Tensor, log_rati
 
 def gamma_weights(objective: GRPOObjective, batch: GRPOBatch, log_ratio: Tensor) -> Tensor:
     """
-    VESPO's weight of each sequence `[B, 1]`: `phi(w) = exp(lambda + k log w - lambda w)`, where `log w` is the sum of
-    `log_ratio` `[B, T]` and of the sampler's.
+    VESPO's weight of each sequence `[B, 1]`, or `[B, T]` for advantages by token.
+
+    `phi(w) = exp(lambda + k log w - lambda w)`, where `log w` sums `log_ratio` `[B, T]` (policy and old policy) and the
+    log of the sampler's ratio over the sequence. `k` and `lambda` depend on the sign of the advantage.
     """
     log_w = (log_ratio.clamp(-20.0, 20.0) * batch.mask).sum(-1, keepdim=True)  # [B, 1]
     if batch.importance_sampling_ratio is not None:
@@ -225,21 +234,29 @@ def gamma_weights(objective: GRPOObjective, batch: GRPOBatch, log_ratio: Tensor)
     return (lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(0.0, posinf=0.0, neginf=0.0)
 
 
-def off_policy_mask(objective: GRPOObjective, batch: GRPOBatch, sampler_ahead: Tensor) -> Tensor:
+def off_policy_mask(objective: GRPOObjective, batch: GRPOBatch, sampling_log_ratio: Tensor) -> Tensor:
     """
-    DeepSeek-V3.2's off-policy sequence mask: false where the advantage is negative and the sampler's log-probabilities
-    are ahead of the policy's by more than the threshold on average. `sampler_ahead` is `[B, T]`, in nats.
+    DeepSeek-V3.2's off-policy sequence mask, bool: true where the policy term counts.
+
+    It is false where the advantage is negative and the sampler's log-probabilities exceed the policy's by more than the
+    threshold in the mean over the sequence.
+
+    Args:
+        sampling_log_ratio (`Tensor`): `[B, T]`, log-probabilities of the sampler minus those of the policy, nats.
+
+    Returns:
+        `Tensor`: `[B, 1]`, or `[B, T]` for advantages by token.
     """
     count = batch.mask.sum(-1, keepdim=True).clamp(min=1.0)
-    mean = (sampler_ahead.nan_to_num(nan=0.0) * batch.mask).sum(-1, keepdim=True) / count  # [B, 1]
+    mean = (sampling_log_ratio.nan_to_num(nan=0.0) * batch.mask).sum(-1, keepdim=True) / count  # [B, 1]
     threshold = objective.off_policy_mask_threshold
     assert threshold is not None
     return (batch.advantages >= 0) | (mean <= threshold)
 
 
 def high_entropy_mask(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
-    """Whether a token is among the fraction `quantile` of highest entropy in this batch `[B, T]`."""
-    counted = entropies.detach()[mask.bool()].float()
-    if not len(counted):
+    """Whether a token is among the fraction `quantile` of highest entropy in this batch, bool `[B, T]`."""
+    unmasked = entropies.detach()[mask.bool()].float()
+    if not len(unmasked):
         return torch.zeros_like(mask, dtype=torch.bool)
-    return (entropies * mask >= torch.quantile(counted, 1 - quantile)) & mask.bool()
+    return (entropies * mask >= torch.quantile(unmasked, 1 - quantile)) & mask.bool()

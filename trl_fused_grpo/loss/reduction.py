@@ -1,4 +1,4 @@
-"""From the term of each token to a scalar: the weight that a reduction gives to each token."""
+"""From the loss of each token to a scalar: the weight that a reduction gives to each token."""
 
 import torch
 import torch.distributed as dist
@@ -10,34 +10,36 @@ from .objective import GRPOObjective
 
 def token_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
     """
-    Weight of each token's term in the loss `[B, T]`.
+    Weight of each token's loss in the sum over all tokens `[B, T]`.
 
-    - `"token_mean"`: all tokens alike; the normalizer counts tokens.
-    - `"sequence_mean"`: the mean over sequences of the mean over their tokens; the normalizer counts sequences.
-    - `"fixed_length"`: the sum over tokens, divided by `max_completion_length`; the normalizer counts sequences.
-    - `"sequence_sum"`: the mean over sequences of the sum over their tokens; the normalizer counts sequences.
-    - `"padded_sequence_sum"`: the mean over all positions, padding included, of the term times the length of its
-      sequence, see [`luspo_counts_padding`].
+    The reductions, and what [`GRPOBatch.normalizer`] counts in each:
+
+    - `"token_mean"`: the mean over all tokens; counts tokens.
+    - `"sequence_mean"`: the mean over sequences of the mean over their tokens; counts sequences.
+    - `"fixed_length"`: as `"sequence_sum"`, divided by `max_completion_length`; counts sequences.
+    - `"sequence_sum"`: the mean over sequences of the sum over their tokens; counts sequences.
+    - `"padded_sequence_sum"`: the mean over all positions, padding included, of the loss times the length of its
+      sequence, see [`luspo_counts_padding`]; counts sequences.
 
     With a normalizer that counts the whole optimizer step (per process, as gradients are averaged over processes), the
-    gradient does not depend on how the step is cut into micro-batches.
+    gradient does not depend on how the step is split into micro-batches.
     """
+    reduction = objective.effective_reduction
     mask = batch.mask.float()  # [B, T]
-    count = batch.normalizer
-    weights = mask / batch.accumulation
-    name = objective.reduction_in_force
-    if name == "token_mean":
-        return weights / (mask.sum().clamp(min=1.0) if count is None else count)
-    count = len(mask) if count is None else count
-    if name == "sequence_mean":
-        return weights / count / mask.sum(-1, keepdim=True).clamp(min=1.0)
-    if name == "fixed_length":
+    weights = mask / batch.accumulation  # [B, T]
+    if reduction == "token_mean":
+        tokens = mask.sum().clamp(min=1.0) if batch.normalizer is None else batch.normalizer
+        return weights / tokens
+    sequences = len(mask) if batch.normalizer is None else batch.normalizer
+    if reduction == "sequence_mean":
+        return weights / sequences / mask.sum(-1, keepdim=True).clamp(min=1.0)
+    if reduction == "fixed_length":
         assert objective.max_completion_length is not None
-        return weights / (count * objective.max_completion_length)
-    if name == "sequence_sum":
-        return weights / count
+        return weights / (sequences * objective.max_completion_length)
+    if reduction == "sequence_sum":
+        return weights / sequences
     lengths = mask.sum(-1, keepdim=True)  # [B, 1]
-    return (lengths / batch.accumulation / (count * mask.shape[1])).expand_as(mask)
+    return (lengths / batch.accumulation / (sequences * mask.shape[1])).expand_as(mask)
 
 
 def luspo_counts_padding(objective: GRPOObjective, has_kl: bool, has_token_factors: bool) -> bool:
@@ -58,7 +60,7 @@ def luspo_counts_padding(objective: GRPOObjective, has_kl: bool, has_token_facto
 
 
 def entropy_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
-    """Weight of each token's entropy in the loss `[B, T]`: the bonus is the mean over tokens unless told otherwise."""
+    """Weight of each token's entropy in the loss `[B, T]`: minus the coefficient over the number of tokens."""
     mask = batch.mask.float()  # [B, T]
     count = batch.entropy_normalizer
     if count is None:
@@ -67,7 +69,7 @@ def entropy_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
 
 
 def reduce_loss(objective: GRPOObjective, batch: GRPOBatch, loss: Tensor, entropies: Tensor | None) -> Tensor:
-    """The scalar loss, from the term `[B, T]` or `[B, 1]` and, with an entropy bonus, the entropy `[B, T]` of each."""
+    """The scalar loss, from that of each token `[B, T]` or `[B, 1]` and, for an entropy bonus, entropies `[B, T]`."""
     total = (loss * token_weights(objective, batch)).sum()
     if objective.entropy_coef != 0.0:
         assert entropies is not None, "an entropy bonus needs entropies"
@@ -77,12 +79,13 @@ def reduce_loss(objective: GRPOObjective, batch: GRPOBatch, loss: Tensor, entrop
 
 def tokens_per_process(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
     """
-    Tokens of the optimizer step per process, as gradients are averaged over processes; a scalar tensor.
+    Tokens of the optimizer step, divided by the number of processes, as gradients are averaged; a scalar tensor.
 
     Args:
         mask (`Tensor`): `[B, T]`.
         num_items_in_batch (`Tensor` or `float`, *optional*):
-            Tokens of the optimizer step over all processes. Without it this call is the step, which takes a collective.
+            Tokens of the optimizer step over all processes. Without it `mask` is taken for the whole step of this
+            process, and the processes exchange their counts.
     """
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_items_in_batch is not None:

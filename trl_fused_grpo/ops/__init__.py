@@ -1,1 +1,1 @@
-"""The fused linear function in torch alone: log-probabilities of a linear head, and their gradients."""
+"""Log-probabilities and entropies of a linear head, and their gradients. Needs torch and nothing else."""

@@ -1,4 +1,4 @@
-"""The head's GEMMs over chunks of rows: logits out, gradients back."""
+"""The GEMMs (matrix multiplications) of the head over chunks of rows: logits in forward, gradients in backward."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,17 +11,17 @@ from .kernels import LogitTransform
 
 class ChunkedLinear:
     """
-    Rows of hidden states, the head they are projected through, and one buffer of logits for all chunks.
+    Rows of hidden states, the head that makes logits of them, and one buffer of logits that all chunks share.
 
     Args:
         hidden (`Tensor`): shape `[N, H + r]`.
-        weight (`Tensor`): shape `[V, H]`.
+        weight (`Tensor`): shape `[V, H]`, multiplies the first `H` columns of `hidden`.
         bias (`Tensor`, *optional*): shape `[V]`.
-        up (`Tensor`, *optional*): shape `[V, r]`, what the last `r` columns of `hidden` are projected through.
-        targets (`Tensor`): shape `[N]`.
+        lora_b (`Tensor`, *optional*): shape `[V, r]`, multiplies the last `r` columns of `hidden`.
+        targets (`Tensor`): token ids, shape `[N]`, int64.
         transform (`LogitTransform`): scale, softcap and temperature of the logits.
         compute_dtype (`torch.dtype`): dtype of the GEMMs' inputs and of the logits.
-        chunk_rows (`int`): rows of logits that exist at a time.
+        chunk_rows (`int`): rows of logits in memory at a time.
     """
 
     def __init__(
@@ -44,34 +44,34 @@ class ChunkedLinear:
 
     @property
     def cast_weight(self) -> Tensor:
-        """The weight in the compute dtype with `lora_b` beside it `[V, H + r]`; made at the first chunk that asks."""
+        """`[weight, lora_b]` in the compute dtype `[V, H + r]`; cast at the first use, then kept until [`release`]."""
         if self._cast_weight is None:
-            self._cast_weight, _ = self.operands(slice(None))
+            self._cast_weight, _ = self.cast_head(slice(None))
         return self._cast_weight
 
-    def operands(self, tokens: slice) -> tuple[Tensor, Tensor | None]:
-        """Weight with `lora_b` beside it `[v, H + r]` and bias `[v]` of some columns, in the compute dtype."""
-        parts = [part[tokens].to(self.compute_dtype) for part in (self.weight, self.lora_b) if part is not None]
-        bias = None if self.bias is None else self.bias[tokens].to(self.compute_dtype)
+    def cast_head(self, vocab: slice) -> tuple[Tensor, Tensor | None]:
+        """`[weight, lora_b]` `[v, H + r]` and bias `[v]` of a slice of the vocabulary, in the compute dtype."""
+        parts = [part[vocab].to(self.compute_dtype) for part in (self.weight, self.lora_b) if part is not None]
+        bias = None if self.bias is None else self.bias[vocab].to(self.compute_dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), bias
 
-    def new_rows(self) -> Tensor:
-        """An empty statistic per row `[N]`, in float32 at least."""
+    def empty_per_row(self) -> Tensor:
+        """An uninitialised number for each row `[N]`, in float32 at least."""
         return self.hidden.new_empty(len(self.targets), dtype=torch.promote_types(self.compute_dtype, torch.float32))
 
-    def chunks(self, border: int) -> Iterator[slice]:
-        """Slices of at most `chunk_rows` rows that cover all of them; none crosses `border`."""
-        for first, last in ((0, border), (border, len(self.targets))):
-            yield from slices(first, last, self.chunk_rows)
+    def chunks(self, grad_rows: int) -> Iterator[slice]:
+        """Slices of at most `chunk_rows` that cover all rows: first up to row `grad_rows`, then from there on."""
+        for first, last in ((0, grad_rows), (grad_rows, len(self.targets))):
+            yield from split_range(first, last, self.chunk_rows)
 
-    def rows_of_hidden(self, rows: slice | Tensor) -> Tensor:
+    def hidden_rows(self, rows: slice | Tensor) -> Tensor:
         """Hidden states of `rows` in the compute dtype `[n, H + r]`."""
         hidden = self.hidden[rows] if isinstance(rows, slice) else self.hidden.index_select(0, rows)
         return hidden.to(self.compute_dtype)
 
-    def project(self, rows: slice | Tensor) -> Tensor:
-        """Raw logits of `rows` `[n, V]`, in the shared buffer: the next call overwrites them."""
-        hidden = self.rows_of_hidden(rows)  # [n, H + r]
+    def compute_logits(self, rows: slice | Tensor) -> Tensor:
+        """Raw logits of `rows` `[n, V]`, in the shared buffer, which the next call overwrites."""
+        hidden = self.hidden_rows(rows)  # [n, H + r]
         if self._buffer is None or len(self._buffer) < len(hidden):
             self._buffer = None  # freed before its successor is allocated
             self._buffer = hidden.new_empty(len(hidden), self.weight.shape[0])
@@ -82,13 +82,13 @@ class ChunkedLinear:
         return logits
 
     def release(self) -> None:
-        """Let go of the buffer and of the cast weight."""
+        """Free the buffer and the cast weight."""
         self._buffer = self._cast_weight = None
 
 
 class GradAccumulator:
     """
-    Gradients of hidden states, weight, bias and `lora_b`, added up chunk by chunk in float32. Only those needed exist.
+    Gradients of hidden states, weight, bias and `lora_b`, summed over chunks. Buffers exist for those needed only.
 
     Args:
         linear (`ChunkedLinear`): the rows and the head.
@@ -98,9 +98,9 @@ class GradAccumulator:
     def __init__(self, linear: ChunkedLinear, needs: Sequence[bool]):
         self.linear = linear
         acc_dtype = torch.promote_types(linear.compute_dtype, torch.float32)
-        # One GEMM makes a row's gradient whole, so nothing adds up in it; float16 alone lacks the range to hold it
+        # One GEMM gives a row's whole gradient, so nothing is summed in it; only float16 lacks the range to hold it
         row_dtype = acc_dtype if linear.compute_dtype == torch.float16 else linear.compute_dtype
-        row_dtype = torch.promote_types(row_dtype, linear.hidden.dtype)  # as fine as what is returned
+        row_dtype = torch.promote_types(row_dtype, linear.hidden.dtype)  # never coarser than what `finish` returns
         self.hidden = torch.zeros_like(linear.hidden, dtype=row_dtype) if needs[0] else None  # [N, H + r]
         self.weight = torch.empty_like(linear.weight, dtype=acc_dtype) if needs[1] else None  # [V, H]
         self.bias = torch.zeros_like(linear.bias, dtype=acc_dtype) if linear.bias is not None and needs[2] else None
@@ -108,7 +108,7 @@ class GradAccumulator:
             torch.zeros_like(linear.lora_b, dtype=acc_dtype) if linear.lora_b is not None and needs[3] else None
         )  # [V, r]
         self._weight_is_empty = True
-        self._pending: float | Tensor | None = None
+        self._pending_factor: float | Tensor | None = None
 
     def add(
         self,
@@ -119,77 +119,92 @@ class GradAccumulator:
         grad_logps: Tensor,
         grad_entropies: Tensor | None,
     ) -> None:
-        """Turn the logits of `rows` `[n, V]` into their gradient, in place, and add what follows from it."""
+        """
+        Overwrite the logits of `rows` with their gradient and add what follows from it to the gradients.
+
+        Args:
+            rows (`slice` or `Tensor`): which rows, `[n]` as a tensor.
+            logits (`Tensor`): `[n, V]`, raw; overwritten.
+            lse, entropies (`Tensor`): `[n]`; `entropies` are needed with `grad_entropies` only.
+            grad_logps, grad_entropies (`Tensor`): `[n]`; the second is optional.
+        """
         linear = self.linear
-        self._apply_pending()
+        self._apply_pending_factor()
         linear.kernels.logits_grad_(
             logits, linear.targets[rows], lse, entropies, grad_logps, grad_entropies, linear.transform
         )  # [n, V]
-        if self.hidden is not None:
-            # [n, V] @ [V, H + r]
-            if isinstance(rows, slice):
-                matmul(logits, linear.cast_weight, out=self.hidden[rows])
-            else:
-                grad = self.hidden.new_empty(len(rows), self.hidden.shape[1])
-                matmul(logits, linear.cast_weight, out=grad)
-                self.hidden.index_add_(0, rows, grad)
-        width = linear.weight.shape[1]
+        self._add_to_hidden(rows, logits)
+        self._add_to_head(rows, logits)
+
+    def _add_to_hidden(self, rows: slice | Tensor, grad_logits: Tensor) -> None:
+        if self.hidden is None:
+            return
+        # [n, V] @ [V, H + r]
+        if isinstance(rows, slice):
+            matmul(grad_logits, self.linear.cast_weight, out=self.hidden[rows])
+        else:
+            grad = self.hidden.new_empty(len(rows), self.hidden.shape[1])
+            matmul(grad_logits, self.linear.cast_weight, out=grad)
+            self.hidden.index_add_(0, rows, grad)
+
+    def _add_to_head(self, rows: slice | Tensor, grad_logits: Tensor) -> None:
+        linear, width = self.linear, self.linear.weight.shape[1]
         if self.weight is not None:
-            # [V, n] @ [n, H]; the first product needs no zeros to add to
-            hidden = linear.rows_of_hidden(rows)[:, :width]
-            (matmul if self._weight_is_empty else add_matmul)(logits.t(), hidden, out=self.weight)
+            # [V, n] @ [n, H]; the first matmul overwrites, so that the buffer needs no zeros
+            hidden = linear.hidden_rows(rows)[:, :width]
+            (matmul if self._weight_is_empty else add_matmul)(grad_logits.t(), hidden, out=self.weight)
             self._weight_is_empty = False
         if self.lora_b is not None:
-            add_matmul(logits.t(), linear.rows_of_hidden(rows)[:, width:], out=self.lora_b)  # [V, n] @ [n, r]
+            add_matmul(grad_logits.t(), linear.hidden_rows(rows)[:, width:], out=self.lora_b)  # [V, n] @ [n, r]
         if self.bias is not None:
-            self.bias += logits.sum(0, dtype=self.bias.dtype)
+            self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
 
     def scale(self, factor: float) -> None:
-        """Multiply everything by one factor: together with the cast in `finish` if nothing is added until then."""
-        self._pending = None if factor == 1.0 else factor
+        """Multiply all gradients by `factor`, in [`finish`] together with the cast, or before the next addition."""
+        self._pending_factor = None if factor == 1.0 else factor
 
     def scale_rows(self, factors: Tensor) -> None:
-        """Multiply each row's hidden gradient by its own factor `[N]`, where no other gradient is needed."""
-        self._pending = factors.unsqueeze(-1)
+        """Multiply each row's hidden gradient by its own factor `[N]`. Only for a head that needs no gradient."""
+        self._pending_factor = factors.unsqueeze(-1)
 
-    def _apply_pending(self) -> None:
-        if self._pending is not None:
+    def _apply_pending_factor(self) -> None:
+        if self._pending_factor is not None:
             for grad in (self.hidden, self.weight, self.bias, self.lora_b):
                 if grad is not None:
-                    grad.mul_(self._pending)
-            self._pending = None
+                    grad.mul_(self._pending_factor)
+            self._pending_factor = None
 
     def reset(self) -> None:
-        """Forget everything that was added."""
-        self._pending, self._weight_is_empty = None, True
+        """Set all gradients to zero."""
+        self._pending_factor, self._weight_is_empty = None, True
         for grad in (self.hidden, self.bias, self.lora_b):
             if grad is not None:
                 grad.zero_()
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """The gradients of hidden, weight, bias and `lora_b` in their dtypes; each is cast once, here."""
+        """The gradients of hidden states, weight, bias and `lora_b`, each cast once, to the dtype of its tensor."""
         if self.weight is not None and self._weight_is_empty:
             self.weight.zero_()
         linear = self.linear
-        pairs = (
+        pairs = (  # (gradient, its tensor)
             (self.hidden, linear.hidden),
             (self.weight, linear.weight),
             (self.bias, linear.bias),
             (self.lora_b, linear.lora_b),
         )
         return tuple(
-            None if grad is None or owner is None else self._finished(grad, owner.dtype) for grad, owner in pairs
+            None if grad is None or tensor is None else self._finish(grad, tensor.dtype) for grad, tensor in pairs
         )
 
-    def _finished(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        if self._pending is None:
+    def _finish(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._pending_factor is None:
             return grad.to(dtype)
         out = grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
-        return torch.mul(grad, self._pending, out=out)
+        return torch.mul(grad, self._pending_factor, out=out)
 
 
-def slices(first: int, last: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size` from `first` up to `last`."""
+def split_range(first: int, last: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover `first` up to `last`."""
     return (slice(start, min(start + size, last)) for start in range(first, last, size))
 
 
@@ -204,7 +219,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def add_matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """`out += a @ b` for a float32 `out`: rounding each product to bfloat16 before adding it up biases training."""
+    """`out += a @ b` for a float32 `out`: rounding each chunk's `a @ b` to bfloat16 first would bias training."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)
     elif a.is_cuda:

@@ -1,4 +1,15 @@
-"""Log-probabilities and entropies of a linear head without a `[N, V]` tensor of logits, and their gradients."""
+"""
+Log-probabilities and entropies of a linear head without a `[N, V]` tensor of logits, and their gradients.
+
+[`fused_linear_logps`] computes the logits of a chunk of rows, takes a few numbers of each row, and reuses the memory.
+Gradients need the logits once more: the backward mode `"recompute"` computes them a second time in backward. The modes
+`"forecast"` and `"frozen"` turn a chunk into gradients in forward instead, while its logits are in memory.
+`"forecast"` assumes the row gradients that a [`Forecast`] expects, and backward recomputes the rows that differ.
+`"frozen"`, for a head without gradient, assumes one for every row and multiplies by the true row gradient in backward.
+
+Read on in `chunked_linear.py` (the GEMMs), `precomputed_grads.py` (the comparison in backward), `recompute.py` (logits
+a second time) and `kernels/torch.py` (from logits to log-probabilities and gradients).
+"""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -7,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .chunk_size import default_logits_mib, rows_per_chunk
 from .chunked_linear import ChunkedLinear, GradAccumulator
 from .kernels import LogitTransform
 from .lm_head import LMHead
@@ -14,34 +26,44 @@ from .precomputed_grads import PrecomputedGrads, ResidualGrads
 from .recompute import recomputed_gradients
 
 
+# Backward modes, see `choose_backward`
 Backward = Literal["auto", "frozen", "forecast", "recompute"]
-
-# Rows of a chunk whose products leave few processors idle in their last wave, measured on one H200 at hidden sizes 1024
-# and 4096 (benchmarks/NOTES.md): others take up to a sixth longer for the same work. Larger chunks are multiples of
-# the first, smaller ones take what fits
-_HEIGHTS = (4096, 3072, 2048, 1024, 768, 512, 256, 128)
 
 
 class Forecast(Protocol):
     """
-    Says which gradient each row will receive. Right or wrong, the gradients come out right; wrong rows cost time.
+    Says which gradient of the loss each row will receive. Wrong values cost time; the gradients stay right.
 
-    Called once per chunk with the rows as a slice, their log-probabilities `[n]` and entropies `[n]`, both detached; it
-    returns the gradients with respect to both, `[n]` each (the second may be `None`), up to one common factor. Rows
-    from `grad_rows` on are known to receive none.
+    `grad_rows` is a number of rows: those from there on are expected to receive no gradient.
     """
 
     @property
     def grad_rows(self) -> int: ...
 
-    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
+    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """
+        Return the gradients with respect to the log-probabilities `[n]` and entropies (`[n]` or `None`) of one chunk.
+
+        They may differ from the true ones by one factor, common to all rows.
+
+        Args:
+            rows (`slice`): the rows of the chunk.
+            logps (`Tensor`): their log-probabilities `[n]`, nats, detached.
+            entropies (`Tensor`, *optional*): their entropies `[n]`, nats, detached.
+        """
+        ...
 
 
 @dataclass
 class FusedStats:
     """
-    What the last call did: its way, the rows it projected, those its backward had to recompute, and, in a trainer, how
-    the model's rows were laid out.
+    What the last call of [`fused_linear_logps`] did.
+
+    Args:
+        backward (`str`): backward mode, `"no_grad"` for a call without gradient.
+        rows (`int`): rows whose log-probabilities were computed.
+        recomputed (`int`): rows whose logits its backward computed a second time.
+        layout (`str`): in a trainer, how sequences were laid out in the model's rows.
     """
 
     backward: str = ""
@@ -51,8 +73,8 @@ class FusedStats:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Everything one call needs besides tensors."""
+class _Params:
+    """Everything that the autograd function needs besides tensors."""
 
     backward: str
     transform: LogitTransform
@@ -63,39 +85,33 @@ class _Call:
     entropy: bool
     stats: FusedStats
 
+    def linear(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_b: Tensor | None, targets: Tensor
+    ) -> ChunkedLinear:
+        return ChunkedLinear(hidden, weight, bias, lora_b, targets, self.transform, self.compute_dtype, self.chunk_rows)
+
+    def assumed_grads(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The gradients `[n]` that the forward assumes: those of the forecast, or one, to be multiplied later."""
+        if self.backward == "forecast" and self.forecast is not None:
+            return self.forecast(rows, logps, entropies)
+        return torch.ones_like(logps), None
+
 
 def choose_backward(head_needs_grad: bool, forecast: Forecast | None, entropy_grad: bool) -> str:
     """
-    Return the cheapest of the three ways: `"frozen"` (2 GEMMs), `"forecast"` (3), `"recompute"` (1 + 3 x the fraction
-    of rows with gradient). The frozen way prepays the gradient of the log-probabilities only.
+    Return the cheapest backward mode that is possible.
+
+    Over all rows, `"frozen"` takes 2 GEMMs, `"forecast"` 3, and `"recompute"` 1 + 3 x the fraction of rows that have a
+    gradient. `"frozen"` precomputes the gradient of the log-probabilities only, not that of the entropies.
+
+    Args:
+        head_needs_grad (`bool`): whether weight, bias or a low-rank term needs a gradient.
+        forecast ([`Forecast`], *optional*): the forecast that the caller has.
+        entropy_grad (`bool`): whether the entropies will receive a gradient.
     """
     if not head_needs_grad and not entropy_grad:
         return "frozen"
     return "recompute" if forecast is None else "forecast"
-
-
-def rows_per_chunk(vocab_size: int, itemsize: int, logits_mib: float) -> int:
-    """Return how many rows of logits fit into `logits_mib` MiB, at one of the heights that the products like."""
-    rows = max(1, int(logits_mib * 2**20) // (vocab_size * itemsize))
-    return rows // _HEIGHTS[0] * _HEIGHTS[0] or next((height for height in _HEIGHTS if height <= rows), rows)
-
-
-def default_logits_mib(hidden: Tensor, head: LMHead, backward: str, compute_dtype: torch.dtype) -> float:
-    """
-    Return the size of the chunk of logits, in MiB, at which the peak of memory stays below that of TRL's fused head.
-
-    Outside CUDA a chunk should stay in cache. On CUDA the logits may take the 256 MiB of TRL's tile, the room of what
-    is cast at the end (the weight's gradient), and of what only TRL holds in float32 (the hidden states' gradient).
-    The copy of float32 weights that autocast asks for comes on top, up to 0.18 of TRL's peak.
-    """
-    if hidden.device.type != "cuda":
-        return 16
-    size = 256 * 2**20
-    if backward in ("frozen", "forecast") and hidden.dtype == compute_dtype:
-        size += 4 * hidden.numel()
-    if backward == "forecast" and head.weight.dtype == compute_dtype:
-        size += head.weight.numel() * head.weight.itemsize
-    return size / 2**20
 
 
 def fused_linear_logps(
@@ -113,68 +129,60 @@ def fused_linear_logps(
     """
     Log-probability of each target and entropy of each row under `softmax(head(hidden) / temperature)`.
 
-    The head is projected a chunk of rows at a time. Both outputs are differentiable once with respect to `hidden` and
-    the head's weight, bias and low-rank terms.
+    Logits exist for a chunk of rows at a time. Both outputs are differentiable once with respect to `hidden` and the
+    head's weight, bias and low-rank terms.
 
     Args:
         hidden (`Tensor`):
             Hidden states, shape `[N, H]`.
         head (`LMHead`):
-            The output projection.
+            The head, its scale and its softcap.
         targets (`Tensor`):
             Token ids, shape `[N]`, int64, each in `[0, V)`.
         temperature (`float` or `Tensor`, *optional*, defaults to `1.0`):
-            Sampling temperature, one for all rows or one for each, shape `[N]`.
+            Sampling temperature: one for all rows, or one for each row, shape `[N]`.
         forecast ([`Forecast`], *optional*):
-            The gradient each row is expected to receive. With a right one no row is projected twice.
+            The gradient that each row is expected to receive. With a right one no logits are computed twice.
         backward (`str`, *optional*, defaults to `"auto"`):
-            `"frozen"`, `"forecast"` or `"recompute"` force a way; `"auto"` asks [`choose_backward`].
+            Backward mode: `"frozen"`, `"forecast"`, `"recompute"`, or `"auto"` for that of [`choose_backward`].
         logits_mib (`float`, *optional*):
             Size of the chunk of logits, in MiB. Defaults to [`default_logits_mib`].
         entropy (`bool`, *optional*, defaults to `True`):
             Whether to compute the entropies.
         entropy_grad (`bool`, *optional*, defaults to `False`):
-            Whether the entropies will receive a gradient. A gradient that was not announced is right too, but costs a
-            recomputation.
+            Whether the entropies will receive a gradient. Their gradient is right without it too, but then the rows'
+            logits are computed twice.
         stats ([`FusedStats`], *optional*):
-            Filled in by the call and its backward.
+            Filled in by forward and backward.
 
     Returns:
         `tuple[Tensor, Tensor | None]`:
             Log-probabilities and entropies in nats, shape `[N]` each, float32 (float64 for float64 heads).
 
     Raises:
-        `ValueError`: when shapes do not fit or `backward` forces what the arguments cannot do.
+        `ValueError`: when shapes do not fit, or the other arguments do not allow the backward mode.
     """
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or hidden.shape[1] != head.weight.shape[1]:
-        raise ValueError(
-            f"expected hidden [N, H], targets [N] and a head of weight [V, H]; got {list(hidden.shape)}, "
-            f"{list(targets.shape)} and {list(head.weight.shape)}"
-        )
+    _check_shapes(hidden, head, targets)
     device_type = hidden.device.type
     compute_dtype = head.weight.dtype
     if torch.is_autocast_enabled(device_type) and not head.fp32:
         compute_dtype = torch.get_autocast_dtype(device_type)
 
-    hidden, lora_b, bias, temperature = head.operands(hidden, temperature)  # [N, H + r], [V, r], [V]
+    hidden, lora_b, bias, temperature = head.linear_inputs(hidden, temperature)  # [N, H + r], [V, r], [V]
     head_needs_grad = any(t is not None and t.requires_grad for t in (head.weight, bias, lora_b))
     planned = choose_backward(head_needs_grad, forecast, entropy_grad) if backward == "auto" else backward
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or head_needs_grad)
     resolved = planned if needs_grad else "no_grad"
-    if resolved == "frozen" and head_needs_grad:
-        raise ValueError(
-            'backward="frozen" needs a head without trainable parameters; use backward="auto" or freeze the head'
-        )
-    if resolved == "forecast" and forecast is None:
-        raise ValueError('backward="forecast" needs a forecast; pass one or use backward="auto"')
+    _check_backward(resolved, head_needs_grad, forecast)
 
     if logits_mib is None:
-        # With a forecast as with gradient: the reference's log-probs are then those of an equal policy, to the bit
-        sized_as = resolved if forecast is None else planned
-        logits_mib = default_logits_mib(hidden, head, sized_as, compute_dtype)
+        # With a forecast, chunks are as large without gradient as with it: equal weights then give equal bits for the
+        # policy and its reference
+        mode = resolved if forecast is None else planned
+        logits_mib = default_logits_mib(hidden, head, mode, compute_dtype)
     stats = FusedStats() if stats is None else stats
     stats.backward, stats.rows, stats.recomputed = resolved, hidden.shape[0], 0
-    call = _Call(
+    params = _Params(
         backward=resolved,
         transform=LogitTransform(head.logit_scale, head.softcap, temperature),
         compute_dtype=compute_dtype,
@@ -185,46 +193,68 @@ def fused_linear_logps(
         stats=stats,
     )
     with torch.autocast(device_type, enabled=False):
-        logps, entropies = FusedLinearLogProb.apply(hidden, head.weight, bias, lora_b, targets, call)
+        logps, entropies = FusedLinearLogProb.apply(hidden, head.weight, bias, lora_b, targets, params)
     return logps, entropies
+
+
+def _check_shapes(hidden: Tensor, head: LMHead, targets: Tensor) -> None:
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or hidden.shape[1] != head.weight.shape[1]:
+        raise ValueError(
+            f"expected hidden [N, H], targets [N] and a head of weight [V, H]; got {list(hidden.shape)}, "
+            f"{list(targets.shape)} and {list(head.weight.shape)}"
+        )
+
+
+def _check_backward(backward: str, head_needs_grad: bool, forecast: Forecast | None) -> None:
+    if backward == "frozen" and head_needs_grad:
+        raise ValueError(
+            'backward="frozen" needs a head without trainable parameters; use backward="auto" or freeze the head'
+        )
+    if backward == "forecast" and forecast is None:
+        raise ValueError('backward="forecast" needs a forecast; pass one or use backward="auto"')
 
 
 class FusedLinearLogProb(torch.autograd.Function):
     """
-    One node from hidden states to log-probabilities and entropies. The forward prepays a gradient where it can; the
-    backward scales what was precomputed and recomputes the rows whose true gradient is another.
+    One autograd node from hidden states to log-probabilities and entropies.
+
+    The forward accumulates gradients from the row gradients that it assumes, where the backward mode has any. The
+    backward compares these with the true ones and recomputes the rows that differ.
     """
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_b: Tensor | None, targets: Tensor, call: _Call
+        ctx,
+        hidden: Tensor,  # [N, H + r]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,  # [V]
+        lora_b: Tensor | None,  # [V, r]
+        targets: Tensor,  # [N]
+        params: _Params,
     ):
         # Entropies often feed a metric only: without this their gradient would arrive as zeros
         ctx.set_materialize_grads(False)
-        linear = ChunkedLinear(
-            hidden, weight, bias, lora_b, targets, call.transform, call.compute_dtype, call.chunk_rows
-        )
-        logps, lse = linear.new_rows(), linear.new_rows()  # [N]
-        entropies = linear.new_rows() if call.entropy else None  # [N]
+        linear = params.linear(hidden, weight, bias, lora_b, targets)
+        logps, lse = linear.empty_per_row(), linear.empty_per_row()  # [N]
+        entropies = linear.empty_per_row() if params.entropy else None  # [N]
 
-        precomputed, grad_rows = None, call.grad_rows
-        if call.backward in ("frozen", "forecast"):
-            precomputed = PrecomputedGrads(GradAccumulator(linear, ctx.needs_input_grad), grad_rows == len(targets))
+        precomputed, grad_rows = None, params.grad_rows
+        if params.backward in ("frozen", "forecast"):
+            accumulator = GradAccumulator(linear, ctx.needs_input_grad)
+            precomputed = PrecomputedGrads(accumulator, includes_all_rows=grad_rows == len(targets))
         for rows in linear.chunks(grad_rows):
-            logits = linear.project(rows)  # [n, V]
-            row_entropies = None if entropies is None else entropies[rows]
-            linear.kernels.logprob_forward(logits, targets[rows], call.transform, logps[rows], lse[rows], row_entropies)
+            logits = linear.compute_logits(rows)  # [n, V]
+            row_entropies = None if entropies is None else entropies[rows]  # [n]
+            linear.kernels.logprob_forward(
+                logits, targets[rows], params.transform, logps[rows], lse[rows], row_entropies
+            )
             if precomputed is not None and rows.start < grad_rows:
-                # A frozen head's rows each get a unit gradient, which backward multiplies by the true one
-                if call.backward == "forecast" and call.forecast is not None:
-                    expected = call.forecast(rows, logps[rows], row_entropies)
-                else:
-                    expected = torch.ones_like(logps[rows]), None
-                row_grads = precomputed.record(rows, *expected)
-                precomputed.gradients.add(rows, logits, lse[rows], row_entropies, *row_grads)
+                assumed = params.assumed_grads(rows, logps[rows], row_entropies)  # [n]
+                row_grads = precomputed.record(rows, *assumed)  # [n]
+                precomputed.accumulator.add(rows, logits, lse[rows], row_entropies, *row_grads)
 
         linear.release()
-        ctx.call, ctx.precomputed = call, precomputed
+        ctx.params, ctx.precomputed = params, precomputed
         ctx.save_for_backward(hidden, weight, bias, lora_b, targets, lse, entropies)
         return logps, entropies
 
@@ -233,26 +263,33 @@ class FusedLinearLogProb(torch.autograd.Function):
     def backward(ctx, grad_logps: Tensor | None, grad_entropies: Tensor | None):
         hidden, weight, bias, lora_b, targets, lse, entropies = ctx.saved_tensors
         # A second backward through a retained graph finds nothing precomputed and recomputes
-        call, precomputed, ctx.precomputed = ctx.call, ctx.precomputed, None
-
-        linear = ChunkedLinear(
-            hidden, weight, bias, lora_b, targets, call.transform, call.compute_dtype, call.chunk_rows
-        )
+        params, precomputed, ctx.precomputed = ctx.params, ctx.precomputed, None
+        linear = params.linear(hidden, weight, bias, lora_b, targets)
         grad_logps = torch.zeros_like(lse) if grad_logps is None else grad_logps.to(lse.dtype)  # [N]
         if precomputed is None:
             rows = ResidualGrads(grad_logps, grad_entropies).rows()  # [M]
-            call.stats.recomputed = len(rows)
+            params.stats.recomputed = len(rows)
             needs = ctx.needs_input_grad
             return *recomputed_gradients(linear, rows, lse, entropies, grad_logps, grad_entropies, needs), None, None
 
-        gradients = precomputed.gradients
-        settle = precomputed.resolve_unit_grads if call.backward == "frozen" else precomputed.resolve_forecast_grads
-        residual = settle(grad_logps, grad_entropies)
-        rows = lse.new_empty(0, dtype=torch.long) if residual is None else residual.rows()  # [M]
-        call.stats.recomputed = len(rows)
-        for index in rows.split(call.chunk_rows) if residual is not None and len(rows) else ():
-            row_grads = residual.logps[index], None if residual.entropies is None else residual.entropies[index]
-            row_entropies = None if entropies is None else entropies[index]
-            gradients.add(index, linear.project(index), lse[index], row_entropies, *row_grads)
-        linear.release()
-        return *gradients.finish(), None, None
+        is_frozen = params.backward == "frozen"
+        resolve = precomputed.resolve_unit_grads if is_frozen else precomputed.resolve_forecast_grads
+        residual = resolve(grad_logps, grad_entropies)
+        params.stats.recomputed = 0
+        if residual is not None:
+            params.stats.recomputed = _add_residual(residual, linear, precomputed.accumulator, lse, entropies)
+        return *precomputed.accumulator.finish(), None, None
+
+
+def _add_residual(
+    residual: ResidualGrads, linear: ChunkedLinear, accumulator: GradAccumulator, lse: Tensor, entropies: Tensor | None
+) -> int:
+    """Compute logits of the rows with a residual gradient again, add their gradients, and return how many these are."""
+    rows = residual.rows()  # [M]
+    for index in rows.split(linear.chunk_rows) if len(rows) else ():
+        row_entropies = None if entropies is None else entropies[index]  # [n]
+        grad_entropies = None if residual.entropies is None else residual.entropies[index]  # [n]
+        logits = linear.compute_logits(index)  # [n, V]
+        accumulator.add(index, logits, lse[index], row_entropies, residual.logps[index], grad_entropies)
+    linear.release()
+    return len(rows)

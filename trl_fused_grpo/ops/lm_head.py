@@ -1,4 +1,4 @@
-"""The linear head of a language model and what follows it before the softmax, as plain tensors."""
+"""The linear head of a language model, and what the model does to the logits before the softmax, as plain tensors."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class LowRank:
     """
-    A low-rank term beside a head's weight, as LoRA trains it: `W + scale * b @ a`, which nobody ever builds.
+    A low-rank term beside a head's weight, as LoRA trains it: `W + scale * b @ a`. The sum is never materialised.
 
     Args:
         a (`Tensor`):
@@ -21,7 +21,7 @@ class LowRank:
         scale (`float`, *optional*, defaults to `1.0`):
             Multiplier of the term.
         dropout (`float`, *optional*, defaults to `0.0`):
-            Probability with which an element of the hidden states is dropped on its way into `a`.
+            Probability with which an element of the hidden states is dropped before `a` is applied.
     """
 
     a: Tensor
@@ -29,8 +29,8 @@ class LowRank:
     scale: float = 1.0
     dropout: float = 0.0
 
-    def down(self, hidden: Tensor) -> Tensor:
-        """What `b` is applied to `[N, r]`, from hidden states `[N, H]`."""
+    def apply_a(self, hidden: Tensor) -> Tensor:
+        """The input of `b` `[N, r]`, from hidden states `[N, H]`: dropout, then `a`, then the scale."""
         hidden = F.dropout(hidden, self.dropout).to(self.a.dtype)
         return self.scale * F.linear(hidden, self.a)  # [N, H] @ [H, r]
 
@@ -38,7 +38,7 @@ class LowRank:
 @dataclass(frozen=True)
 class LMHead:
     """
-    A linear head and what the model does to its output before the softmax.
+    A linear head, and what the model does to the logits before the softmax.
 
     Args:
         weight (`Tensor`):
@@ -50,7 +50,7 @@ class LMHead:
         softcap (`float`, *optional*):
             `softcap * tanh(logits / softcap)`, after the scale (Gemma 2, RecurrentGemma, xLSTM).
         fp32 (`bool`, *optional*, defaults to `False`):
-            Whether the projection stays in the weight's dtype under autocast (`cast_lm_head_to_fp32`).
+            Whether the logits are computed in the weight's dtype under autocast too (TRL's `cast_lm_head_to_fp32`).
         low_rank (`tuple[LowRank, ...]`, *optional*):
             Low-rank terms beside the weight.
     """
@@ -62,27 +62,32 @@ class LMHead:
     fp32: bool = False
     low_rank: tuple[LowRank, ...] = ()
 
-    def operands(self, hidden: Tensor, temperature: float | Tensor) -> "Operands":
+    def linear_inputs(self, hidden: Tensor, temperature: float | Tensor) -> "LinearInputs":
         """
-        Spell out `(hidden @ (weight + low_rank)^T + bias) / temperature` with one temperature for all rows.
+        Write `(hidden @ (weight + low_rank)^T + bias) / temperature` as one linear function with one temperature.
+
+        Low-rank terms become further columns: of the hidden states (`a` applied) and of the weight (`b`). Temperatures
+        by row divide the hidden states, and the bias then becomes a column too.
 
         Args:
             hidden (`Tensor`): shape `[N, H]`.
-            temperature (`float` or `Tensor`): one for all rows, or one for each, shape `[N]`.
+            temperature (`float` or `Tensor`): one for all rows, or one for each row, shape `[N]`.
 
         Raises:
-            `ValueError`: for temperatures by row under a softcap, which comes before them.
+            `ValueError`: for temperatures by row with a softcap, which the model applies before the temperature.
         """
-        columns = [hidden, *(term.down(hidden).to(hidden.dtype) for term in self.low_rank)]
+        columns = [hidden, *(term.apply_a(hidden).to(hidden.dtype) for term in self.low_rank)]
         lora_b, bias = [term.b for term in self.low_rank], self.bias
         if isinstance(temperature, Tensor):
             if self.softcap is not None:
-                raise ValueError("a temperature for each row does not go with a softcap of the logits")
+                raise ValueError(
+                    "a temperature for each row does not go with a softcap of the logits; pass one number for all rows"
+                )
             if bias is not None:
                 columns, lora_b, bias = [*columns, torch.ones_like(hidden[:, :1])], [*lora_b, bias.unsqueeze(1)], None
             columns = [(column / temperature.unsqueeze(1)).to(hidden.dtype) for column in columns]
             temperature = 1.0
-        return Operands(
+        return LinearInputs(
             columns[0] if len(columns) == 1 else torch.cat(columns, dim=1),
             (lora_b[0] if len(lora_b) == 1 else torch.cat(lora_b, dim=1)) if lora_b else None,
             bias,
@@ -90,8 +95,8 @@ class LMHead:
         )
 
 
-class Operands(NamedTuple):
-    """Logits are `(hidden @ [weight, lora_b]^T + bias) / temperature`, before scale and softcap."""
+class LinearInputs(NamedTuple):
+    """Raw logits are `hidden @ [weight, lora_b]^T + bias`; the temperature divides them after scale and softcap."""
 
     hidden: Tensor  # [N, H + r]
     lora_b: Tensor | None  # [V, r]

@@ -1,4 +1,11 @@
-"""What the forward precomputed of each row's gradient, against what the backward finds due."""
+"""
+Compares the row gradients assumed in forward with those received in backward.
+
+A row's gradient is that of the loss with respect to its log-probability and entropy. The forward assumes these numbers
+and accumulates the gradients of hidden states and head from them. The backward scales what is accumulated and returns
+the residual: what is missing for rows whose gradient was assumed wrongly. The caller adds that with logits computed
+anew.
+"""
 
 from typing import NamedTuple
 
@@ -8,43 +15,44 @@ from torch import Tensor
 from .chunked_linear import GradAccumulator
 
 
-# A row counts as forecast when its gradient is within this of the forecast, relative to its own size: some roundings
+# A row's gradient equals the assumed one when they differ by no more than this, relative to its size: a few roundings
 # of float32, and far below the 1e-5 that parity allows.
 FORECAST_RTOL = 4e-6
-# Where a row's terms cancel, policy against KL, their rounding remains: it is measured by the rows' usual size
+# Where policy and KL term cancel, their rounding errors remain. This allows for them, relative to the rows' root mean
+# square
 FORECAST_ATOL = 5e-7
 
 
 class ResidualGrads(NamedTuple):
-    """The part of each row's gradient that has not gone into the parameters' gradients yet."""
+    """The part of each row's gradient that is not in the accumulated gradients yet."""
 
     logps: Tensor  # [N]
     entropies: Tensor | None  # [N]
 
     def rows(self) -> Tensor:
-        """Indices of the rows with something left, NaN included, `[M]`. Synchronises the device once."""
-        open_rows = self.logps != 0
+        """Indices `[M]` of the rows whose residual is not zero; NaN is not zero. Synchronises the device once."""
+        is_nonzero = self.logps != 0
         if self.entropies is not None:
-            open_rows |= self.entropies != 0
-        return open_rows.nonzero().squeeze(-1)
+            is_nonzero |= self.entropies != 0
+        return is_nonzero.nonzero().squeeze(-1)
 
 
 class PrecomputedGrads:
     """
-    What the forward assumed each row's gradient to be, and the gradients it built from that.
+    The row gradients that the forward assumed, and the gradients that it accumulated from them.
 
     Args:
-        gradients (`GradAccumulator`): of hidden states and head.
-        of_all_rows (`bool`): whether no row is left out as dead.
+        accumulator (`GradAccumulator`): gradients of hidden states and head.
+        includes_all_rows (`bool`): whether no row was left out as one that needs no gradient.
     """
 
-    def __init__(self, gradients: GradAccumulator, of_all_rows: bool):
-        self.gradients, self.of_all_rows = gradients, of_all_rows
-        self.logps = gradients.linear.new_rows().zero_()  # [N]
+    def __init__(self, accumulator: GradAccumulator, includes_all_rows: bool):
+        self.accumulator, self.includes_all_rows = accumulator, includes_all_rows
+        self.logps = accumulator.linear.empty_per_row().zero_()  # [N]
         self.entropies: Tensor | None = None  # [N]
 
     def record(self, rows: slice, grad_logps: Tensor, grad_entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Write down what the gradient of `rows` is assumed to be, `[n]` each, and return it as it stands there."""
+        """Store the assumed gradients of `rows` `[n]` and return them in the dtype of the store."""
         self.logps[rows] = grad_logps
         if grad_entropies is not None:
             if self.entropies is None:
@@ -54,46 +62,58 @@ class PrecomputedGrads:
 
     def resolve_unit_grads(self, grad_logps: Tensor, grad_entropies: Tensor | None) -> ResidualGrads | None:
         """
-        Multiply each row's unit gradient by its true one `[N]`. Rows thought dead and any entropy gradient remain.
+        Multiply each row's hidden gradient, made from a gradient of one, by the true gradient `[N]`.
+
+        Rows that were left out and gradients of entropies remain as the residual.
         """
-        self.gradients.scale_rows(grad_logps)
-        if self.of_all_rows and grad_entropies is None:
-            return None  # without asking the device
+        self.accumulator.scale_rows(grad_logps)
+        if self.includes_all_rows and grad_entropies is None:
+            return None  # without a synchronisation of the device
         return ResidualGrads(torch.where(self.logps == 0, grad_logps, 0.0), grad_entropies)
 
     def resolve_forecast_grads(self, grad_logps: Tensor, grad_entropies: Tensor | None) -> ResidualGrads | None:
         """
-        Scale what was precomputed to the true gradient `[N]`. The two differ by a factor (gradient accumulation, a loss
-        scaler, a distributed average), estimated here; rows that differ by more remain with the difference.
+        Scale the accumulated gradients by the common factor of the true row gradients `[N]` and the assumed ones.
+
+        Gradient accumulation, a loss scaler or an average over processes make such a factor. Rows that differ by more
+        than it remain with their difference as the residual. Synchronises the device once.
         """
         factor = _common_factor(grad_logps, self.logps)
-        true, paid = [grad_logps], [factor * self.logps]
+        true, assumed = self._stack(factor, grad_logps, grad_entropies)  # [1 or 2, N]
+        wrong = _rows_that_differ(true, assumed)  # [N]
+        # A correction by differences loses digits when the wrong part exceeds the true gradient: then start from zero
+        keep = torch.linalg.vector_norm(assumed * wrong) <= torch.linalg.vector_norm(true)
+        keep, factor, any_wrong = torch.stack([keep.double(), factor.double(), wrong.any().double()]).tolist()
+        if keep:
+            self.accumulator.scale(factor)
+            if not any_wrong:
+                return None
+            residual = torch.where(wrong, true - assumed, 0.0)
+        else:
+            self.accumulator.reset()
+            residual = true
+        return ResidualGrads(residual[0], residual[1] if len(residual) == 2 else None)
+
+    def _stack(self, factor: Tensor, grad_logps: Tensor, grad_entropies: Tensor | None) -> tuple[Tensor, Tensor]:
+        """True row gradients, and `factor` times the assumed ones: `[1, N]`, or `[2, N]` where entropies have any."""
+        true, assumed = [grad_logps], [factor * self.logps]
         if grad_entropies is not None or self.entropies is not None:
             zeros = torch.zeros_like(grad_logps)
             true.append(zeros if grad_entropies is None else grad_entropies.to(zeros.dtype))
-            paid.append(zeros if self.entropies is None else factor * self.entropies)
-        true, paid = torch.stack(true), torch.stack(paid)  # [1 or 2, N]
-
-        usual = true.square().mean(-1, keepdim=True).sqrt()
-        usual = torch.where(usual.isfinite(), usual, 0.0)
-        tolerance = FORECAST_RTOL * true.abs() + FORECAST_ATOL * usual
-        wrong = ~((true - paid).abs() <= tolerance).all(0)  # [N]; NaN is wrong
-        # Correcting by a difference loses digits when more was wrongly paid than is due: then start from nothing
-        keep = torch.linalg.vector_norm(paid * wrong) <= torch.linalg.vector_norm(true)
-        keep, factor, any_wrong = torch.stack([keep.double(), factor.double(), wrong.any().double()]).tolist()
-        if keep:
-            self.gradients.scale(factor)
-            if not any_wrong:
-                return None
-            left = torch.where(wrong, true - paid, 0.0)
-        else:
-            self.gradients.reset()
-            left = true
-        return ResidualGrads(left[0], left[1] if len(left) == 2 else None)
+            assumed.append(zeros if self.entropies is None else factor * self.entropies)
+        return torch.stack(true), torch.stack(assumed)
 
 
-def _common_factor(true: Tensor, expected: Tensor) -> Tensor:
-    """Median of `true / expected` over the rows where neither is zero, 1 where there is none; a scalar tensor."""
-    known = (true != 0) & (expected != 0)
-    factor = torch.where(known, true / expected, float("nan")).nanmedian() if len(true) else true.new_tensor(1.0)
+def _rows_that_differ(true: Tensor, assumed: Tensor) -> Tensor:
+    """Whether a row's gradients `[1 or 2, N]` differ by more than rounding, `[N]`; NaN differs."""
+    rms = true.square().mean(-1, keepdim=True).sqrt()
+    rms = torch.where(rms.isfinite(), rms, 0.0)
+    tolerance = FORECAST_RTOL * true.abs() + FORECAST_ATOL * rms
+    return ~((true - assumed).abs() <= tolerance).all(0)
+
+
+def _common_factor(true: Tensor, assumed: Tensor) -> Tensor:
+    """Median of `true / assumed` over the rows where neither is zero, 1 where there is none; a scalar tensor."""
+    known = (true != 0) & (assumed != 0)
+    factor = torch.where(known, true / assumed, float("nan")).nanmedian() if len(true) else true.new_tensor(1.0)
     return torch.where(factor.isfinite(), factor, 1.0)

@@ -1,4 +1,4 @@
-"""The two passes over a chunk of logits, in Triton for CUDA and in torch for every other device."""
+"""The two functions that read a chunk of logits: in Triton for CUDA, in torch for every other device."""
 
 import functools
 import importlib
@@ -11,7 +11,7 @@ import torch
 @dataclass(frozen=True)
 class LogitTransform:
     """
-    What happens to the raw output of the projection before the softmax: scale, then softcap, then temperature.
+    What happens to the raw logits (the head's output) before the softmax: scale, then softcap, then temperature.
 
     Args:
         logit_scale (`float`, *optional*, defaults to `1.0`):
@@ -19,7 +19,7 @@ class LogitTransform:
         softcap (`float`, *optional*):
             `z` becomes `softcap * tanh(z / softcap)`.
         temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature the logits are divided by.
+            Sampling temperature, which divides the logits.
     """
 
     logit_scale: float = 1.0

@@ -1,4 +1,4 @@
-"""Kernels in plain torch, for any device. Same signatures as `kernels/triton.py`."""
+"""The kernels in plain torch, for any device. `kernels/triton.py` has the same functions for CUDA."""
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ _LOG_ZERO = -1e4
 
 
 def _transform(logits: Tensor, transform: LogitTransform) -> Tensor:
+    """Transformed logits in float32 at least; `logits` itself where there is nothing to change."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if transform.logit_scale != 1.0:
         z = z * transform.logit_scale
@@ -30,11 +31,11 @@ def logprob_forward(
     entropies: Tensor | None,  # [n]
 ) -> None:
     """
-    Fold rows of logits into the log-probability of the target, the log-sum-exp and the entropy (nats).
+    Compute log-probability of the target, log-sum-exp and entropy of each row of logits, in nats.
 
     Args:
         logits (`Tensor`):
-            Raw output of the projection, shape `[n, V]`.
+            Raw logits, shape `[n, V]`.
         targets (`Tensor`):
             Token ids, shape `[n]`, int64.
         transform (`LogitTransform`):
@@ -68,15 +69,15 @@ def logits_grad_(
     vocab_start: int = 0,
 ) -> None:
     """
-    Overwrite a tile of logits with the gradient with respect to the raw output of the projection.
+    Overwrite a tile of raw logits with the gradient with respect to them.
 
     Args:
         logits (`Tensor`):
             Raw logits of the vocabulary columns from `vocab_start` on, shape `[n, v]`; overwritten.
         targets (`Tensor`):
-            Token ids, shape `[n]`, int64, counted in the whole vocabulary.
+            Token ids, shape `[n]`, int64; ids of the whole vocabulary, so they may lie outside the tile.
         lse, entropies (`Tensor`):
-            What [`logprob_forward`] returned, shape `[n]`. `entropies` is read only with `grad_entropies`.
+            What [`logprob_forward`] wrote, shape `[n]`. `entropies` is read only with `grad_entropies`.
         grad_logps (`Tensor`):
             Gradient with respect to the log-probabilities, shape `[n]`.
         grad_entropies (`Tensor`, *optional*):
@@ -89,21 +90,9 @@ def logits_grad_(
     z = _transform(logits, transform)  # [n, v]; aliases `logits` when there is nothing to do
     if transform.softcap is not None:
         slope = 1 - (z * (transform.temperature / transform.softcap)) ** 2  # [n, v], 1 - tanh^2
-    log_p = z.sub_(lse.unsqueeze(-1)) if z.data_ptr() == logits.data_ptr() else z - lse.unsqueeze(-1)
-    if grad_entropies is None:
-        grad = log_p.exp_().mul_(-grad_logps.unsqueeze(-1))  # [n, v]
-    else:
-        assert entropies is not None, "a gradient of the entropies needs them"
-        # -g p - ge p (log p + H) = -p (g + ge (log p + H))
-        log_p.clamp_(min=_LOG_ZERO)
-        weight = (log_p + entropies.unsqueeze(-1)).mul_(grad_entropies.unsqueeze(-1)).add_(grad_logps.unsqueeze(-1))
-        grad = log_p.exp_().mul_(weight).neg_()  # [n, v]
-
-    column = targets - vocab_start  # [n]
-    inside = (column >= 0) & (column < logits.shape[-1])
-    one_hot = torch.where(inside, grad_logps, 0.0).to(grad.dtype).unsqueeze(-1)
-    grad.scatter_add_(-1, column.clamp(0, logits.shape[-1] - 1).unsqueeze(-1), one_hot)
-
+    log_p = z.sub_(lse.unsqueeze(-1)) if z.data_ptr() == logits.data_ptr() else z - lse.unsqueeze(-1)  # [n, v]
+    grad = _softmax_grad_(log_p, entropies, grad_logps, grad_entropies)  # [n, v]
+    _add_at_targets_(grad, targets - vocab_start, grad_logps)
     if transform.softcap is not None:
         grad.mul_(slope)
     factor = transform.logit_scale / transform.temperature
@@ -111,3 +100,30 @@ def logits_grad_(
         grad.mul_(factor)
     if grad.data_ptr() != logits.data_ptr():
         logits.copy_(grad)
+
+
+def _softmax_grad_(
+    log_p: Tensor,  # [n, v]
+    entropies: Tensor | None,  # [n]
+    grad_logps: Tensor,  # [n]
+    grad_entropies: Tensor | None,  # [n]
+) -> Tensor:
+    """The part of the gradient that every token has `[n, v]`, in the memory of `log_p`."""
+    if grad_entropies is None:
+        return log_p.exp_().mul_(-grad_logps.unsqueeze(-1))  # [n, v]
+    assert entropies is not None, "a gradient of the entropies needs them"
+    # -g p - ge p (log p + H) = -p (g + ge (log p + H))
+    log_p.clamp_(min=_LOG_ZERO)
+    weight = (log_p + entropies.unsqueeze(-1)).mul_(grad_entropies.unsqueeze(-1)).add_(grad_logps.unsqueeze(-1))
+    return log_p.exp_().mul_(weight).neg_()  # [n, v]
+
+
+def _add_at_targets_(
+    grad: Tensor,  # [n, v]
+    columns: Tensor,  # [n]
+    grad_logps: Tensor,  # [n]
+) -> None:
+    """Add `grad_logps` in the column of each row's target; nothing where that lies outside the tile."""
+    inside = (columns >= 0) & (columns < grad.shape[-1])  # [n]
+    one_hot = torch.where(inside, grad_logps, 0.0).to(grad.dtype).unsqueeze(-1)  # [n, 1]
+    grad.scatter_add_(-1, columns.clamp(0, grad.shape[-1] - 1).unsqueeze(-1), one_hot)

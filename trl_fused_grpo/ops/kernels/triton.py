@@ -1,12 +1,12 @@
 """
-Triton kernels over chunks of logits. Same signatures as `kernels/torch.py`, which documents them.
+Triton kernels over chunks of logits. `kernels/torch.py` has the same functions and documents their arguments.
 
-Both are bound by memory traffic: `logprob_forward` reads each logit once, `logits_grad_` reads and writes it once.
-Arithmetic is float32, whatever the logits are.
+Memory traffic bounds both kernels: `logprob_forward` reads each logit once, `logits_grad_` reads and writes it once.
+Arithmetic is float32, whatever the dtype of the logits.
 
-The transform reaches the kernels as two factors: `inner` multiplies the raw logits, the tanh of a softcap follows, and
-`outer`, always positive, multiplies what comes out. Maxima are taken before `outer`, so that `z - max(z)` is exact for
-logits of any size.
+The kernels receive the transform as two factors. `inner` multiplies the raw logits, then the tanh of a softcap follows,
+then `outer`, which is always positive, multiplies the result. Maxima are taken before `outer`, so that `z - max(z)` is
+exact for logits of any size.
 """
 
 # ruff: noqa: N803 - Triton writes the constants of a kernel in upper case
@@ -50,15 +50,15 @@ def _before_outer(raw, inner, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _columns(BLOCK: tl.constexpr):
-    # [BLOCK / WIDTH, WIDTH]: the second axis lies within a thread, so that reducing it costs no exchange
+    # [BLOCK / WIDTH, WIDTH]: the second axis lies within a thread, so reducing it needs no exchange between threads
     return tl.arange(0, BLOCK // _WIDTH)[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
 
 
 @triton.jit
 def _merge(z, m, s, t, outer, HAS_ENTROPY: tl.constexpr):
-    # Fold z into each group's running m = max(z), s = sum(2^u) and t = sum(2^u u), with u = outer (z - m) / ln 2
+    # Update each group's running m = max(z), s = sum(2^u) and t = sum(2^u u), where u = outer (z - m) / ln 2
     new_m = tl.maximum(m, tl.max(z, axis=1))
-    # A group that has seen nothing but -inf is shifted by 0: -inf - -inf would be NaN
+    # A group that has read nothing but -inf is shifted by 0: -inf - -inf would be NaN
     shift = tl.where(new_m == float("-inf"), 0.0, new_m)
     step = tl.maximum((m - shift) * (outer * _LOG2_E), _LOG_ZERO)
     rescale = tl.exp2(step)
@@ -85,7 +85,7 @@ def _logprob_forward_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program per row. Each group of columns keeps its own statistics: nothing crosses threads until the end.
+    # One program per row. Each group of columns keeps its own statistics; threads exchange theirs at the end only.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     columns = _columns(BLOCK)
@@ -112,11 +112,11 @@ def _logprob_forward_kernel(
     log_total = tl.log(total)
     target = tl.load(targets_ptr + row)
     raw = tl.load(logits_ptr + target, mask=(target >= 0) & (target < n_cols), other=float("nan"))
-    # The difference first: both terms may be large where the log-probability is small
+    # Subtract first: both terms may be large where the log-probability is small
     tl.store(logps_ptr + row, (_before_outer(raw, inner, HAS_SOFTCAP) - highest) * outer - log_total)
     tl.store(lse_ptr + row, highest * outer + log_total)
     if HAS_ENTROPY:
-        # log(total) - mean(u): no term is negative, so that nothing cancels in a peaked row
+        # log(total) - mean(u): neither -mean(u) nor log(total) is negative, so nothing cancels in a peaked row
         moment = tl.sum(rescale * (t + s * step), axis=0)
         tl.store(entropies_ptr + row, log_total - moment / total / _LOG2_E)
 
@@ -169,7 +169,7 @@ def _logits_grad_kernel(
     if HAS_ENTROPY_GRAD:
         entropy = tl.load(entropies_ptr + row)
         ge = tl.load(grad_entropies_ptr + row) * slope
-    # As in the fold, a block that lies inside the row goes without a mask
+    # As in the forward kernel, a block that lies inside the row needs no mask
     if start + BLOCK <= n_cols:
         raw = tl.load(pointers)
         grad = _grad(raw, columns, target, lse, entropy, g, ge, inner, outer, HAS_SOFTCAP, HAS_ENTROPY_GRAD)
@@ -182,7 +182,7 @@ def _logits_grad_kernel(
 
 
 def _factors(transform: LogitTransform) -> tuple[float, float, float]:
-    """Return `inner`, `outer` and the slope of the transform where the tanh is flat."""
+    """Return `inner`, `outer` and the slope of the transform at zero, where the tanh has slope one."""
     slope = transform.logit_scale / transform.temperature
     if slope == 0.0:
         return 0.0, 1.0, 0.0  # all logits alike, and `outer` stays positive
@@ -192,6 +192,7 @@ def _factors(transform: LogitTransform) -> tuple[float, float, float]:
 
 
 def _block(largest: int, n_cols: int) -> int:
+    """Columns that one program handles at a time: a power of two."""
     return min(largest, max(triton.next_power_of_2(n_cols), 256))
 
 
@@ -203,7 +204,7 @@ def logprob_forward(
     lse: Tensor,  # [n]
     entropies: Tensor | None,  # [n]
 ) -> None:
-    """Fold rows of logits, any stride apart, into log-probabilities, log-sum-exps and entropies (nats, float32)."""
+    """Compute log-probability, log-sum-exp and entropy of each row of logits (nats, float32); any row stride."""
     n, n_cols = logits.shape
     if n == 0:
         return
@@ -234,7 +235,7 @@ def logits_grad_(
     transform: LogitTransform,
     vocab_start: int = 0,
 ) -> None:
-    """Overwrite a tile of logits, from column `vocab_start` on, with the gradient of the raw projection output."""
+    """Overwrite a tile of raw logits, from column `vocab_start` on, with the gradient with respect to them."""
     n, n_cols = logits.shape
     if n == 0:
         return
@@ -242,7 +243,7 @@ def logits_grad_(
     blocks_per_row = triton.cdiv(n_cols, block)
     has_entropy_grad = grad_entropies is not None
     gradients = (lse, entropies, grad_logps, grad_entropies) if has_entropy_grad else (lse, lse, grad_logps, lse)
-    # Gradients that come back from the real part of a complex tensor lie two numbers apart
+    # The gradient of a complex tensor's real part has a stride of two
     gradients = tuple(per_row.contiguous() for per_row in gradients)
     flags = {"HAS_SOFTCAP": transform.softcap is not None, "HAS_ENTROPY_GRAD": has_entropy_grad}
     with torch.cuda.device_of(logits):

@@ -1,0 +1,82 @@
+"""Log-probabilities of some positions of a micro-batch, each at its place in `[B, T]`."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_fused_grpo.ops.linear_logps import fused_linear_logps
+from trl_fused_grpo.ops.lm_head import LMHead
+
+from .batch import as_columns
+from .forecast import grad_rows_first
+
+
+def selected_logps(
+    token_ids: Tensor,
+    temperature: float | Tensor,
+    hidden: Tensor,
+    head: LMHead,
+    positions: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """
+    Log-probabilities and entropies `[B, T]` at the flat `positions`, zero elsewhere.
+
+    Args:
+        token_ids (`Tensor`): `[B, T]`, int64.
+        temperature (`float` or `Tensor`): one for all tokens, or `[B]`, `[B, 1]` or `[B, T]`.
+        hidden (`Tensor`): `[B, T, H]`, each the hidden state that predicts the token at its place.
+        head ([`LMHead`]): the head.
+        positions (`Tensor`): `[N]`, in the order of the forecast's rows.
+        options: further arguments of [`fused_linear_logps`].
+    """
+    if isinstance(temperature, Tensor):
+        temperature = as_columns(temperature).expand(token_ids.shape).flatten().index_select(0, positions)  # [N]
+    rows = hidden.flatten(0, -2)  # [B * T, H]
+    forecast = options.get("forecast")
+    is_sorted = forecast is None or forecast.grad_rows in (0, len(positions))
+    if len(positions) < len(rows) or not is_sorted:  # all rows in their own order need no copy
+        rows = rows.index_select(0, positions)  # [N, H]
+    targets = token_ids.flatten().index_select(0, positions)  # [N]
+    logps, entropies = fused_linear_logps(rows, head, targets, temperature, **options)  # [N]
+
+    def in_place(values: Tensor) -> Tensor:
+        return values.new_zeros(token_ids.numel()).index_put((positions,), values).view(token_ids.shape)
+
+    return in_place(logps), None if entropies is None else in_place(entropies)
+
+
+@torch.no_grad()
+def reference_logps(
+    logps: Tensor | None,
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    selected: Tensor,
+    logps_of: Callable[..., tuple[Tensor, Tensor | None]],
+) -> Tensor:
+    """
+    Log-probabilities of the reference `[B, T]`: those given, or else computed from its hidden states and head.
+
+    Args:
+        logps (`Tensor`, *optional*): `[B, T]`, nats.
+        hidden, weight, bias (`Tensor`, *optional*): `[B, T, H]`, `[V, H]` and `[V]`.
+        selected (`Tensor`): bool `[B, T]`, the positions to compute.
+        logps_of (`Callable`): [`selected_logps`] with token ids and temperature.
+
+    Raises:
+        `ValueError`: when neither log-probabilities nor hidden states and weight are given.
+    """
+    if logps is not None:
+        if hidden is not None:
+            warnings.warn(
+                "Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.", stacklevel=3
+            )
+        return logps
+    if hidden is None or weight is None:
+        raise ValueError("use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight.")
+    positions, _ = grad_rows_first(selected, None)
+    return logps_of(hidden, LMHead(weight, bias), positions, entropy=False)[0]
