@@ -1,3 +1,5 @@
+"""`python -m trl_fused_grpo` is the `trl-fused-grpo` command."""
+
 from .cli import app
 
 

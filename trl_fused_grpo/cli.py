@@ -1,4 +1,4 @@
-"""The `trl-fused-grpo` command."""
+"""The `trl-fused-grpo` command: `trl-fused-grpo parity` compares the fused trainer with stock TRL."""
 
 import logging
 import os
@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging as transformers_logging
 
-from trl_fused_grpo.parity.jobs import results_of
-
 from .parity import CASES, CUSTOMISED_CASES, MODEL_CASES, Case, Settings, report
+from .parity.jobs import run_cases
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -47,7 +46,7 @@ def parity(
         list[str] | None, typer.Option("--case", metavar="NAME", help="Run this case only; may be repeated.")
     ] = None,
     models: Annotated[
-        bool, typer.Option("--models", help="The cases of model families and kinds of head instead.")
+        bool, typer.Option("--models", help="The cases of model families and kinds of output projection instead.")
     ] = False,
     customised: Annotated[
         bool,
@@ -65,8 +64,8 @@ def parity(
     """
     Compare FusedGRPOTrainer with stock TRL: loss, every parameter's gradient or change, every metric.
 
-    Both run in this process on the same batches, as does stock TRL's Liger loss where the installed TRL has one. Exits
-    with 1 when anything is out of tolerance.
+    Both get the same weights and batches, as does stock TRL's Liger loss where the installed TRL has one. Exits with 1
+    when anything is out of tolerance.
     """
     for path in filter(None, (json_file, plot_file)):
         if not path.absolute().parent.is_dir():
@@ -99,8 +98,9 @@ def _run_parity(
     if unknown:
         raise typer.BadParameter(f"unknown case {', '.join(unknown)}. Known cases: {', '.join(known)}.")
     if list_cases:
+        width = max(len(case.name) for case in cases)
         for case in cases:
-            console.print(f"[bold]{case.name:27}[/]", case.covers, markup=True, highlight=False)
+            console.print(f"[bold]{case.name:{width}}[/]", case.description, markup=True, highlight=False)
         return 0
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda, but torch sees no CUDA device.")
@@ -112,7 +112,7 @@ def _run_parity(
         with _progress(console) as progress:
             task = progress.add_task("", total=len(selected))
             results = []
-            for result in results_of(selected, settings, jobs, _silence):
+            for result in run_cases(selected, settings, jobs, _silence):
                 results.append(result)
                 progress.update(task, description=result.name, advance=1)
     report.print_report(results, settings, console, cases is not CASES, trainings=cases is CUSTOMISED_CASES)
@@ -129,13 +129,13 @@ def _progress(console: Console) -> Progress:
 
 
 def _silence() -> None:
-    """A process of its own is quiet to its end."""
+    """Turns warnings and progress bars off in a process of `--jobs`, until it ends."""
     _quiet().__enter__()
 
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Dozens of trainers are built: their warnings and progress bars would bury the table."""
+    """Without warnings and progress bars: those of dozens of trainers would hide the table."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()

@@ -9,10 +9,10 @@ import transformers
 from trl_fused_grpo import read_lm_head
 from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS
 from trl_fused_grpo.parity import MODEL_CASES, Settings, compare
-from trl_fused_grpo.parity.families import FAMILIES, VARIANTS, Family
-from trl_fused_grpo.parity.play import make_data, play
+from trl_fused_grpo.parity.run_case import make_data, run_case
 from trl_fused_grpo.parity.tiny import tiny_model
-from trl_fused_grpo.parity.trainers import fused, load, stock, weights
+from trl_fused_grpo.parity.tiny.families import FAMILIES, VARIANTS, Family
+from trl_fused_grpo.parity.trainers import fused_trainer, initial_weights, load_weights, stock_trainer
 
 
 CASES = {case.name: case for case in MODEL_CASES}
@@ -44,9 +44,9 @@ def test_the_head_finds_its_scale_and_softcap(name):
 def played(folder, case):
     """What the fused trainer makes of a case."""
     settings = Settings(folder)
-    start = weights(case, settings)
-    data = make_data(case, load(stock(case, settings), start), seed=0)
-    return play(load(fused(case, settings), start), case, data, torch.float32)
+    start = initial_weights(case, settings)
+    data = make_data(case, load_weights(stock_trainer(case, settings), start), seed=0)
+    return run_case(load_weights(fused_trainer(case, settings), start), case, data, torch.float32)
 
 
 @pytest.mark.skipif(not RETURNS_AUX_LOSS, reason="this TRL has no auxiliary loss")

@@ -1,4 +1,4 @@
-"""`trl-fused-grpo parity`: verdicts, exit codes, files. The cases themselves are run by the command."""
+"""`trl-fused-grpo parity`: verdicts, exit codes, files. A few cases run here; the command runs them all."""
 
 import dataclasses
 import json
@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from trl_fused_grpo import FusedGRPOTrainer, read_lm_head
 from trl_fused_grpo.cli import app
 from trl_fused_grpo.parity import CASES, CUSTOMISED_CASES, MODEL_CASES
-from trl_fused_grpo.parity.comparison import bfloat16_batches
+from trl_fused_grpo.parity.compare import bfloat16_batches
 from trl_fused_grpo.parity.errors import differing_metrics, measure
-from trl_fused_grpo.parity.play import Outcome
+from trl_fused_grpo.parity.run_case import Outcome
+from trl_fused_grpo.parity.run_training import Run
 from trl_fused_grpo.parity.trainers import StockGRPOTrainer
-from trl_fused_grpo.parity.training import Run
 from trl_fused_grpo.parity.training_errors import differing_entries, first_difference, update_errors
 
 
@@ -59,7 +59,7 @@ def test_json_carries_versions_and_figures(parity, tmp_path):
     assert case["name"] == "issue-1082"
     assert case["loss_error"] <= 1e-5
     assert case["gradient_error"] <= 1e-5
-    assert case["ours_ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert case["fused_ratio"] == pytest.approx(1.0, abs=1e-5)
     assert case["metrics_differ"] == []
 
 
@@ -79,7 +79,7 @@ def test_bfloat16_is_compared_with_float64(parity, tmp_path, name):
     result = parity("--dtype", "bfloat16", "--case", name, "--json", str(file))
     assert result.exit_code == 0, result.output
     [case] = json.loads(file.read_text())["cases"]
-    assert 1e-4 < case["stock_gradient_error"] < 0.5  # as far from float64 as bfloat16 is, and no further
+    assert 1e-4 < case["stock_gradient_error"] < 0.5  # the error of bfloat16, and no more
 
 
 def test_more_batches_are_pooled_where_a_sequence_has_one_weight():
@@ -124,7 +124,7 @@ def test_models_are_listed_apart(parity):
     assert {case.name for case in CASES if case.head} < set(listed)
 
 
-def test_models_show_their_layout(parity, tmp_path):
+def test_cases_of_models_show_the_layout(parity, tmp_path):
     file = tmp_path / "parity.json"
     names = {"qwen2": "packed", "mamba2": "padded", "head-lora": "packed"}
     result = parity("--models", *(word for name in names for word in ("--case", name)), "--json", str(file))
@@ -161,7 +161,7 @@ def test_trainings_are_compared_in_float32_only(parity):
     assert "1 skipped (trainings are compared in float32)" in result.output
 
 
-def test_a_training_that_moves_weights_otherwise_exits_1(parity, replace_trainer):
+def test_a_training_with_another_update_exits_1(parity, replace_trainer):
     class Scaled(FusedGRPOTrainer):
         def _compute_loss(self, *args, **kwargs):
             return super()._compute_loss(*args, **kwargs) * 1.001
@@ -174,7 +174,7 @@ def test_a_training_that_moves_weights_otherwise_exits_1(parity, replace_trainer
 
 def test_a_control_without_merged_forwards_proves_nothing_and_exits_1(parity, replace_trainer):
     class Alone(FusedGRPOTrainer):
-        def compute_liger_loss(self, model, inputs):  # a documented reason to give each micro-batch its own forward
+        def compute_liger_loss(self, model, inputs):  # a documented reason for a forward of each micro-batch
             return super().compute_liger_loss(model, inputs)
 
     replace_trainer(Alone)
@@ -202,17 +202,17 @@ def test_a_callback_that_sees_something_else_exits_1(parity, replace_trainer):
 
 def test_patches_of_trls_class_are_undone(parity):
     before = dict(vars(StockGRPOTrainer))
-    parity("--customised", "--case", "host-own-loss", "--case", "host-log-probs-late", "--case", "own-shuffle")
+    parity("--customised", "--case", "trl-own-loss", "--case", "trl-log-probs-late", "--case", "own-shuffle")
     assert dict(vars(StockGRPOTrainer)) == before
 
 
-def test_every_customisation_is_said_in_words():
+def test_every_customisation_has_a_description():
     kinds = (case.customised for case in CUSTOMISED_CASES)
     assert all(kind is not None for kind in kinds)
-    assert all(case.covers and case.name == case.name.lower() for case in CUSTOMISED_CASES)
+    assert all(case.description and case.name == case.name.lower() for case in CUSTOMISED_CASES)
 
 
-def test_families_need_the_flag(parity):
+def test_cases_of_families_need_the_models_flag(parity):
     result = parity("--case", "qwen2")
     assert result.exit_code == 2
     assert "unknown case qwen2" in result.output
@@ -230,7 +230,7 @@ def test_a_head_read_wrongly_exits_1(parity, monkeypatch, name, broken):
     assert "1 different" in result.output
 
 
-def test_wrong_gradient_exits_1(parity, replace_trainer):
+def test_a_wrong_gradient_exits_1(parity, replace_trainer):
     class Scaled(FusedGRPOTrainer):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs) * 1.0001
@@ -242,7 +242,7 @@ def test_wrong_gradient_exits_1(parity, replace_trainer):
     assert "gradient of" in result.output
 
 
-def test_metric_of_another_name_exits_1(parity, replace_trainer):
+def test_a_metric_of_another_name_exits_1(parity, replace_trainer):
     class Renaming(FusedGRPOTrainer):
         def compute_loss(self, *args, **kwargs):
             loss = super().compute_loss(*args, **kwargs)
@@ -255,7 +255,7 @@ def test_metric_of_another_name_exits_1(parity, replace_trainer):
     assert "entropies (extra), entropy (missing)" in result.output
 
 
-def test_path_without_fused_rows_exits_1(parity, replace_trainer):
+def test_a_trainer_without_the_fused_function_exits_1(parity, replace_trainer):
     class Unfused(FusedGRPOTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -283,7 +283,7 @@ def test_a_case_that_raises_does_not_hide_the_others(parity, replace_trainer):
 
 
 @pytest.mark.skipif(Version(trl.__version__) >= Version("1.8"), reason="this TRL has the entropy bonus")
-def test_what_the_host_lacks_is_skipped(parity):
+def test_a_case_whose_option_trl_lacks_is_skipped(parity):
     result = parity("--case", "entropy-bonus")
     assert result.exit_code == 0
     assert "1 skipped (this TRL has no `entropy_coef`)" in result.output
@@ -309,18 +309,18 @@ def test_a_nan_gradient_is_the_worst():
 
 
 def test_metrics_differ_by_name_count_and_value():
-    theirs = {"same": [1.0, math.nan], "value": [1.0], "count": [1.0], "theirs": [0.0]}
-    ours = {"same": [1.00001, math.nan], "value": [1.01], "count": [1.0, 1.0], "ours": [0.0]}
-    assert differing_metrics(theirs, ours) == ["count", "ours (extra)", "theirs (missing)", "value"]
-    assert differing_metrics(theirs, ours, values=False) == ["count", "ours (extra)", "theirs (missing)"]
+    stock = {"same": [1.0, math.nan], "value": [1.0], "count": [1.0], "stock": [0.0]}
+    fused = {"same": [1.00001, math.nan], "value": [1.01], "count": [1.0, 1.0], "fused": [0.0]}
+    assert differing_metrics(stock, fused) == ["count", "fused (extra)", "stock (missing)", "value"]
+    assert differing_metrics(stock, fused, values=False) == ["count", "fused (extra)", "stock (missing)"]
 
 
 def test_log_entries_differ_by_name_value_and_number():
-    theirs = [{"loss": 1.0, "kl": None}, {"train_loss": 2.0, "epoch": 1}]
-    ours = [{"loss": 1.001, "entropy": 1.0}, {"train_loss": 2.00001, "epoch": 1}]
-    assert differing_entries(theirs, ours) == ["entropy (extra)", "kl (missing)", "loss"]
-    assert differing_entries(theirs, theirs) == []
-    assert differing_entries(theirs, theirs[:1]) == ["entries"]
+    stock = [{"loss": 1.0, "kl": None}, {"train_loss": 2.0, "epoch": 1}]
+    fused = [{"loss": 1.001, "entropy": 1.0}, {"train_loss": 2.00001, "epoch": 1}]
+    assert differing_entries(stock, fused) == ["entropy (extra)", "kl (missing)", "loss"]
+    assert differing_entries(stock, stock) == []
+    assert differing_entries(stock, stock[:1]) == ["entries"]
 
 
 def test_what_was_seen_differs_by_value_kind_and_number():
@@ -331,12 +331,12 @@ def test_what_was_seen_differs_by_value_kind_and_number():
 
 
 def test_an_update_where_stock_makes_none_is_an_infinite_error():
-    zero, ours = (Run({"w": torch.full((3,), value)}, {"w": 1e-3}) for value in (0.0, 1e-9))
-    assert math.isinf(update_errors(zero, ours).parameters["w"])
+    zero, fused = (Run({"w": torch.full((3,), value)}, {"w": 1e-3}) for value in (0.0, 1e-9))
+    assert math.isinf(update_errors(zero, fused).parameters["w"])
 
 
 def test_the_rounding_of_weights_is_no_error():
-    theirs = Run({"w": torch.ones(4)}, {"w": 1e-6})
+    stock = Run({"w": torch.ones(4)}, {"w": 1e-6})
     off_by_less, off_by_more = (Run({"w": torch.ones(4) + error}) for error in (2e-7, 2e-5))
-    assert update_errors(theirs, off_by_less).parameters["w"] == 0.0
-    assert update_errors(theirs, off_by_more).parameters["w"] == pytest.approx(2e-5, rel=0.1)
+    assert update_errors(stock, off_by_less).parameters["w"] == 0.0
+    assert update_errors(stock, off_by_more).parameters["w"] == pytest.approx(2e-5, rel=0.1)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from trl_fused_grpo.parity.case import SkippedError
-from trl_fused_grpo.parity.cases_customised_seams import around
+from trl_fused_grpo.parity.cases.customised.around_the_trainer import around
+from trl_fused_grpo.parity.run_training import run_both
 from trl_fused_grpo.parity.trainers import Settings
-from trl_fused_grpo.parity.training import run_both
 from trl_fused_grpo.parity.training_errors import problems_of
 
 

@@ -1,9 +1,21 @@
-"""Stock TRL, the fused trainer and, where the host has one, stock Liger on the same batches."""
+"""
+`trl-fused-grpo parity`: runs stock TRL, the fused trainer and, where TRL has one, TRL's Liger loss on the same batches,
+and compares loss, gradients and metrics. A map of the folder:
+
+- `case` says what a comparison is made of: a [`Case`], its data, and a [`Customisation`] (what a user changes).
+- `cases/` lists the named cases of the three sets: `CASES`, `MODEL_CASES` (`--models`), `CUSTOMISED_CASES`.
+- `customisations/` holds what the cases of `--customised` change: subclasses, patches, callbacks, hooks, models.
+- `tiny/` builds the inputs: tiny models of every family, a tokenizer, images, adapters, micro-batches, completions.
+- `trainers` builds the trainers of a case; `run_case` takes one trainer through its steps, `run_training` through a
+  whole `train()`; `errors` and `training_errors` measure how far two results are apart.
+- `compare` runs a case on every trainer and gives the verdict, a [`Result`]; `jobs` spreads cases over processes.
+- `report` prints the table and writes the JSON file and the plot.
+"""
 
 from . import report
 from .case import Batch, Case, Rollout
 from .cases import CASES, CUSTOMISED_CASES, MODEL_CASES
-from .comparison import Result, compare
+from .compare import Result, compare
 from .trainers import Settings
 
 

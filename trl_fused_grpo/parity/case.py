@@ -1,4 +1,4 @@
-"""What a comparison is made of: a configuration and the data that goes in."""
+"""What a comparison is made of: a configuration, the data that goes in, and what a user changes about the trainer."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 
-MARK = 17  # a token of [`Rollout.marked`]
-
-Trainer: TypeAlias = Any  # a GRPOTrainer; its attributes depend on the host's version
+Trainer: TypeAlias = Any  # a GRPOTrainer; its attributes depend on the version of TRL
 
 
 class SkippedError(Exception):
@@ -19,14 +17,15 @@ class SkippedError(Exception):
 @dataclass(frozen=True)
 class Batch:
     """
-    What goes into micro-batches that are handed to the trainer as they are.
+    Micro-batches that the trainer gets as they are: its own generation is left out.
 
     Attributes:
         old (`str`, *optional*):
             Old log-probs: `None` leaves them out, `"policy"` gives the current ones, `"far"` moves them so that part of
             the ratios lies beyond each clip bound, `"drifted"` moves whole rows beyond one bound or the other.
         ratio (`str`, *optional*):
-            vLLM importance ratios: `"report"` as in the bug report, one value of mean 0.005 a sequence.
+            vLLM importance ratios: `"report"` gives one value a sequence, of mean 0.005, as Liger-Kernel's bug report
+            1082 does.
         reference (`bool`):
             Whether reference log-probs are given.
         sampling (`bool`):
@@ -38,9 +37,9 @@ class Batch:
         empty_rows (`tuple[int, ...]`):
             Rows without a single completion token.
         empty_micro_batches (`tuple[int, ...]`):
-            Micro-batches whose every completion token is masked.
+            Micro-batches in which every completion token is masked.
         images (`str`, *optional*):
-            Model family whose images stand in the prompts.
+            Model family whose images are in the prompts.
     """
 
     old: Literal["policy", "far", "drifted"] | None = None
@@ -57,14 +56,14 @@ class Batch:
 @dataclass(frozen=True)
 class Rollout:
     """
-    Completions that the host scores itself: rewards, advantages, masks, old and reference log-probs, vLLM ratios.
+    Completions for which TRL itself computes rewards, advantages, masks, old and reference log-probs and vLLM ratios.
 
     Attributes:
         sampling (`str`, *optional*):
             Sampler's log-probs: `"token"` spreads the per-token ratios over both clip bounds, `"sequence"` the
             per-sequence ones. `None`: the sampler gives none, as when transformers generates.
         nan (`bool`):
-            Whether some tokens could not be scored by the sampler.
+            Whether the sampler gives no log-prob (NaN) for some tokens.
         env_mask (`bool`):
             Whether some completion tokens were written by an environment.
         truncated_rows (`tuple[int, ...]`):
@@ -72,8 +71,8 @@ class Rollout:
         uneven (`bool`):
             Whether a few sequences are much longer than the others, so that two packed micro-batches have fewer tokens
             than a padded one and share a forward by default.
-        marked (`bool`):
-            Whether the token [`MARK`] is the last but one of every prompt.
+        has_marker (`bool`):
+            Whether the token before the last of every prompt is [`tiny.families.MARKER_ID`].
     """
 
     sampling: Literal["token", "sequence"] | None = None
@@ -81,40 +80,41 @@ class Rollout:
     env_mask: bool = False
     truncated_rows: tuple[int, ...] = ()
     uneven: bool = False
-    marked: bool = False
+    has_marker: bool = False
 
 
 @dataclass(frozen=True)
 class Customisation:
     """
-    What people do with a trainer before and while it trains. The very same is done to stock's and to ours.
+    What a user changes about a trainer, before or while it trains. Stock's and the fused trainer get the same change.
 
     Attributes:
-        of_class (`Callable`, *optional*):
+        make_class (`Callable`, *optional*):
             Makes a subclass of a trainer's class.
-        of_host (`Callable`, *optional*):
-            Patches TRL's class, as long as the context that it returns: construction and training.
-        of_model (`Callable`, *optional*):
-            Loads the model from a checkpoint's folder, to be given to the trainer in the place of its name.
-        of_trainer (`Callable`, *optional*):
-            Changes a trainer that is built: callbacks, hooks, functions of the instance. What it returns, if anything,
-            is a context around training.
+        patch_trl (`Callable`, *optional*):
+            Returns a context that patches TRL's class or module. Construction and training run inside it.
+        load_model (`Callable`, *optional*):
+            Loads the model from a checkpoint's folder. The trainer then gets the model instead of its name.
+        change_trainer (`Callable`, *optional*):
+            Changes a trainer that is built: callbacks, hooks, methods of the instance. It may return a context, inside
+            which training runs.
         train (`Callable`, *optional*):
-            Trains in the place of `trainer.train()`.
+            Runs in place of `trainer.train()`.
         forwards (`str`, *optional*):
-            Of ours, or the case proves nothing: `"merged"`, fewer with gradient than stock's; `"once"`, these and none
-            without gradient.
-        rests (`bool`):
-            Whether no weight has a reason to move. Where stock's do all the same, by rounding, only ours are looked at.
+            What the fused trainer must save, or the case proves nothing: `"merged"` asks for fewer forwards with
+            gradient than stock's, `"grad-only"` for that and for no forward without gradient.
+        has_no_update (`bool`):
+            Whether the loss gives no weight a reason to move. Where stock's weights move all the same, by rounding, the
+            case is skipped as long as the fused trainer's do not.
     """
 
-    of_class: Callable[[type], type] | None = None
-    of_host: Callable[[], AbstractContextManager[Any]] | None = None
-    of_model: Callable[[Path], Any] | None = None
-    of_trainer: Callable[[Trainer], AbstractContextManager[Any] | None] | None = None
+    make_class: Callable[[type], type] | None = None
+    patch_trl: Callable[[], AbstractContextManager[Any]] | None = None
+    load_model: Callable[[Path], Any] | None = None
+    change_trainer: Callable[[Trainer], AbstractContextManager[Any] | None] | None = None
     train: Callable[[Trainer], Any] | None = None
-    forwards: Literal["merged", "once"] | None = None
-    rests: bool = False
+    forwards: Literal["merged", "grad-only"] | None = None
+    has_no_update: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,34 +125,32 @@ class Case:
     Attributes:
         name (`str`):
             As given to `--case`.
-        covers (`str`):
-            What it covers, for the reader of the table.
+        description (`str`):
+            What it compares, for the reader of `--list`.
         config (`Mapping[str, Any]`):
-            `GRPOConfig` options. A host that lacks one of them skips the case.
+            `GRPOConfig` options. A TRL that lacks one of them skips the case.
         data (`Batch` or `Rollout`):
-            Batches made here, or completions that the host scores.
+            Finished micro-batches, or completions from which TRL makes them.
         model (`str`):
             Tiny model, see [`tiny.model_config`].
         adapter (`str`, *optional*):
-            LoRA: `"attention"` on the attention's projections, `"head"` on the output projection too,
-            `"head-copy"` on the attention's with a trained copy of the output projection (`modules_to_save`). More of
-            them and of PEFT's other methods are in [`adapters`].
+            PEFT adapter by its name in [`tiny.adapters`], for example `"attention"`: LoRA on the attention projections.
         head (`bool`):
-            Whether it is about a kind of head, and so belongs to `--models` too.
+            Whether the case is about a kind of output projection, and so belongs to `--models` too.
         frozen_head (`bool`):
-            The output projection needs no gradient.
+            Whether the output projection needs no gradient.
         frozen (`tuple[str, ...]`):
             Ends of the names of further parameters that need no gradient.
         noise (`float`):
             Standard deviation of what is added to the trained weights, so that policy and reference differ.
         mode (`str`):
-            `"train"`, `"eval"`, or `"log-probs"` for the pass without gradient alone.
-        windows (`int`):
-            Gradient accumulation windows played.
+            `"train"`, `"eval"`, or `"log-probs"` for the log-prob method without gradient alone.
+        accumulation_windows (`int`):
+            How many gradient accumulation windows run. A window is the micro-batches of one optimizer step.
         update (`bool`):
-            Whether weights move between windows.
-        since (`str`):
-            First TRL version that supports the case.
+            Whether weights move between accumulation windows.
+        min_trl (`str`, *optional*):
+            First TRL version that supports the case; `None`: all that this package supports.
         recomputed (`str`):
             Rows recomputed in backward: `"none"` where the forecast must be right, `"some"` where it is wrong on
             purpose, `"any"` where the objective has no forecast.
@@ -160,14 +158,14 @@ class Case:
             Whether the fused trainer gets a wrong forecast.
         fused (`Mapping[str, Any]`):
             `FusedGRPOConfig` options of the fused trainer.
-        smooth (`bool`):
-            `False` where rounding takes decisions, as in the routing of experts: bfloat16 then says nothing, and skips.
+        compare_bf16 (`bool`):
+            Whether bfloat16 is compared. `False` where rounding changes discrete choices, such as an expert's routing.
         customised ([`Customisation`], *optional*):
-            Compares whole runs of `trainer.train()` with this done to both trainers, see [`training`].
+            Compares whole runs of `trainer.train()` with this change made to both trainers, see [`run_training`].
     """
 
     name: str
-    covers: str
+    description: str
     config: Mapping[str, Any] = field(default_factory=dict)
     data: Batch | Rollout = Batch()
     model: str = "llama"
@@ -177,13 +175,13 @@ class Case:
     frozen: tuple[str, ...] = ()
     noise: float = 0.0
     mode: Literal["train", "eval", "log-probs"] = "train"
-    windows: int = 1
+    accumulation_windows: int = 1
     update: bool = False
-    since: str = "0.27.2"
+    min_trl: str | None = None
     recomputed: Literal["none", "some", "any"] = "none"
     wrong_forecast: bool = False
     fused: Mapping[str, Any] = field(default_factory=dict)
-    smooth: bool = True
+    compare_bf16: bool = True
     customised: Customisation | None = None
 
 

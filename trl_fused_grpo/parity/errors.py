@@ -1,4 +1,4 @@
-"""Distances between outcomes: loss, gradients, metrics."""
+"""Measures how far the outcomes of two trainers are apart: loss, gradients, metrics."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .play import Outcome
+from .run_case import Outcome
 
 
 METRIC_TOLERANCE, METRIC_FLOOR = 1e-4, 1e-6  # relative, absolute
-# Logged means over micro-batches, or how their names begin: they depend on the cut, which is a random one in TRL
+# Metrics (or the beginnings of their names) that are means over micro-batches. They depend on how a generation batch is
+# partitioned into micro-batches, which is at random in TRL.
 MEANS_OVER_MICRO_BATCHES = ("entropy", "kl", "clip_ratio/", "cispo_clip_ratio", "vespo/")
 
 
@@ -54,8 +55,8 @@ def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Error
 
     Returns:
         [`Errors`]:
-            A parameter whose reference gradient is below float32's resolution of the whole is measured against that
-            resolution; against an exact zero only an exact zero is no error.
+            A reference gradient that is smaller than float32's resolution of all gradients together is replaced by that
+            resolution as the divisor. Where the divisor is zero, any difference is an infinite error.
     """
     pairs = list(zip(references, outcomes, strict=True))
     whole = _root(_square(r.tensors[name]) for r in references for name in r.tensors)
@@ -88,18 +89,18 @@ def _relative(distance: float, size: float) -> float:
 
 
 def differing_metrics(
-    theirs: dict[str, list[float]], ours: dict[str, list[float]], values: bool = True, names_only: tuple[str, ...] = ()
+    stock: dict[str, list[float]], fused: dict[str, list[float]], values: bool = True, names_only: tuple[str, ...] = ()
 ) -> list[str]:
     """
     Names of metrics that one side lacks or that differ in value.
 
     Args:
-        theirs (`dict[str, list[float]]`):
+        stock (`dict[str, list[float]]`):
             Stock's, by name.
-        ours (`dict[str, list[float]]`):
+        fused (`dict[str, list[float]]`):
             The fused trainer's.
         values (`bool`):
-            Whether to compare values too: 1e-4 relative, 1e-6 absolute, NaN equal to NaN.
+            Whether to compare values too: tolerance 1e-4 relative, 1e-6 absolute; NaN equals NaN.
         names_only (`tuple[str, ...]`):
             Beginnings of names whose values are not compared.
 
@@ -107,18 +108,18 @@ def differing_metrics(
         `list[str]`:
             Sorted; `"name (missing)"` and `"name (extra)"` where only one side logs it.
     """
-    found = [f"{name} (missing)" for name in theirs.keys() - ours.keys()]
-    found += [f"{name} (extra)" for name in ours.keys() - theirs.keys()]
-    for name in theirs.keys() & ours.keys():
-        same_count = len(theirs[name]) == len(ours[name])
+    found = [f"{name} (missing)" for name in stock.keys() - fused.keys()]
+    found += [f"{name} (extra)" for name in fused.keys() - stock.keys()]
+    for name in stock.keys() & fused.keys():
+        same_count = len(stock[name]) == len(fused[name])
         compared = values and not name.startswith(names_only)
-        if not same_count or (compared and not all(map(close, theirs[name], ours[name]))):
+        if not same_count or (compared and not all(map(close, stock[name], fused[name]))):
             found.append(name)
     return sorted(found)
 
 
 def close(a: float, b: float) -> bool:
-    """Whether two values of a metric are the same but for rounding: NaN is NaN."""
+    """Whether two values of a metric are equal up to rounding; NaN equals NaN."""
     if math.isnan(a) or math.isnan(b):
         return math.isnan(a) and math.isnan(b)
     return math.isclose(a, b, rel_tol=METRIC_TOLERANCE, abs_tol=METRIC_FLOOR)

@@ -1,4 +1,4 @@
-"""Cases in several processes, each with checkpoints of its own."""
+"""Runs cases one after the other in this process, or in several processes that each have checkpoints of their own."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -8,14 +8,15 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from .case import Case
-from .comparison import Result, compare
+from .cases import CASES, CUSTOMISED_CASES, MODEL_CASES
+from .compare import Result, compare
 from .trainers import Settings
 
 
-_folder: tempfile.TemporaryDirectory[str] | None = None  # a worker's own
+_folder: tempfile.TemporaryDirectory[str] | None = None  # a worker process's own
 
 
-def results_of(
+def run_cases(
     cases: Sequence[Case], settings: Settings, jobs: int, prepare: Callable[[], None] | None = None
 ) -> Iterator[Result]:
     """
@@ -23,19 +24,27 @@ def results_of(
 
     Args:
         cases (`Sequence[Case]`):
-            What to run, of one of the named sets.
+            What to run. With several processes, cases of the named sets only.
         settings ([`Settings`]):
             Device and dtype.
         jobs (`int`):
-            Processes; with 1 everything runs in this one.
+            Number of processes; with 1 everything runs in this one.
         prepare (`Callable`, *optional*):
             Called once in each of several processes.
     """
     if jobs == 1:
         yield from (compare(case, settings) for case in cases)
         return
+    everything = _all_cases()
+    # A process gets the place of a case: a customisation is made of nested functions, which cannot be pickled, and two
+    # sets may each have a case of the same name
+    places = [next(i for i, known in enumerate(everything) if known is case) for case in cases]
     with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (prepare,)) as pool:
-        yield from pool.map(_compare, [case.name for case in cases], [settings] * len(cases))
+        yield from pool.map(_compare, places, [settings] * len(places))
+
+
+def _all_cases() -> tuple[Case, ...]:
+    return (*CASES, *MODEL_CASES, *CUSTOMISED_CASES)
 
 
 def _prepare(prepare: Callable[[], None] | None) -> None:
@@ -45,9 +54,6 @@ def _prepare(prepare: Callable[[], None] | None) -> None:
         prepare()
 
 
-def _compare(name: str, settings: Settings) -> Result:
-    from . import CASES, CUSTOMISED_CASES, MODEL_CASES  # what customises a trainer cannot be sent
-
+def _compare(place: int, settings: Settings) -> Result:
     assert _folder is not None, "see _prepare"
-    case = next(case for case in (*CASES, *MODEL_CASES, *CUSTOMISED_CASES) if case.name == name)
-    return compare(case, replace(settings, folder=Path(_folder.name)))
+    return compare(_all_cases()[place], replace(settings, folder=Path(_folder.name)))

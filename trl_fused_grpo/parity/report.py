@@ -1,4 +1,4 @@
-"""What a reader gets: a table, a JSON file, a plot."""
+"""Shows the results of a comparison: a table, a JSON file, a plot."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .comparison import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE, Result
+from .compare import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE, Result
 from .trainers import Settings, has_liger_loss
 
 
@@ -24,7 +24,7 @@ _SMALLEST = 1e-9  # where the plot puts an error of zero
 
 def environment(settings: Settings) -> dict[str, str]:
     """
-    What the figures were measured with.
+    Versions, device and dtype with which the figures were measured.
 
     Returns:
         `dict[str, str]`:
@@ -68,9 +68,9 @@ def print_report(
         console (`rich.console.Console`):
             Where to print.
         layouts (`bool`):
-            Whether to show how the fused trainer laid the rows out.
+            Whether to show the layout of the fused trainer's rows.
         trainings (`bool`):
-            Whether whole trainings were compared: the change of weights in the place of gradients.
+            Whether whole trainings were compared: the change of weights instead of gradients.
     """
     console.print(_table(results, settings, layouts, trainings))
     for result in results:
@@ -95,7 +95,7 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool, trainin
     headings = ["loss", "loss\nerror", f"worst {measured}\nerror", "metrics\ndiffer"]
     if has_liger_loss():
         headings.append("gradient norm\nstock Liger")
-    for heading in [*headings, f"{measured} norm\nours", "rows\nrecomputed"]:
+    for heading in [*headings, f"{measured} norm\nfused", "rows\nrecomputed"]:
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for result in results:
@@ -107,7 +107,7 @@ def _explanation(settings: Settings, measured: str) -> str:
     norms = f"{measured} norms relative to stock's"
     if settings.dtype == torch.bfloat16:
         return (
-            f"errors against float64: ours / stock's · {norms}\n"
+            f"errors against float64: fused / stock's · {norms}\n"
             f"tolerance: {SLACK} times stock's error over all gradients, {PARAMETER_SLACK} times for one, "
             f"{LOSS_SLACK} times + {LOSS_FLOOR:.1e} for the loss"
         )
@@ -125,7 +125,7 @@ def _row(result: Result, layouts: bool) -> list[str]:
     ]
     if has_liger_loss():
         cells.append(result.liger or _number(result.liger_ratio, ".3f" if (result.liger_ratio or 0) < 10 else ".1f"))
-    cells += [_number(result.ours_ratio, ".3f"), _number(result.recomputed, ".0%")]
+    cells += [_number(result.fused_ratio, ".3f"), _number(result.recomputed, ".0%")]
     return [*cells, f"[{_STYLES[result.verdict]}]{result.verdict}[/]"]
 
 
@@ -133,10 +133,10 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _pair(ours: float | None, stocks: float | None) -> str:
-    if ours is None or stocks is None:
-        return _number(ours, ".1e")
-    return f"{ours:.1e} / {stocks:.1e}"
+def _pair(fused: float | None, stock: float | None) -> str:
+    if fused is None or stock is None:
+        return _number(fused, ".1e")
+    return f"{fused:.1e} / {stock:.1e}"
 
 
 def _summary(results: Sequence[Result]) -> str:
@@ -182,7 +182,7 @@ def _finite(value: Any) -> Any:
 
 def write_plot(results: Sequence[Result], settings: Settings, path: Path) -> None:
     """
-    Draw the worst gradient error of every case and, where the host has one, stock Liger's gradient norm over stock's.
+    Draw the worst gradient error of every case and, where TRL has one, its Liger loss's gradient norm over stock's.
 
     Args:
         results (`Sequence[Result]`):
@@ -225,7 +225,7 @@ def _plot_errors(axes: Any, shown: Sequence[Result], settings: Settings) -> None
     else:
         axes.axvline(TOLERANCE, color="#d55e00", linestyle="--", label=f"tolerance {TOLERANCE:.0e}")
         axes.set_xlabel("worst gradient error, relative to stock TRL")
-    draw([r.gradient_error for r in shown], "#0072b2", "ours", "o")
+    draw([r.gradient_error for r in shown], "#0072b2", "fused", "o")
     axes.set_xscale("log")
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="lower right", fontsize=8)
@@ -233,7 +233,7 @@ def _plot_errors(axes: Any, shown: Sequence[Result], settings: Settings) -> None
 
 def _plot_ratios(axes: Any, shown: Sequence[Result]) -> None:
     axes.axvline(1.0, color="#999999", linewidth=1)
-    for attribute, color, label in (("liger_ratio", "#d55e00", "stock Liger"), ("ours_ratio", "#0072b2", "ours")):
+    for attribute, color, label in (("liger_ratio", "#d55e00", "stock Liger"), ("fused_ratio", "#0072b2", "fused")):
         points = [(getattr(r, attribute), i) for i, r in enumerate(shown) if getattr(r, attribute)]
         if points:
             axes.scatter(*zip(*points, strict=True), s=18, color=color, label=label)

@@ -1,11 +1,10 @@
-"""The trainers of one comparison, built from one checkpoint and given the same weights."""
+"""Builds the trainers of a case: stock, fused, stock with Liger's loss, and float64, all with the same weights."""
 
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from inspect import signature
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -17,27 +16,26 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
 
-from .adapters import adapter_config
 from .case import Batch, Case, Rollout, SkippedError, Trainer
 from .tiny import save_checkpoint, tokenizer
+from .tiny.adapters import adapter_config
+from .tiny.batches import GROUP, ROWS
 
 
-ROWS = 6  # completions in a micro-batch
-GROUP = 3  # completions to a prompt
 MAX_COMPLETION_LENGTH = 16
 PROMPTS = 16  # of the dataset: an epoch has two generation batches of four micro-batches
 
-# The chunked loss runs without its layer kernels and uncompiled, so that a machine without a GPU can show it.
+# TRL's Liger loss runs without Liger's layer kernels and uncompiled, so that it runs without a GPU too.
 _NO_LAYER_KERNELS = dict.fromkeys(
     ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy"), False
 )
 
-# `trl.GRPOTrainer` itself may have been replaced by `patch()`.
+# TRL's own class, also where `patch()` has replaced `trl.GRPOTrainer`.
 StockGRPOTrainer: Any = next(cls for cls in GRPOTrainer.__mro__ if cls.__module__.startswith("trl."))
 
 
 class RefusedError(Exception):
-    """TRL's own guard refuses the case."""
+    """TRL itself refuses the case."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,14 @@ class Settings:
             `"cpu"` or `"cuda"`.
         dtype (`torch.dtype`):
             `torch.float32`, or `torch.bfloat16` for weights and autocast in bfloat16.
-        ours (`Callable`, *optional*):
+        fused_class (`Callable`, *optional*):
             Trainer class under test, [`FusedGRPOTrainer`] when left out.
     """
 
     folder: Path
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-    ours: Callable[..., Trainer] | None = None
+    fused_class: Callable[..., Trainer] | None = None
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -67,17 +65,17 @@ class Settings:
 
 
 def has_liger_loss() -> bool:
-    """Whether the installed TRL computes the loss with Liger's chunked loss (TRL <= 1.13)."""
+    """Whether the installed TRL can compute the loss with Liger's chunked loss (TRL <= 1.13)."""
     return hasattr(StockGRPOTrainer, "compute_liger_loss")
 
 
-def host_options(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     A case's options as the installed `GRPOConfig` names them.
 
     Raises:
         [`SkippedError`]:
-            When the host lacks an option that the case needs.
+            When TRL lacks an option that the case needs.
     """
     known = {option.name for option in fields(GRPOConfig)}
     options = {}
@@ -92,8 +90,8 @@ def host_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _own_mixed_precision() -> Generator[None, None, None]:
-    # TrainingArguments leaves the precision of one trainer in the environment, where the next would pick it up.
+def _isolated_mixed_precision() -> Generator[None, None, None]:
+    # TrainingArguments leaves the precision of one trainer in the environment, where the next would read it.
     before = os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     try:
         yield
@@ -104,7 +102,7 @@ def _own_mixed_precision() -> Generator[None, None, None]:
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Longer completions earn more, so that advantages normalised within a group do not cancel in the loss."""
+    """Higher for longer completions, so that advantages normalised within a group do not cancel in the loss."""
     return [len(ids) / 10 + sum(ids) % 97 / 970 for ids in completion_ids]
 
 
@@ -118,6 +116,7 @@ def _construct(
 ) -> Trainer:
     try:
         checkpoint = save_checkpoint(case.model, settings.folder, settings.dtype)
+        peft_config = adapter_config(case.adapter) if case.adapter else None
     except ImportError as missing:
         raise SkippedError(str(missing)) from missing
     options: dict[str, Any] = {
@@ -125,7 +124,7 @@ def _construct(
         "beta": 0.0,
         "gradient_checkpointing": False,
         "bf16": dtype == torch.bfloat16,
-        **host_options(case.config),
+        **config_options(case.config),
         **extra,
     }
     args = config(
@@ -139,21 +138,21 @@ def _construct(
         model_init_kwargs={"dtype": str(dtype).removeprefix("torch."), "device_map": None},
         **options,
     )
-    args._n_gpu = min(args.n_gpu, 1)  # several visible GPUs would bring in nn.DataParallel
+    args._n_gpu = min(args.n_gpu, 1)  # with several visible GPUs, TRL would use nn.DataParallel
     model: Any = str(checkpoint)
-    if case.customised is not None and case.customised.of_model is not None:
-        model, args.model_init_kwargs = case.customised.of_model(checkpoint), None
+    if case.customised is not None and case.customised.load_model is not None:
+        model, args.model_init_kwargs = case.customised.load_model(checkpoint), None
     return cls(
         model=model,
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * PROMPTS}),
         processing_class=settings.tokenizer,
-        peft_config=adapter_config(case.adapter) if case.adapter else None,
+        peft_config=peft_config,
     )
 
 
-def _finish(trainer: Trainer, case: Case) -> Trainer:
+def _prepare(trainer: Trainer, case: Case) -> Trainer:
     if case.frozen_head:
         trainer.model.get_output_embeddings().requires_grad_(False)
     for name, parameter in trainer.model.named_parameters():
@@ -165,70 +164,77 @@ def _finish(trainer: Trainer, case: Case) -> Trainer:
         trainer._last_loaded_step = trainer.state.global_step
     if isinstance(data, Batch) and data.tool_mask:
         trainer.tools = [reward]  # TRL 0.27 reads the mask only when there are tools
-    # As in `Trainer.train`: under mixed precision this wraps `forward`, outside whatever the trainer wrapped.
+    # As in `Trainer.train`: under mixed precision this wraps `forward`, around whatever the trainer wrapped.
     trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
     return trainer
 
 
-def stock(case: Case, settings: Settings, cls: Callable[..., Trainer] = StockGRPOTrainer) -> Trainer:
+def stock_trainer(case: Case, settings: Settings, cls: Callable[..., Trainer] = StockGRPOTrainer) -> Trainer:
     """
-    Stock TRL on its own, non-Liger path, or its objective on dense logits where it refuses the case's adapter; `cls`
-    may be a subclass.
+    Stock TRL without Liger. Where TRL refuses the case's adapter, it is TRL's objective on dense logits.
+
+    Args:
+        case ([`Case`]):
+            What is compared.
+        settings ([`Settings`]):
+            Device and dtype.
+        cls (`Callable`, *optional*, defaults to TRL's `GRPOTrainer`):
+            TRL's class or a subclass.
     """
     refused = case.adapter == "head" and trl_compat.REFUSES_ADAPTER_ON_HEAD
-    with _own_mixed_precision(), trl_compat.adapter_on_head_allowed() if refused else nullcontext():
+    with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed() if refused else nullcontext():
         trainer = _construct(cls, case, settings, settings.dtype)
         if refused:
             trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
-        return _finish(trainer, case)
+        return _prepare(trainer, case)
 
 
-def fused(case: Case, settings: Settings) -> Trainer:
+def fused_trainer(case: Case, settings: Settings) -> Trainer:
     """The trainer under test."""
     from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 
-    cls = settings.ours or FusedGRPOTrainer
-    config = FusedGRPOConfig if case.fused else GRPOConfig  # users need no more than the host's
-    with _own_mixed_precision():
+    cls = settings.fused_class or FusedGRPOTrainer
+    config = FusedGRPOConfig if case.fused else GRPOConfig  # TRL's own config is enough without fused options
+    with _isolated_mixed_precision():
         trainer = _construct(cls, case, settings, settings.dtype, config, use_liger_loss=True, **case.fused)
-        return _finish(trainer, case)
+        return _prepare(trainer, case)
 
 
-def stock_liger(case: Case, settings: Settings) -> Trainer:
+def stock_liger_trainer(case: Case, settings: Settings) -> Trainer:
     """
-    Stock TRL on its Liger path.
+    Stock TRL with Liger's chunked loss.
 
     Raises:
         [`RefusedError`]:
-            When TRL's guards refuse the case.
+            When TRL refuses the case.
     """
     liger: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": _NO_LAYER_KERNELS}
-    with _own_mixed_precision():
+    with _isolated_mixed_precision():
         try:
             trainer = _construct(StockGRPOTrainer, case, settings, settings.dtype, **liger)
         except (ValueError, NotImplementedError) as error:
             raise RefusedError(str(error)) from error
         loss = trainer.liger_loss if hasattr(trainer, "liger_loss") else trainer.liger_grpo_loss
         loss.compiled = False
-        return _finish(trainer, case)
+        return _prepare(trainer, case)
 
 
-def oracle(case: Case, settings: Settings) -> Trainer:
+def float64_trainer(case: Case, settings: Settings) -> Trainer:
     """
-    Stock TRL's objective on dense float64 log-probs and entropies.
+    Stock TRL's objective on dense float64 log-probs and entropies: the reference for bfloat16.
 
     Weights and activations are float64. Transformers writes RMS norms, routers and Mamba-2's logits in float32 whatever
     the model's dtype, which leaves an error of order 1e-7, four orders of magnitude below bfloat16's.
     """
     options = {name: value for name, value in case.config.items() if name != "cast_lm_head_to_fp32"}
-    with _own_mixed_precision(), trl_compat.adapter_on_head_allowed():
+    with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed():
         trainer = _construct(StockGRPOTrainer, replace(case, config=options), settings, torch.float32)
         for model in filter(None, (trainer.model, trainer.ref_model)):
             model.double()
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("eager")  # the grouped GEMM has no float64
         trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
-        return _finish(trainer, case)
+        return _prepare(trainer, case)
 
 
 def _dense_log_probs(
@@ -255,17 +261,12 @@ def _dense_log_probs(
     logps = log_p.gather(-1, input_ids[:, -logits_to_keep:].unsqueeze(-1)).squeeze(-1)  # [B, T]
     logps = logps.to(torch.promote_types(dtype, torch.float32))
     entropies = -(log_p.exp() * log_p).sum(-1).to(logps.dtype) if compute_entropy else None
-    if not returns_aux_loss():
+    if not trl_compat.RETURNS_AUX_LOSS:
         return logps, entropies
     return logps, entropies, outputs.aux_loss if compute_aux_loss else None
 
 
-def returns_aux_loss() -> bool:
-    """Whether the host's log-prob seam answers with the MoE auxiliary loss as a third value (TRL >= 1.7)."""
-    return "compute_aux_loss" in signature(StockGRPOTrainer._get_per_token_logps_and_entropies).parameters
-
-
-def weights(case: Case, settings: Settings) -> dict[str, torch.Tensor]:
+def initial_weights(case: Case, settings: Settings) -> dict[str, torch.Tensor]:
     """
     The weights that every trainer of a case starts from: the checkpoint's, plus the case's noise.
 
@@ -273,18 +274,23 @@ def weights(case: Case, settings: Settings) -> dict[str, torch.Tensor]:
         `dict[str, torch.Tensor]`:
             By parameter name, on the CPU.
     """
-    trainer = stock(case, settings)
+    trainer = stock_trainer(case, settings)
+    return noisy_weights(trainer, case.noise)
+
+
+def noisy_weights(trainer: Trainer, noise: float) -> dict[str, torch.Tensor]:
+    """A copy of a model's parameters on the CPU, by name; seeded noise is added to those that need a gradient."""
     generator = torch.Generator().manual_seed(1)
     result = {}
     for name, parameter in trainer.model.named_parameters():
         value = parameter.detach().cpu()
-        if case.noise and parameter.requires_grad:
-            value = value + case.noise * torch.randn(value.shape, generator=generator).to(value.dtype)
+        if noise and parameter.requires_grad:
+            value = value + noise * torch.randn(value.shape, generator=generator).to(value.dtype)
         result[name] = value.clone()
     return result
 
 
-def load(trainer: Trainer, values: Mapping[str, torch.Tensor]) -> Trainer:
+def load_weights(trainer: Trainer, values: Mapping[str, torch.Tensor]) -> Trainer:
     """Copy `values` into a trainer's model, in the model's own dtype."""
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():

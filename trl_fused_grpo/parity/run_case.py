@@ -1,4 +1,4 @@
-"""One trainer through a case: its own training, evaluation or log-prob step, and what came out."""
+"""Takes one trainer through a case by its own training, evaluation or log-prob step, and collects the outcome."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from . import batches
 from .case import Case, Rollout, Trainer
+from .tiny import batches
+from .tiny.serve import serve_batches, serve_rollouts
 
 
-STEP = 0.0005  # standard deviation of the weights' step between windows: ratios leave 1 but not the clip bounds
+# Standard deviation of the weights' step between accumulation windows: ratios leave 1 but not the clip bounds
+STEP = 0.0005
 
 # Timings, and what only the fused trainer logs.
 _NOT_COMPARED = ("step_time", "fused/")
@@ -22,23 +24,23 @@ Data = list[dict[str, Any]]
 @dataclass
 class Outcome:
     """
-    What a trainer made of a case.
+    What came out of a trainer.
 
     Attributes:
         loss (`float`):
             Sum of the micro-batches' losses.
         tensors (`dict[str, torch.Tensor]`):
-            Gradient of every parameter after each window, or log-probs and entropies. On the CPU.
+            Gradient of every parameter after each accumulation window, or log-probs and entropies. On the CPU.
         metrics (`dict[str, list[float]]`):
-            By name, what the host would log after each window: the average over its micro-batches.
+            By name, what TRL would log after each accumulation window: the average over its micro-batches.
         rows (`int`, *optional*):
             Rows whose gradient was needed, over all micro-batches; `None` where the trainer does not count them.
         recomputed (`int`, *optional*):
-            Rows of these that backward computed a second time.
+            How many of these rows backward computed a second time.
         layout (`str`, *optional*):
             How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
-        dealt (`bool`):
-            Whether the fused trainer dealt sequences into micro-batches of its own.
+        rebalanced (`bool`):
+            Whether the fused trainer partitioned the generation batch into micro-batches anew (`fused_balance`).
     """
 
     loss: float = 0.0
@@ -47,7 +49,7 @@ class Outcome:
     rows: int | None = None
     recomputed: int | None = None
     layout: str | None = None
-    dealt: bool = False
+    rebalanced: bool = False
 
     @property
     def norm(self) -> float:
@@ -56,12 +58,12 @@ class Outcome:
 
 
 def make_data(case: Case, trainer: Trainer, seed: int) -> Data:
-    """Rollouts or micro-batches of a case, see [`batches`]."""
-    make = batches.rollout if isinstance(case.data, Rollout) else batches.given
+    """Completions or micro-batches of a case, see [`tiny.batches`]."""
+    make = batches.rollout if isinstance(case.data, Rollout) else batches.micro_batches
     return make(case, trainer, seed)
 
 
-def play(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Outcome:
+def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Outcome:
     """
     Run a case through a trainer's own step.
 
@@ -77,14 +79,14 @@ def play(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Outcom
 
     Returns:
         [`Outcome`]:
-            Loss, gradients, metrics, rows recomputed.
+            Loss, gradients, metrics and how many rows were recomputed.
     """
     set_seed(0)
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     if isinstance(case.data, Rollout):
-        batches.serve_rollouts(trainer, data)
+        serve_rollouts(trainer, data)
     elif case.mode != "log-probs":
-        batches.serve_batches(trainer, data)
+        serve_batches(trainer, data)
     if case.mode == "train":
         outcome = _train(trainer, case, dtype)
     elif case.mode == "eval":
@@ -110,7 +112,7 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
     outcome = Outcome()
     model = trainer.model_wrapped
     generation = _examples(trainer, args.per_device_train_batch_size * args.steps_per_generation)
-    for window in range(case.windows):
+    for window in range(case.accumulation_windows):
         model.zero_grad()
         for i in range(args.gradient_accumulation_steps):
             last = i == args.gradient_accumulation_steps - 1
@@ -122,15 +124,15 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 outcome.tensors[f"{name} (window {window})" if window else name] = gradient.detach().cpu().clone()
         _collect_metrics(trainer, "train", outcome)
-        outcome.dealt |= getattr(trainer, "is_rebalanced", False)
+        outcome.rebalanced |= getattr(trainer, "is_rebalanced", False)
         if case.update:
-            _move(trainer, window, dtype)
+            _move_weights(trainer, window, dtype)
     return outcome
 
 
 @torch.no_grad()
-def _move(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
-    """Move the weights as an optimizer would, but by the same step for every trainer, whatever its gradients were."""
+def _move_weights(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
+    """Move the weights by a seeded random step, the same for every trainer whatever its gradients are."""
     generator = torch.Generator().manual_seed(window)
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:

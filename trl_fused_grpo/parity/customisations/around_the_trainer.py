@@ -1,4 +1,4 @@
-"""What people do around a trainer: rewards that ask the model, classes behind ours, own loops and hooks."""
+"""What a user does around the trainer: rewards that use it, base classes, own loops, hooks, modules in the model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,15 +11,16 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback
 
-from . import customised_callbacks as callbacks
-from .case import Customisation, Trainer
-from .customised_methods import Method
-from .trainers import StockGRPOTrainer
+from trl_fused_grpo.parity.case import Customisation, Trainer
+from trl_fused_grpo.parity.trainers import StockGRPOTrainer
+
+from . import callbacks
+from .methods import Method
 
 
 def reward_asks(trainer: Trainer) -> None:
-    """A reward of the completions' log-probs, as rewards of the model's own confidence are."""
-    longer = trainer.reward_funcs[0]
+    """A reward that asks the trainer for the completions' log-probs, to reward the model's confidence."""
+    plain = trainer.reward_funcs[0]
 
     def confident(completion_ids: list[list[int]], **more: Any) -> list[float]:
         width = max(map(len, completion_ids))
@@ -32,15 +33,18 @@ def reward_asks(trainer: Trainer) -> None:
             logps, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
         sums = (logps * mask[:, 2:]).sum(1).tolist()
         trainer.seen += sums
-        return [a + 0.1 * b for a, b in zip(longer(completion_ids=completion_ids, **more), sums, strict=True)]
+        return [a + 0.1 * b for a, b in zip(plain(completion_ids=completion_ids, **more), sums, strict=True)]
 
     trainer.reward_funcs[0] = confident
 
 
 def behind(make: Callable[[Any], dict[str, Method]]) -> Customisation:
-    """`class Mine(FusedGRPOTrainer, Own)`, where `Own` is a subclass of TRL's trainer with methods and an option."""
+    """
+    `class Mine(FusedGRPOTrainer, Own)`, where `Own` is a subclass of TRL's trainer with methods and an argument of its
+    own. In the order of bases it stands between the fused trainer and TRL's.
+    """
 
-    def of_class(cls: type) -> Any:
+    def make_class(cls: type) -> Any:
         def init(self, *args, own_option=None, **kwargs):
             StockGRPOTrainer.__init__(self, *args, **kwargs)
 
@@ -48,7 +52,7 @@ def behind(make: Callable[[Any], dict[str, Method]]) -> Customisation:
         mine = own if cls is StockGRPOTrainer else type("Mine", (cls, own), {"__module__": __name__})
         return lambda **kwargs: mine(own_option=1, **kwargs)
 
-    return Customisation(of_class=of_class)
+    return Customisation(make_class=make_class)
 
 
 def loss_context(cls: Any) -> dict[str, Method]:
@@ -72,21 +76,23 @@ def see_backward(trainer: Trainer) -> None:
 
 
 def clipped_backward() -> Customisation:
-    """`Accelerator.backward = f`, which clips after each."""
+    """`Accelerator.backward = f`, which clips gradients after each backward."""
     backward = Accelerator.backward
 
     def own(self, loss, **options):
         backward(self, loss, **options)
         torch.nn.utils.clip_grad_norm_(self.clipped.parameters(), 0.3)
 
-    def of_trainer(trainer: Trainer) -> None:
+    def change_trainer(trainer: Trainer) -> None:
         trainer.accelerator.clipped = trainer.model
 
-    return Customisation(of_host=lambda: mock.patch.object(Accelerator, "backward", own), of_trainer=of_trainer)
+    return Customisation(
+        patch_trl=lambda: mock.patch.object(Accelerator, "backward", own), change_trainer=change_trainer
+    )
 
 
 def step_in_backward(trainer: Trainer) -> None:
-    """Every weight moves as soon as its gradient is there."""
+    """Every weight moves as soon as its gradient is computed."""
 
     def step(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -106,7 +112,7 @@ def see_all_gradients(trainer: Trainer) -> None:
 
 
 class _Forwarding:
-    """Hands every event on to another callback."""
+    """Forwards every event to another callback."""
 
     def __init__(self, callback: TrainerCallback):
         self.__dict__["callback"] = callback
@@ -132,7 +138,7 @@ def callback_class(trainer: Trainer) -> AbstractContextManager[Any]:
 
 
 def later(act: Callable[[Trainer], Any]) -> Customisation:
-    """`act` before the second window of one generation batch."""
+    """`act` runs before the second accumulation window of a generation batch."""
     return callbacks.at("on_step_begin", lambda trainer, _, number: act(trainer) if number == 1 else None)
 
 
@@ -181,7 +187,7 @@ def own_steps(trainer: Trainer) -> None:
 
 
 def generate_alone(trainer: Trainer) -> None:
-    """What generation gives, seen as it is."""
+    """Records what generation returns, without a loss."""
     trainer.model.train()
     output = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
     for name in sorted(output):
@@ -193,7 +199,7 @@ def generate_alone(trainer: Trainer) -> None:
 
 
 class _Gated(nn.Module):
-    """A module and, through a gate that begins closed, the mean over a row."""
+    """A module plus a gate, which starts at zero, times the mean over a row."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -204,7 +210,7 @@ class _Gated(nn.Module):
 
 
 class _ScaledInTraining(nn.Module):
-    """A module whose passes with gradient differ from those without."""
+    """A module whose output is scaled in forwards with gradient."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -215,16 +221,16 @@ class _ScaledInTraining(nn.Module):
 
 
 def around_mlp(make: Callable[[Any, Any], nn.Module]) -> Customisation:
-    """The first layer's MLP replaced by what `make` makes of the configuration and of it."""
+    """The first layer's MLP is replaced by `make(config, mlp)`."""
     from transformers import AutoModelForCausalLM
 
-    def of_model(checkpoint: Any) -> Any:
+    def load_model(checkpoint: Any) -> Any:
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         layer = model.model.layers[0]
         layer.mlp = make(model.config, layer.mlp)
         return model
 
-    return Customisation(of_model=of_model)
+    return Customisation(load_model=load_model)
 
 
 def gate(config: Any, mlp: nn.Module) -> nn.Module:
@@ -235,8 +241,8 @@ def scaled_in_training(config: Any, mlp: nn.Module) -> nn.Module:
     return _ScaledInTraining(mlp)
 
 
-def torchs_encoder(config: Any, mlp: nn.Module) -> nn.Module:
-    """A layer of torch's own that mixes all tokens of its input."""
+def torch_encoder(config: Any, mlp: nn.Module) -> nn.Module:
+    """The MLP, then a layer of torch that mixes all tokens of its input."""
     torch.manual_seed(0)
     return nn.Sequential(mlp, nn.TransformerEncoderLayer(config.hidden_size, 2, 32, dropout=0.0, batch_first=True))
 
@@ -250,31 +256,31 @@ def on_instance_later(make: Callable[[Any], dict[str, Method]]) -> Customisation
 
 
 def reward_logs(trainer: Trainer) -> None:
-    """A reward function that logs, which begins TRL's averages anew."""
-    longer = trainer.reward_funcs[0]
+    """A reward function that calls `trainer.log`, which resets TRL's averages."""
+    plain = trainer.reward_funcs[0]
 
     def logging(**given: Any) -> list[float]:
         if trainer.state.global_step:
             trainer.log({"mine": 1.0})
-        return longer(**given)
+        return plain(**given)
 
     trainer.reward_funcs[0] = logging
 
 
 def reward_fails(trainer: Trainer) -> None:
     """A reward function that is interrupted in the second generation."""
-    longer, calls = trainer.reward_funcs[0], iter(range(100))
+    plain, calls = trainer.reward_funcs[0], iter(range(100))
 
     def failing(**given: Any) -> list[float]:
         if next(calls) == 1:
             raise KeyboardInterrupt
-        return longer(**given)
+        return plain(**given)
 
     trainer.reward_funcs[0] = failing
 
 
 def interrupted_loss(trainer: Trainer) -> None:
-    """A KeyboardInterrupt between forward and backward: TRL reduces a metric there."""
+    """A KeyboardInterrupt between forward and backward, where TRL reduces a metric."""
     reduce, calls = trainer.accelerator.reduce, iter(range(10_000))
 
     def interrupted(*args: Any, **options: Any) -> Any:

@@ -1,15 +1,16 @@
-"""Objectives, masks and inputs of one's own, as methods for [`customised_methods`]."""
+"""Losses, masks and inputs that a user computes: methods for [`methods.subclass`] and its like."""
 
 from typing import Any
 
 import torch
 
-from .case import Trainer
-from .customised_methods import Method
+from trl_fused_grpo.parity.case import Trainer
+
+from .methods import Method
 
 
-def _own_scores(trainer: Trainer, model: Any, inputs: dict[str, Any], **changed: Any) -> tuple[torch.Tensor, ...]:
-    """Log-probs, entropies and mask `[B, T]` of a micro-batch, or of another completion in its place."""
+def _log_probs(trainer: Trainer, model: Any, inputs: dict[str, Any], **changed: Any) -> tuple[torch.Tensor, ...]:
+    """Log-probs, entropies and mask `[B, T]` of a micro-batch, with entries `changed`."""
     batch = {**inputs, **changed}
     mask = batch["completion_mask"]
     logps, entropies, *_ = trainer._get_per_token_logps_and_entropies(
@@ -29,7 +30,7 @@ def _policy_loss(logps: torch.Tensor, mask: torch.Tensor, advantages: torch.Tens
 
 def own_loss(cls: Any) -> dict[str, Method]:
     def _compute_loss(self, model, inputs):
-        logps, entropies, mask = _own_scores(self, model, inputs)
+        logps, entropies, mask = _log_probs(self, model, inputs)
         self._metrics["train"]["own/entropy"].append(float((entropies * mask).sum() / mask.sum()))
         return _policy_loss(logps, mask, inputs["advantages"]) / self.current_gradient_accumulation_steps
 
@@ -38,7 +39,7 @@ def own_loss(cls: Any) -> dict[str, Method]:
 
 def own_loss_entropy(cls: Any) -> dict[str, Method]:
     def _compute_loss(self, model, inputs):
-        logps, entropies, mask = _own_scores(self, model, inputs)
+        logps, entropies, mask = _log_probs(self, model, inputs)
         self.seen.append(str(entropies.requires_grad))
         loss = _policy_loss(logps, mask, inputs["advantages"])
         return (loss - 0.3 * (entropies * mask).sum() / mask.sum()) / self.current_gradient_accumulation_steps
@@ -48,9 +49,9 @@ def own_loss_entropy(cls: Any) -> dict[str, Method]:
 
 def contrastive_loss(cls: Any) -> dict[str, Method]:
     def _compute_loss(self, model, inputs):
-        logps, _, mask = _own_scores(self, model, inputs)
+        logps, _, mask = _log_probs(self, model, inputs)
         others = {name: inputs[name].roll(1, 0) for name in ("completion_ids", "completion_mask")}
-        other_logps, _, other_mask = _own_scores(self, model, inputs, **others)
+        other_logps, _, other_mask = _log_probs(self, model, inputs, **others)
         margin = (logps * mask).sum(1) - (other_logps * other_mask).sum(1)
         loss = _policy_loss(logps, mask, inputs["advantages"])
         return (loss - 0.3 * torch.nn.functional.logsigmoid(margin).mean()) / self.current_gradient_accumulation_steps
@@ -61,7 +62,7 @@ def contrastive_loss(cls: Any) -> dict[str, Method]:
 def contrastive_loss_first(cls: Any) -> dict[str, Method]:
     def _compute_loss(self, model, inputs):
         others = {name: inputs[name].flip(0) for name in ("completion_ids", "completion_mask")}
-        other_logps, _, other_mask = _own_scores(self, model, inputs, **others)
+        other_logps, _, other_mask = _log_probs(self, model, inputs, **others)
         loss = cls._compute_loss(self, model, inputs)
         return loss + 0.003 * (other_logps * other_mask).sum() / self.current_gradient_accumulation_steps
 
@@ -79,7 +80,7 @@ def loss_twice(cls: Any) -> dict[str, Method]:
 
 
 def loss_plus(cls: Any) -> dict[str, Method]:
-    """TRL's objective, twice as strong, with epsilons and advantages of this call."""
+    """Twice TRL's loss, of other advantages."""
 
     def _compute_loss(self, model, inputs):
         inputs = {**inputs, "advantages": inputs["advantages"] - 0.4}
@@ -110,7 +111,7 @@ def _per_token(inputs: dict[str, Any]) -> list[str]:
 
 
 def inputs_trimmed(cls: Any) -> dict[str, Method]:
-    """Padding cut off in place, which other micro-batches of the buffer keep."""
+    """Trims padding in place, while other micro-batches of the generation batch keep theirs."""
 
     def _prepare_inputs(self, *args, **kwargs):
         inputs = cls._prepare_inputs(self, *args, **kwargs)
@@ -139,7 +140,7 @@ def inputs_weighted(cls: Any) -> dict[str, Method]:
 
 
 def generation_replayed(cls: Any) -> dict[str, Method]:
-    """Every other completion comes from the generation before, with the old log-probs that it had then."""
+    """Every second completion comes from the generation before, with the old log-probs that it had then."""
 
     def _generate_and_score_completions(self, inputs):
         output = cls._generate_and_score_completions(self, inputs)

@@ -1,8 +1,11 @@
-"""Cases of the setting: models, adapters, accumulation, generation schedule, evaluation."""
+"""
+Cases of everything around the objective: kinds of model and adapter, gradient accumulation, when completions are
+generated, evaluation.
+"""
 
 from typing import Any
 
-from .case import FAR, Batch, Case, Rollout
+from trl_fused_grpo.parity.case import FAR, Batch, Case, Rollout
 
 
 def models() -> list[Case]:
@@ -28,83 +31,99 @@ def models() -> list[Case]:
             {"router_aux_loss_coef": 0.0},
             FAR,
             model="moe",
-            smooth=False,
+            compare_bf16=False,
         ),
-        Case("moe-aux-loss", "MoE auxiliary loss", {"router_aux_loss_coef": 0.5}, FAR, model="moe", smooth=False),
+        Case("moe-aux-loss", "MoE auxiliary loss", {"router_aux_loss_coef": 0.5}, FAR, model="moe", compare_bf16=False),
         Case("checkpointing", "gradient checkpointing", {"gradient_checkpointing": True}, FAR),
     ]
 
 
-def schedule() -> list[Case]:
-    def steps(accumulation: int, generation: int, **options: Any) -> dict[str, Any]:
-        return {"gradient_accumulation_steps": accumulation, "steps_per_generation": generation, **options}
+def _steps(accumulation: int, generation: int, **options: Any) -> dict[str, Any]:
+    return {"gradient_accumulation_steps": accumulation, "steps_per_generation": generation, **options}
 
+
+def accumulation() -> list[Case]:
     return [
-        Case("accumulation", "four micro-batches of one generation batch", steps(4, 4), Rollout()),
+        Case("accumulation", "four micro-batches of one generation batch", _steps(4, 4), Rollout()),
         Case(
-            "accumulation-dealt",
-            "the same dealt anew by prompt and length; means over micro-batches follow",
-            steps(4, 4),
+            "accumulation-rebalanced",
+            "the same partitioned anew by prompt and length, and so other means over micro-batches",
+            _steps(4, 4),
             Rollout(),
             fused={"fused_balance": True},
         ),
         Case(
             "accumulation-repeated-prompts",
-            "the same with every copy of a prompt run",
-            steps(4, 4),
+            "the same with every copy of a prompt in the forward",
+            _steps(4, 4),
             Rollout(),
             fused={"fused_share_prompts": False},
         ),
         Case(
-            "accumulation-own-passes",
-            "the same with each micro-batch alone in the model",
-            steps(4, 4),
+            "accumulation-own-forwards",
+            "the same with a forward for each micro-batch",
+            _steps(4, 4),
             Rollout(),
             fused={"fused_max_tokens_per_forward": 0},
         ),
         Case(
-            "accumulation-one-pass",
-            "the same in one pass of the model",
-            steps(4, 4),
+            "accumulation-one-forward",
+            "the same in one forward",
+            _steps(4, 4),
             Rollout(),
             fused={"fused_max_tokens_per_forward": 10_000},
         ),
         Case(
-            "accumulation-one-pass-bnpo",
+            "accumulation-one-forward-bnpo",
             "the same under bnpo, which divides by the tokens of each micro-batch",
-            steps(4, 4, loss_type="bnpo", vllm_importance_sampling_mode="token_truncate"),
+            _steps(4, 4, loss_type="bnpo", vllm_importance_sampling_mode="token_truncate"),
             Rollout(sampling="token"),
             fused={"fused_max_tokens_per_forward": 10_000},
         ),
-        Case("generation-below", "two generation batches in one accumulation window", steps(4, 2), Rollout()),
+    ]
+
+
+def generation() -> list[Case]:
+    return [
+        Case("generation-below", "two generation batches in one accumulation window", _steps(4, 2), Rollout()),
         Case(
             "generation-above",
             "one generation batch over two optimizer steps",
-            steps(2, 4),
+            _steps(2, 4),
             Rollout(),
-            windows=2,
+            accumulation_windows=2,
             update=True,
         ),
         Case(
             "generation-above-grpo",
             "the same under grpo, with truncated completions masked",
-            steps(2, 4, loss_type="grpo", mask_truncated_completions=True),
+            _steps(2, 4, loss_type="grpo", mask_truncated_completions=True),
             Rollout(truncated_rows=(1, 4)),
-            windows=2,
+            accumulation_windows=2,
             update=True,
         ),
         Case(
             "num-iterations",
-            "num_iterations 2: the second pass is off-policy",
-            steps(2, 2, num_iterations=2),
+            "num_iterations 2: the second iteration is off-policy",
+            _steps(2, 2, num_iterations=2),
             Rollout(),
-            windows=2,
+            accumulation_windows=2,
             update=True,
         ),
         Case("scale-rewards-batch", "rewards scaled over the batch", {"scale_rewards": "batch"}, Rollout()),
         Case("scale-rewards-none", "rewards not scaled", {"scale_rewards": "none"}, Rollout()),
+    ]
+
+
+def other_modes() -> list[Case]:
+    return [
         Case("evaluation", "evaluation under dapo", {}, Batch(old="far", tool_mask=True), mode="eval"),
-        Case("evaluation-scored", "evaluation, completions scored by the host", {}, Rollout(), mode="eval"),
-        Case("log-probs", "the pass without gradient, two rows at a time", {"temperature": 0.7}, mode="log-probs"),
+        Case("evaluation-rollout", "evaluation, rewards and advantages computed by TRL", {}, Rollout(), mode="eval"),
+        Case(
+            "log-probs",
+            "the log-prob method without gradient, two rows at a time",
+            {"temperature": 0.7},
+            mode="log-probs",
+        ),
         Case("wrong-forecast", "a wrong forecast costs time only", {}, FAR, recomputed="some", wrong_forecast=True),
     ]

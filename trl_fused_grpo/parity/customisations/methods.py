@@ -1,4 +1,4 @@
-"""Methods of the trainer replaced: by a subclass, on TRL's class, or on the instance."""
+"""Replaces methods of the trainer: in a subclass, on TRL's class, or on the instance."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,42 +9,42 @@ from unittest import mock
 
 import torch
 
-from .case import Customisation, Trainer
-from .trainers import StockGRPOTrainer
+from trl_fused_grpo.parity.case import Customisation, Trainer
+from trl_fused_grpo.parity.trainers import StockGRPOTrainer
 
 
 Method = Callable[..., Any]
 
 _LOG_PROBS = "_get_per_token_logps_and_entropies"
 _REPLACED = ("compute_loss", "_compute_loss", "training_step", _LOG_PROBS)
-_HOST = SimpleNamespace(**{name: getattr(StockGRPOTrainer, name) for name in _REPLACED})  # before any patch
+_UNPATCHED = SimpleNamespace(**{name: getattr(StockGRPOTrainer, name) for name in _REPLACED})
 
 
 def subclass(*methods: Callable[[Any], dict[str, Any]]) -> Customisation:
-    """A subclass whose methods each of `methods` makes for the class above it."""
+    """A subclass. Each of `methods` gets its base class and returns the methods to override, by name."""
 
-    def of_class(cls: type) -> type:
+    def make_class(cls: type) -> type:
         own: dict[str, Any] = {}
         for make in methods:
             own |= make(cls)
         return type("Customised", (cls,), {"__module__": __name__, **own})
 
-    return Customisation(of_class=of_class)
+    return Customisation(make_class=make_class)
 
 
-def on_host(make: Callable[[Any], dict[str, Any]], late: bool = False) -> Customisation:
-    """`GRPOTrainer.name = f`, before the trainer is built or after it, until the training is over."""
+def on_trl(make: Callable[[Any], dict[str, Any]], late: bool = False) -> Customisation:
+    """`GRPOTrainer.name = f`, before the trainer is built or, if `late`, after it; undone after the training."""
 
     def patch() -> AbstractContextManager[Any]:
-        return mock.patch.multiple(StockGRPOTrainer, **make(_HOST))
+        return mock.patch.multiple(StockGRPOTrainer, **make(_UNPATCHED))
 
-    return Customisation(of_trainer=lambda _: patch()) if late else Customisation(of_host=patch)
+    return Customisation(change_trainer=lambda _: patch()) if late else Customisation(patch_trl=patch)
 
 
 def on_instance(make: Callable[[Any], dict[str, Any]], how: str) -> Customisation:
-    """Functions set on the trainer itself: as a bound method, as a lambda or as a `functools.partial`."""
+    """Functions set on the trainer itself, as `"method"` (bound), `"lambda"` or `"partial"` (`functools.partial`)."""
 
-    def of_trainer(trainer: Trainer) -> None:
+    def change_trainer(trainer: Trainer) -> None:
         for name, function in make(type(trainer)).items():
             bound = {
                 "method": lambda f: MethodType(f, trainer),
@@ -53,7 +53,7 @@ def on_instance(make: Callable[[Any], dict[str, Any]], how: str) -> Customisatio
             }[how](function)
             setattr(trainer, name, bound)
 
-    return Customisation(of_trainer=of_trainer)
+    return Customisation(change_trainer=change_trainer)
 
 
 def squares(trainer: Trainer) -> torch.Tensor:
@@ -61,8 +61,8 @@ def squares(trainer: Trainer) -> torch.Tensor:
     return 0.5 * sum(p.square().sum() for p in trainer.model.parameters() if p.requires_grad)
 
 
-def _numbered(trainer: Trainer) -> int:
-    """Number of this call."""
+def _call_number(trainer: Trainer) -> int:
+    """How often this was called for a trainer, from 1 on."""
     trainer.calls = getattr(trainer, "calls", 0) + 1
     return trainer.calls
 
@@ -86,21 +86,21 @@ def compute_loss_sft(cls: Any) -> dict[str, Method]:
 
 def compute_loss_scaled(cls: Any) -> dict[str, Method]:
     def compute_loss(self, *args, **kwargs):
-        return cls.compute_loss(self, *args, **kwargs) * (1 + 0.5 * (_numbered(self) % 3))
+        return cls.compute_loss(self, *args, **kwargs) * (1 + 0.5 * (_call_number(self) % 3))
 
     return {"compute_loss": compute_loss}
 
 
 def compute_loss_call_number(cls: Any) -> dict[str, Method]:
     def compute_loss(self, *args, **kwargs):
-        return cls.compute_loss(self, *args, **kwargs) + 0.001 * _numbered(self) * squares(self)
+        return cls.compute_loss(self, *args, **kwargs) + 0.001 * _call_number(self) * squares(self)
 
     return {"compute_loss": compute_loss}
 
 
 def compute_loss_epsilon(cls: Any) -> dict[str, Method]:
     def compute_loss(self, *args, **kwargs):
-        self.epsilon_low = self.epsilon_high = (0.001, 0.5)[_numbered(self) % 2]
+        self.epsilon_low = self.epsilon_high = (0.001, 0.5)[_call_number(self) % 2]
         return cls.compute_loss(self, *args, **kwargs)
 
     return {"compute_loss": compute_loss}
@@ -110,7 +110,7 @@ def compute_loss_weights(cls: Any) -> dict[str, Method]:
     def compute_loss(self, *args, **kwargs):
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter *= 1 + 0.002 * (_numbered(self) % 2)
+                parameter *= 1 + 0.002 * (_call_number(self) % 2)
         return cls.compute_loss(self, *args, **kwargs)
 
     return {"compute_loss": compute_loss}
@@ -118,7 +118,7 @@ def compute_loss_weights(cls: Any) -> dict[str, Method]:
 
 def compute_loss_advantages(cls: Any) -> dict[str, Method]:
     def compute_loss(self, model, inputs, *args, **kwargs):
-        inputs = {**inputs, "advantages": inputs["advantages"] * (1 + _numbered(self) % 2)}
+        inputs = {**inputs, "advantages": inputs["advantages"] * (1 + _call_number(self) % 2)}
         return cls.compute_loss(self, model, inputs, *args, **kwargs)
 
     return {"compute_loss": compute_loss}
@@ -179,14 +179,14 @@ def gradient_norm(model: torch.nn.Module) -> float | str:
     return float(sum(g.double().square().sum() for g in gradients)) ** 0.5 if gradients else "no gradient"
 
 
-def _scored(cls: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+def _base_log_probs(cls: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     return getattr(cls, _LOG_PROBS)(trainer, *args, **kwargs)
 
 
 def log_probs_other_ids(cls: Any) -> dict[str, Method]:
     def log_probs(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         input_ids = torch.where(input_ids % 3 == 0, input_ids // 2 + 3, input_ids)
-        return _scored(cls, self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        return _base_log_probs(cls, self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     return {_LOG_PROBS: log_probs}
 
@@ -194,9 +194,9 @@ def log_probs_other_ids(cls: Any) -> dict[str, Method]:
 def log_probs_second_call(cls: Any) -> dict[str, Method]:
     def log_probs(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         rest = (attention_mask, logits_to_keep, *args)
-        logps, *others = _scored(cls, self, model, input_ids, *rest, **kwargs)
+        logps, *others = _base_log_probs(cls, self, model, input_ids, *rest, **kwargs)
         other_ids = torch.cat([input_ids[:, :-logits_to_keep], (input_ids[:, -logits_to_keep:] + 5) % 1000], dim=1)
-        again, *_ = _scored(cls, self, model, other_ids, *rest, **kwargs)
+        again, *_ = _base_log_probs(cls, self, model, other_ids, *rest, **kwargs)
         return logps + 0.3 * again, *others
 
     return {_LOG_PROBS: log_probs}
@@ -206,7 +206,7 @@ def log_probs_temperature(cls: Any) -> dict[str, Method]:
     def log_probs(self, *args, **kwargs):
         before, self.temperature = self.temperature, 0.7
         try:
-            return _scored(cls, self, *args, **kwargs)
+            return _base_log_probs(cls, self, *args, **kwargs)
         finally:
             self.temperature = before
 
@@ -215,7 +215,7 @@ def log_probs_temperature(cls: Any) -> dict[str, Method]:
 
 def log_probs_scaled(cls: Any) -> dict[str, Method]:
     def log_probs(self, *args, **kwargs):
-        logps, *others = _scored(cls, self, *args, **kwargs)
+        logps, *others = _base_log_probs(cls, self, *args, **kwargs)
         self.seen.append(float(logps.detach()[0, 0]))
         return logps * 0.9, *others
 

@@ -1,4 +1,4 @@
-"""Tiny models and a tokenizer, built from configurations: nothing is downloaded."""
+"""Tiny models with seeded random weights, and their tokenizer."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def save_checkpoint(kind: str, folder: Path, dtype: torch.dtype) -> Path:
         kind (`str`):
             See [`model_config`].
         folder (`Path`):
-            Where checkpoints are kept; one sub-folder a kind and dtype, written once.
+            Where checkpoints are kept. Each kind and dtype has a sub-folder, which is written once.
         dtype (`torch.dtype`):
             Weights are rounded to this dtype, so that a higher precision can load exactly the same values.
 

@@ -1,18 +1,18 @@
-"""Cases of the objective: losses, ratios, masks, KL, entropy."""
+"""Cases of the objective: loss types, importance ratios, KL, masks, entropy. A change of the loss belongs here."""
 
 from typing import Any
 
-from .case import DRIFTED, FAR, Batch, Case, Rollout
+from trl_fused_grpo.parity.case import DRIFTED, FAR, Batch, Case, Rollout
 
 
-# (loss type, options it needs, first version); sequence-level objectives have no forecast against real old log-probs
-LOSS_TYPES: tuple[tuple[str, dict[str, Any], str, bool], ...] = (
-    ("grpo", {}, "0.27.2", True),
-    ("bnpo", {}, "0.27.2", True),
-    ("dr_grpo", {}, "0.27.2", True),
-    ("dapo", {}, "0.27.2", True),
-    ("cispo", {"epsilon_high": 2.0}, "0.27.2", True),
-    ("sapo", {}, "0.27.2", True),
+# (loss type, options it needs, first version of TRL, whether there is a forecast for given old log-probs)
+LOSS_TYPES: tuple[tuple[str, dict[str, Any], str | None, bool], ...] = (
+    ("grpo", {}, None, True),
+    ("bnpo", {}, None, True),
+    ("dr_grpo", {}, None, True),
+    ("dapo", {}, None, True),
+    ("cispo", {"epsilon_high": 2.0}, None, True),
+    ("sapo", {}, None, True),
     ("luspo", {"importance_sampling_level": "sequence"}, "0.28.0", False),
     ("vespo", {"vespo_k_pos": 2.0}, "1.0.0", False),
 )
@@ -20,24 +20,24 @@ LOSS_TYPES: tuple[tuple[str, dict[str, Any], str, bool], ...] = (
 
 def loss_types() -> list[Case]:
     cases = []
-    for name, options, since, token_level in LOSS_TYPES:
+    for name, options, min_trl, token_level in LOSS_TYPES:
         config = {"loss_type": name, **options}
         label = name.replace("_", "-")
-        cases.append(Case(label, f"{name}, on-policy", config, since=since))
+        cases.append(Case(label, f"{name}, on-policy", config, min_trl=min_trl))
         cases.append(
             Case(
                 f"{label}-off-policy",
                 f"{name}, old log-probs given, part of the ratios clipped",
                 config,
                 FAR if token_level else DRIFTED,
-                since=since,
+                min_trl=min_trl,
                 recomputed="none" if token_level else "any",
             )
         )
     return cases
 
 
-def objective() -> list[Case]:
+def importance_ratios() -> list[Case]:
     return [
         Case(
             "sequence-level",
@@ -63,14 +63,24 @@ def objective() -> list[Case]:
             "luspo with token-level ratios",
             {"loss_type": "luspo"},
             FAR,
-            since="0.28.0",
-            recomputed="any",  # before TRL 1.10 padding counts, too
+            min_trl="0.28.0",
+            recomputed="any",  # before TRL 1.10 its mean includes padding
         ),
         Case("delta", "two-sided clipping", {"delta": 2.0}, FAR),
         Case("delta-grpo", "two-sided clipping under grpo", {"delta": 2.0, "loss_type": "grpo"}, FAR),
+    ]
+
+
+def advantages_and_temperature() -> list[Case]:
+    return [
         Case("token-advantages", "advantages of shape [B, T]", {}, Batch(old="far", token_advantages=True)),
         Case("temperature", "temperature 0.7, on-policy", {"temperature": 0.7}),
         Case("temperature-off-policy", "temperature 1.3, old log-probs given", {"temperature": 1.3}, FAR),
+    ]
+
+
+def kl() -> list[Case]:
+    return [
         Case("kl", "beta with reference log-probs given", {"beta": 0.1}, Batch(reference=True)),
         Case(
             "kl-grpo",
@@ -84,15 +94,26 @@ def objective() -> list[Case]:
             {"beta": 0.1, "use_bias_correction_kl": True},
             Batch(old="far", reference=True),
         ),
-        Case("kl-reference-model", "beta with the host's own reference pass", {"beta": 0.1}, Rollout(), noise=0.02),
+        Case(
+            "kl-reference-model",
+            "beta with TRL's own forward of the reference model",
+            {"beta": 0.1},
+            Rollout(),
+            noise=0.02,
+        ),
         Case(
             "kl-adapters-disabled",
-            "beta with PEFT adapters disabled for the reference pass",
+            "beta with PEFT adapters disabled for the reference forward",
             {"beta": 0.1},
             Rollout(),
             adapter="attention",
             noise=0.02,
         ),
+    ]
+
+
+def everything() -> list[Case]:
+    return [
         Case(
             "everything",
             "vLLM ratios, tool mask, delta and bias-corrected KL together",
@@ -102,56 +123,65 @@ def objective() -> list[Case]:
     ]
 
 
+_CLIP_BOUNDS = {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 2.0}
+_TOKEN_TRUNCATE = {"vllm_importance_sampling_mode": "token_truncate", **_CLIP_BOUNDS}
+
+
 def sampling_modes() -> list[Case]:
-    bounds = {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 2.0}
-    cases = [
+    return [
         Case(
             f"is-{level}-{action}",
-            f"vLLM importance ratios, {level}_{action}, both clip bounds where the host has both",
-            {"vllm_importance_sampling_mode": f"{level}_{action}", **bounds},
+            f"vLLM importance ratios, {level}_{action}, both clip bounds where TRL has both",
+            {"vllm_importance_sampling_mode": f"{level}_{action}", **_CLIP_BOUNDS},
             Rollout(sampling=level),
-            # A ratio taken from the training pass couples a sequence's tokens, which no forecast foresees.
+            # A ratio from the training forward depends on all tokens of a sequence: there is no forecast for it.
             recomputed="none" if level == "token" else "any",
         )
         for level in ("token", "sequence")
         for action in ("truncate", "mask")
     ]
-    token = {"vllm_importance_sampling_mode": "token_truncate", **bounds}
+
+
+def sampling_and_objectives() -> list[Case]:
     return [
-        *cases,
         Case(
             "is-token-grpo",
             "vLLM importance ratios under grpo, truncated completions masked",
-            {"loss_type": "grpo", "mask_truncated_completions": True, **token},
+            {"loss_type": "grpo", "mask_truncated_completions": True, **_TOKEN_TRUNCATE},
             Rollout(sampling="token", truncated_rows=(1, 4)),
         ),
         Case(
             "is-token-cispo",
             "vLLM importance ratios under cispo",
-            {"loss_type": "cispo", "epsilon_high": 2.0, **token},
+            {"loss_type": "cispo", "epsilon_high": 2.0, **_TOKEN_TRUNCATE},
             Rollout(sampling="token"),
         ),
         Case(
             "is-token-vespo",
             "vLLM importance ratios inside vespo's weights",
-            {"loss_type": "vespo", "vespo_k_pos": 2.0, "mask_truncated_completions": True, **token},
+            {"loss_type": "vespo", "vespo_k_pos": 2.0, "mask_truncated_completions": True, **_TOKEN_TRUNCATE},
             Rollout(sampling="token", truncated_rows=(1, 4)),
             recomputed="any",
         ),
         Case(
             "is-everything",
-            "vLLM ratios, environment mask, delta and bias-corrected KL, all from the host",
-            {"beta": 0.1, "use_bias_correction_kl": True, "delta": 2.0, **token},
+            "vLLM ratios, environment mask, delta and bias-corrected KL, all computed by TRL",
+            {"beta": 0.1, "use_bias_correction_kl": True, "delta": 2.0, **_TOKEN_TRUNCATE},
             Rollout(sampling="token", env_mask=True),
             noise=0.02,
-            since="0.28.0",
+            min_trl="0.28.0",
         ),
+    ]
+
+
+def sampling_options() -> list[Case]:
+    return [
         Case(
             "is-generation-above",
             "vLLM ratios, one generation batch over two optimizer steps",
-            {"gradient_accumulation_steps": 2, "steps_per_generation": 4, **token},
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 4, **_TOKEN_TRUNCATE},
             Rollout(sampling="token"),
-            windows=2,
+            accumulation_windows=2,
             update=True,
         ),
         Case(
@@ -162,18 +192,18 @@ def sampling_modes() -> list[Case]:
         ),
         Case(
             "is-nan",
-            "sampler log-probs that are NaN count as ratio 1",
-            token,
+            "sampler log-probs that are NaN: ratio 1",
+            _TOKEN_TRUNCATE,
             Rollout("token", nan=True),
-            since="1.11.0",
+            min_trl="1.11.0",
         ),
     ]
 
 
 def masks() -> list[Case]:
     return [
-        Case("tool-mask", "tokens written by a tool carry no loss", {}, Batch(old="far", tool_mask=True)),
-        Case("env-mask", "tokens written by an environment carry no loss", {}, Rollout(env_mask=True), since="0.28.0"),
+        Case("tool-mask", "tokens written by a tool have no loss", {}, Batch(old="far", tool_mask=True)),
+        Case("env-mask", "tokens written by an environment have no loss", {}, Rollout(env_mask=True), min_trl="0.28.0"),
         Case(
             "truncated",
             "mask_truncated_completions: rows without a completion token",
@@ -238,8 +268,8 @@ def entropy() -> list[Case]:
         ),
         Case(
             "entropy-adaptive",
-            "adaptive entropy controller over two windows of two micro-batches",
+            "adaptive entropy controller over two accumulation windows of two micro-batches",
             {**adaptive, "gradient_accumulation_steps": 2},
-            windows=2,
+            accumulation_windows=2,
         ),
     ]

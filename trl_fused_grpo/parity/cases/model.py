@@ -1,11 +1,11 @@
-"""Cases of the model: one for each family, and the heads that no other case has."""
+"""Cases of the model: one for each model family, and one for each kind of output projection."""
 
-from .case import FAR, Batch, Case
-from .families import FAMILIES, Family
-from .trainers import returns_aux_loss
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.parity.case import FAR, Batch, Case
+from trl_fused_grpo.parity.tiny.families import FAMILIES, Family
 
 
-NOISE = 0.05  # families initialize biases and norms to constants, where nothing shows
+NOISE = 0.05  # families initialize biases and norms to constants, which hide errors
 
 
 def families() -> list[Case]:
@@ -15,7 +15,7 @@ def families() -> list[Case]:
 def _of_family(name: str, family: Family) -> Case:
     about = [family.config.removesuffix("Config")]
     if family.has_aux_loss:
-        about.append("auxiliary loss" if returns_aux_loss() else "this TRL adds no auxiliary loss")
+        about.append("auxiliary loss" if trl_compat.RETURNS_AUX_LOSS else "this TRL adds no auxiliary loss")
     if family.scale != 1.0:
         about.append(f"logits times {family.scale:g}")
     if family.softcap is not None:
@@ -25,12 +25,12 @@ def _of_family(name: str, family: Family) -> Case:
     return Case(
         name,
         ", ".join(about),
-        {"router_aux_loss_coef": 0.3} if family.has_aux_loss and returns_aux_loss() else {},
+        {"router_aux_loss_coef": 0.3} if family.has_aux_loss and trl_compat.RETURNS_AUX_LOSS else {},
         Batch(old="far", images=name if family.vision else None),
         model=name,
         frozen=family.flat,
         noise=NOISE,
-        smooth=not family.has_aux_loss,
+        compare_bf16=not family.has_aux_loss,
     )
 
 

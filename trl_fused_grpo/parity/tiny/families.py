@@ -9,7 +9,8 @@ from transformers import PretrainedConfig
 
 VOCAB_SIZE = 1027  # odd, so that no tile of a kernel divides it
 PAD_ID, EOS_ID, UNK_ID, FIRST_WORD_ID = 0, 1, 2, 3
-IMAGE_ID = 1020  # from here on a model that sees has its image tokens
+MARKER_ID = 17  # a word that can stand in every prompt, where PEFT's aLoRA looks for it
+IMAGE_ID = 1020  # from here on the image tokens of a model that takes images
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -40,17 +41,17 @@ class Family:
         config (`str`):
             Name of its configuration class in transformers.
         options (`dict`):
-            Beside two layers of width 64 over a vocabulary of 1027 tokens; `None` takes an option of these away.
+            Added to those of two layers of width 64 over a vocabulary of 1027 tokens; `None` removes one of these.
         scale (`float`):
-            Multiplier of the logits that the head must find.
+            Multiplier of the logits, which [`read_lm_head`] must find.
         softcap (`float`, *optional*):
-            Final softcap that the head must find.
+            Final softcap of the logits, which [`read_lm_head`] must find.
         has_aux_loss (`bool`):
-            Whether it adds a load-balancing loss.
+            Whether the model adds a load-balancing loss (Mixture-of-Experts).
         vision (`dict`, *optional*):
-            Configuration of its vision tower; `options` then hold those of its text model.
+            Configuration of the vision tower; `options` is then that of the text model.
         composite (`dict`):
-            Options that stand beside the two.
+            Options of the whole model beside these two.
         flat (`tuple[str, ...]`):
             Ends of the names of parameters whose gradient is zero but for rounding.
     """
@@ -66,7 +67,7 @@ class Family:
 
     def tiny(self) -> PretrainedConfig:
         """
-        Its configuration.
+        Configuration of the family's tiny model.
 
         Raises:
             `ImportError`:
@@ -75,8 +76,8 @@ class Family:
         cls = getattr(transformers, self.config, None)
         if cls is None:
             raise ImportError(f"this transformers has no {self.config}")
-        taken_away = {name for name, value in self.options.items() if value is None}
-        options = {name: value for name, value in {**_SHAPE, **self.options}.items() if name not in taken_away}
+        removed = {name for name, value in self.options.items() if value is None}
+        options = {name: value for name, value in {**_SHAPE, **self.options}.items() if name not in removed}
         if self.vision is None:
             return cls(**options)
         return cls(text_config=options, vision_config=self.vision, **self.composite)
@@ -172,11 +173,11 @@ FAMILIES = {
             "patch_size": 4,
         },
         composite={"mm_tokens_per_image": 4, "image_token_index": IMAGE_ID},
-        flat=("k_proj.bias",),  # without rotary positions it adds the same to every score of a query
+        flat=("k_proj.bias",),  # without rotary positions it adds the same to all attention logits of a query
     ),
 }
 
-# What the cases of the objective and of the head need beside the families
+# Models of the other cases: the kinds of output projection, RoPE, attention and dropout that no family above has
 VARIANTS = {
     "tied": Family("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "moe": Family(

@@ -1,11 +1,12 @@
-"""Cases of customisation that concern the model: hooks, layers, adapters, dropout, positions and masks of its own."""
+"""Cases of hooks on the model, replaced layers, adapters, and models with their own positions, masks or dropout."""
 
 from typing import Any
 
-from . import customised_models as m
-from .case import Case
-from .customised import AS_PADDED, MARKED, OFF_POLICY, SAMPLED, VLLM
-from .customised import case as _case
+from trl_fused_grpo.parity.case import Case
+from trl_fused_grpo.parity.customisations import models as m
+
+from .common import AS_PADDED, KL, OFF_POLICY, SAMPLED, VLLM, WITH_MARKER
+from .common import customised_case as _case
 
 
 MULTIPLE = {"pad_to_multiple_of": 8}
@@ -38,10 +39,17 @@ def models() -> list[Case]:
         _case("own-backbone", "a backbone with a forward of its own", m.own_backbone()),
         _case("own-class", "a causal LM with a forward of its own", m.own_class()),
         _case("own-attention", "an attention function of one's own, by column", m.own_attention()),
-        _case("longrope", "RoPE longrope around its border, old log-probs", config=OFF_POLICY, model="longrope"),
+        _case(
+            "longrope", "RoPE longrope around its switching length, old log-probs", config=OFF_POLICY, model="longrope"
+        ),
         _case("longrope-vllm", "the same, vLLM", config=VLLM, data=SAMPLED, model="longrope"),
         _case("longrope-multiple", "longrope, TRL's rows longer than any sequence", config=MULTIPLE, model="longrope"),
-        _case("dynamic-rope", "RoPE dynamic beyond its border, old log-probs", config=OFF_POLICY, model="dynamic-rope"),
+        _case(
+            "dynamic-rope",
+            "RoPE dynamic beyond its original length, old log-probs",
+            config=OFF_POLICY,
+            model="dynamic-rope",
+        ),
         _case(
             "dynamic-rope-multiple",
             "dynamic, TRL's rows longer than any sequence",
@@ -49,9 +57,9 @@ def models() -> list[Case]:
             model="dynamic-rope",
         ),
         _case("doge", "Doge's dynamic mask", config=NO_AUX_LOSS, model="doge"),
-        _case("phimoe", "Phi-MoE's window", m.without_sampled_routing(), NO_AUX_LOSS, model="phimoe"),
-        _case("qwen2-moe", "Qwen2-MoE's window", config=NO_AUX_LOSS, model="qwen2-moe"),
-        _case("gemma3-bidirectional", "Gemma 3 that looks ahead", model="gemma3-bidirectional"),
+        _case("phimoe", "Phi-MoE's sliding window", m.without_sampled_routing(), NO_AUX_LOSS, model="phimoe"),
+        _case("qwen2-moe", "Qwen2-MoE's sliding window", config=NO_AUX_LOSS, model="qwen2-moe"),
+        _case("gemma3-bidirectional", "Gemma 3 with bidirectional attention", model="gemma3-bidirectional"),
         _case("gpt2-attention-dropout", "attn_pdrop", model="gpt2-attention-dropout"),
         _case("attention-dropout", "attention_dropout", model="attention-dropout"),
         _case(
@@ -65,15 +73,15 @@ def models() -> list[Case]:
 def adapters() -> list[Case]:
     checkpointing = {"gradient_checkpointing": True}
 
-    def case(name: str, covers: str, adapter: str, config: dict[str, Any] | None = None, **more: Any) -> Case:
-        return _case(name, covers, None, config, adapter=adapter, noise=0.02, **more)
+    def case(name: str, description: str, adapter: str, config: dict[str, Any] | None = None, **more: Any) -> Case:
+        return _case(name, description, None, config, adapter=adapter, noise=0.02, **more)
 
     return [
         case("lora", "LoRA on the attention's projections", "attention"),
-        case("lora-kl", "LoRA, beta with adapters disabled", "attention", {"beta": 0.5}),
+        case("lora-kl", "LoRA, beta with adapters disabled", "attention", KL),
         case("lora-dropout", "lora_dropout, TRL's padding", "dropout", fused=AS_PADDED),
         case("lora-dropout-checkpointing", "the same with checkpointing", "dropout", checkpointing, fused=AS_PADDED),
-        case("alora", "aLoRA's invocation in every prompt", "alora", data=MARKED),
+        case("alora", "aLoRA's invocation in every prompt", "alora", data=WITH_MARKER),
         case("prompt-tuning", "virtual tokens before each row", "prompt-tuning"),
         case("prefix-tuning", "virtual keys before each row", "prefix-tuning"),
         case("ia3", "IA3", "ia3"),

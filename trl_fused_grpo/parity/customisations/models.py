@@ -1,4 +1,4 @@
-"""Hooks on the model and its parameters, layers replaced, and models with a habit of their own."""
+"""Hooks on the model and its parameters, replaced layers, and models whose output depends on the column."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import ModelOutput
 
-from .case import Customisation, Trainer
+from trl_fused_grpo.parity.case import Customisation, Trainer
 
 
 Hook = Callable[..., Any]
@@ -25,15 +25,15 @@ def _layer(trainer: Trainer) -> Any:
 
 
 def forward_hook(place: Callable[[Trainer], nn.Module], act: Callable[[Trainer, Any], Any]) -> Customisation:
-    """A forward hook that calls `act` with the trainer and the output, in passes with gradient."""
+    """A forward hook that calls `act` with the trainer and the output, in forwards with gradient."""
 
-    def of_trainer(trainer: Trainer) -> None:
+    def change_trainer(trainer: Trainer) -> None:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             return act(trainer, output) if torch.is_grad_enabled() else None
 
         place(trainer).register_forward_hook(hook)
 
-    return Customisation(of_trainer=of_trainer)
+    return Customisation(change_trainer=change_trainer)
 
 
 def on_model(act: Callable[[Trainer, Any], Any]) -> Customisation:
@@ -49,7 +49,7 @@ def on_layer(act: Callable[[Trainer, Any], Any]) -> Customisation:
 
 
 def _result(output: Any) -> tuple[str, torch.Tensor]:
-    """What TRL reads of the model: log-probs from TRL 1.15 on, and logits before."""
+    """What TRL reads from the model's output: log-probs from TRL 1.15 on, logits before."""
     name = "log_probs" if getattr(output, "log_probs", None) is not None else "logits"
     return name, getattr(output, name)
 
@@ -97,7 +97,7 @@ def by_batch(trainer: Trainer, output: Any) -> Any:
 
 
 def by_token(trainer: Trainer, output: Any) -> Any:
-    """The output of each token is changed whatever its place: rows need no padding for it."""
+    """The output of each token changes in the same way at every position, so that any layout gives the same."""
     hidden = _hidden(output)
     return _replaced(output, hidden + 0.1 * torch.tanh(hidden))
 
@@ -105,7 +105,7 @@ def by_token(trainer: Trainer, output: Any) -> Any:
 def pre_hook() -> Customisation:
     """A forward pre-hook on the model that sees and changes its token ids."""
 
-    def of_trainer(trainer: Trainer) -> None:
+    def change_trainer(trainer: Trainer) -> None:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             ids = kwargs["input_ids"]
             trainer.seen.append(str(tuple(ids.shape)))
@@ -113,17 +113,17 @@ def pre_hook() -> Customisation:
 
         trainer.model.register_forward_pre_hook(hook, with_kwargs=True)
 
-    return Customisation(of_trainer=of_trainer)
+    return Customisation(change_trainer=change_trainer)
 
 
 def parameter_hook(act: Callable[[Trainer, torch.Tensor], torch.Tensor | None]) -> Customisation:
     """A hook on every parameter's gradient."""
 
-    def of_trainer(trainer: Trainer) -> None:
+    def change_trainer(trainer: Trainer) -> None:
         for parameter in trainer.model.parameters():
             parameter.register_hook(lambda gradient: act(trainer, gradient))
 
-    return Customisation(of_trainer=of_trainer)
+    return Customisation(change_trainer=change_trainer)
 
 
 def clip(trainer: Trainer, gradient: torch.Tensor) -> torch.Tensor:
@@ -135,37 +135,37 @@ def see_norm(trainer: Trainer, gradient: torch.Tensor) -> None:
 
 
 def accumulate_hook() -> Customisation:
-    """A hook that runs after a gradient was added to `p.grad`, once a backward."""
+    """A hook that runs after a gradient was added to `p.grad`, once in each backward."""
 
-    def of_trainer(trainer: Trainer) -> None:
+    def change_trainer(trainer: Trainer) -> None:
         weight = _layer(trainer).mlp.up_proj.weight
         weight.register_post_accumulate_grad_hook(lambda p: trainer.seen.append(float(p.grad.double().norm())))
 
-    return Customisation(of_trainer=of_trainer)
+    return Customisation(change_trainer=change_trainer)
 
 
 def backward_hook() -> Customisation:
     """A full backward hook on a layer, which sees and changes the gradient of its input."""
 
-    def of_trainer(trainer: Trainer) -> None:
+    def change_trainer(trainer: Trainer) -> None:
         def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
             trainer.seen.append(float(grad_output[0].double().norm()))
             return tuple(None if g is None else g.clamp(-0.01, 0.01) for g in grad_input)
 
         _layer(trainer).mlp.register_full_backward_hook(hook)
 
-    return Customisation(of_trainer=of_trainer)
+    return Customisation(change_trainer=change_trainer)
 
 
 def instance_forward(place: Callable[[Trainer], nn.Module], act: Callable[[Trainer, Any], Any]) -> Customisation:
     """`layer.forward = f` on one layer."""
 
-    def of_trainer(trainer: Trainer) -> None:
+    def change_trainer(trainer: Trainer) -> None:
         layer = place(trainer)
         forward = layer.forward
         layer.forward = lambda *args, **kwargs: act(trainer, forward(*args, **kwargs))
 
-    return Customisation(of_trainer=of_trainer)
+    return Customisation(change_trainer=change_trainer)
 
 
 def layer_forward(act: Callable[[Trainer, Any], Any]) -> Customisation:
@@ -177,7 +177,7 @@ def mlp_forward(act: Callable[[Trainer, Any], Any]) -> Customisation:
 
 
 class OwnBackbone(LlamaModel):
-    """A model of one's own, whose output depends on the column."""
+    """A user's model whose output depends on the column."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         output = super().forward(
@@ -189,18 +189,18 @@ class OwnBackbone(LlamaModel):
 
 
 def own_backbone() -> Customisation:
-    def of_model(checkpoint: Path) -> Any:
+    def load_model(checkpoint: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         model.model.__class__ = OwnBackbone
         return model
 
-    return Customisation(of_model=of_model)
+    return Customisation(load_model=load_model)
 
 
 def own_class() -> Customisation:
-    """A class of one's own, whose forward scales the logits: what TRL makes of it depends on its version."""
+    """A user's class whose forward scales the logits. Whether TRL reads them depends on its version."""
 
-    def of_model(checkpoint: Path) -> Any:
+    def load_model(checkpoint: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,31 +212,31 @@ def own_class() -> Customisation:
         model.__class__ = own
         return model
 
-    return Customisation(of_model=of_model)
+    return Customisation(load_model=load_model)
 
 
 def own_attention() -> Customisation:
-    """An attention function of one's own, whose queries grow with the column."""
+    """A user's attention function, whose queries grow with the column."""
 
     def attention(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         columns = torch.arange(query.shape[2], device=query.device)
         return sdpa_attention_forward(module, query * (1 + 0.05 * columns).unsqueeze(-1), *args, **kwargs)
 
-    def of_model(checkpoint: Path) -> Any:
+    def load_model(checkpoint: Path) -> Any:
         AttentionInterface.register("own", attention)
         return AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="own")
 
-    return Customisation(of_model=of_model)
+    return Customisation(load_model=load_model)
 
 
 def without_sampled_routing() -> Customisation:
-    """Routers that draw random numbers in training, one a token, choose as they do in evaluation."""
+    """Routers that draw a random number for each token in training choose as they do in evaluation."""
 
-    def of_trainer(trainer: Trainer) -> None:
+    def change_trainer(trainer: Trainer) -> None:
         for module in trainer.model.modules():
             if "moe" in type(module).__name__.lower() and hasattr(module, "experts"):
                 module.train = lambda mode=True, module=module: module
                 for inner in module.modules():
                     inner.training = False
 
-    return Customisation(of_trainer=of_trainer)
+    return Customisation(change_trainer=change_trainer)

@@ -1,4 +1,4 @@
-"""Callbacks that look or reach into an accumulation window, and trainings that are interrupted."""
+"""Callbacks that read or change something within an accumulation window, and interrupted trainings."""
 
 import sys
 from collections.abc import Callable
@@ -10,14 +10,16 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from .case import Customisation, Trainer
-from .customised_methods import gradient_norm, subclass
-from .customised_objectives import generation_nan
-from .trainers import GROUP, ROWS, StockGRPOTrainer
+from trl_fused_grpo.parity.case import Customisation, Trainer
+from trl_fused_grpo.parity.tiny.batches import GROUP, ROWS
+from trl_fused_grpo.parity.trainers import StockGRPOTrainer
+
+from .methods import gradient_norm, subclass
+from .objectives import generation_nan
 
 
 class _Calling(TrainerCallback):
-    """Calls `act(trainer, state, control)` at an event, with the number of times that it happened before."""
+    """Calls `act(trainer, control, number)` at an event; `number` counts its earlier occurrences."""
 
     def __init__(self, event: str, trainer: Trainer, act: Callable[..., Any]):
         count = iter(range(10_000))
@@ -27,8 +29,10 @@ class _Calling(TrainerCallback):
 def at(
     event: str, act: Callable[[Trainer, Any, int], Any], train: Callable[[Trainer], Any] | None = None
 ) -> Customisation:
-    """A callback that calls `act` with the trainer, the control and the number of the event."""
-    return Customisation(of_trainer=lambda trainer: trainer.add_callback(_Calling(event, trainer, act)), train=train)
+    """A callback that calls `act` with the trainer, the control and the number of the event's earlier occurrences."""
+    return Customisation(
+        change_trainer=lambda trainer: trainer.add_callback(_Calling(event, trainer, act)), train=train
+    )
 
 
 def see_gradients(trainer: Trainer, control: Any, number: int) -> None:
@@ -50,7 +54,7 @@ def stop_epoch(trainer: Trainer, control: Any, number: int) -> None:
 
 
 def stop_training(trainer: Trainer, control: Any, number: int) -> None:
-    control.should_training_stop = number == 4  # in the second window
+    control.should_training_stop = number == 4  # in the second accumulation window
 
 
 def interrupt(trainer: Trainer, control: Any, number: int) -> None:
@@ -86,28 +90,28 @@ def set_temperature(trainer: Trainer, control: Any, number: int) -> None:
 
 
 def freeze(trainer: Trainer, control: Any, number: int) -> None:
-    trainer.model.model.layers[0].requires_grad_(number == 0)  # from the second window on
+    trainer.model.model.layers[0].requires_grad_(number == 0)  # from the second step on
 
 
 def nan_advantage() -> Customisation:
-    """The loss of one micro-batch in the second window is NaN, and a callback takes NaN out of the gradients."""
-    return replace(subclass(generation_nan), of_trainer=at("on_pre_optimizer_step", without_nan).of_trainer)
+    """The loss of one micro-batch in the second step is NaN, and a callback replaces NaN in the gradients by zero."""
+    return replace(subclass(generation_nan), change_trainer=at("on_pre_optimizer_step", without_nan).change_trainer)
 
 
 def own_shuffle() -> Customisation:
-    """TRL's function that shuffles a generation batch, replaced in its module."""
+    """TRL's function that shuffles a generation batch is replaced in its module."""
 
     def reverse(batch: dict[str, Any]) -> dict[str, Any]:
         return {n: v.flip(0) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in batch.items()}
 
-    host = sys.modules[StockGRPOTrainer.__module__]
-    return Customisation(of_host=lambda: mock.patch.object(host, "shuffle_sequence_dict", reverse))
+    module = sys.modules[StockGRPOTrainer.__module__]
+    return Customisation(patch_trl=lambda: mock.patch.object(module, "shuffle_sequence_dict", reverse))
 
 
 def equal_rewards() -> Customisation:
-    """Every completion earns the same, so that all advantages are zero."""
+    """Every completion has the same reward, so that all advantages are zero."""
 
-    def of_trainer(trainer: Trainer) -> None:
+    def change_trainer(trainer: Trainer) -> None:
         trainer.reward_funcs[0] = lambda completions, **_: [1.0] * len(completions)
 
-    return Customisation(of_trainer=of_trainer, rests=True)
+    return Customisation(change_trainer=change_trainer, has_no_update=True)

@@ -1,4 +1,4 @@
-"""Images in prompts, as each family takes them."""
+"""Prompts with images, in the format of each model family."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .families import IMAGE_ID
 
 
 IMAGES = (2, 1, 1, 0, 1, 0)  # in each prompt
-TOKENS = 4  # to an image
+TOKENS = 4  # of an image
 
 
 def with_images(prompts: list[list[int]]) -> list[list[int]]:
@@ -19,7 +19,7 @@ def with_images(prompts: list[list[int]]) -> list[list[int]]:
 
 def image_inputs(family: str, input_ids: torch.Tensor, generator: torch.Generator) -> dict[str, Any]:
     """
-    What goes beside the tokens of a micro-batch.
+    The image inputs of a micro-batch.
 
     Args:
         family (`str`):
@@ -34,13 +34,13 @@ def image_inputs(family: str, input_ids: torch.Tensor, generator: torch.Generato
             `"num_images"` (a list), `"pixel_values"` (float32) and what tells image tokens from words `[B, P + T]`.
     """
     count = sum(IMAGES)
-    sees = (input_ids == IMAGE_ID).long()
+    is_image = (input_ids == IMAGE_ID).long()  # [B, P + T]
     if family == "gemma3-vl":
         pixels = torch.randn(count, 3, 16, 16, generator=generator)
-        return {"num_images": list(IMAGES), "pixel_values": pixels, "token_type_ids": sees}
+        return {"num_images": list(IMAGES), "pixel_values": pixels, "token_type_ids": is_image}
     return {
         "num_images": list(IMAGES),
         "pixel_values": torch.randn(count * 16, 3 * 2 * 4 * 4, generator=generator),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * count),  # merged two by two
-        "mm_token_type_ids": sees,
+        "mm_token_type_ids": is_image,
     }

@@ -1,24 +1,28 @@
-"""Micro-batches and rollouts with known properties: padding on both sides, clipped ratios, masks."""
+"""Makes the data of a case: micro-batches and completions with padding on both sides, clipped ratios, masks."""
 
 from inspect import signature
 from typing import Any
 
 import torch
 
-from .case import MARK, Batch, Case, Rollout, Trainer
-from .families import EOS_ID, FIRST_WORD_ID, IMAGE_ID, PAD_ID, VOCAB_SIZE
+from trl_fused_grpo.parity.case import Batch, Case, Rollout, Trainer
+
+from .families import EOS_ID, FIRST_WORD_ID, IMAGE_ID, MARKER_ID, PAD_ID, VOCAB_SIZE
 from .images import image_inputs, with_images
-from .trainers import GROUP, ROWS
+from .serve import copy_to
 
 
+ROWS = 6  # completions in a micro-batch
+GROUP = 3  # completions to a prompt
+# Of the rows of a micro-batch
 PROMPT_LENGTHS = (7, 4, 5, 7, 3, 6)
 COMPLETION_LENGTHS = (13, 9, 4, 1, 11, 7)
 UNEVEN_PROMPT_LENGTHS = (7, 4, 5, 2, 3, 6)  # the first and the fourth are used
 UNEVEN_COMPLETION_LENGTHS = (13, 2, 3, 1, 4, 2)
-ADVANTAGES = (1.1, -0.7, 0.0, 0.6, -0.4, 0.9)  # one row without a gradient, and a loss that does not cancel
+ADVANTAGES = (1.1, -0.7, 0.0, 0.6, -0.4, 0.9)  # one row needs no gradient, and the loss does not cancel to zero
 
-# Old minus current log-probs. Ratios land well inside or beyond 0.8 and 1.2 (clipping) and 2 (delta, cispo): bfloat16
-# moves a log-prob by 0.04, which must not carry a token over a bound, where the objective is not smooth.
+# Old minus current log-probs. Ratios lie well inside or beyond 0.8 and 1.2 (clipping) and 2 (delta, cispo): bfloat16
+# moves a log-prob by 0.04, which must not move a token across a bound, where the objective is not smooth.
 _OLD_LEVELS = (-0.95, -0.42, -0.02, 0.0, 0.02, 0.45, 0.8)
 _DRIFTS = (-0.42, 0.5, -0.42, 0.5, -0.42, 0.5)  # whole rows
 # Training minus sampling log-probs, for clip bounds of 0.5 and 2.
@@ -27,7 +31,7 @@ _SEQUENCE_LEVELS = (-1.2, 0.4, -0.3, 1.1, 0.2, -0.1)
 
 
 def _spread(levels: tuple[float, ...], shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Levels in turn from a random start, so that every longer row meets all of them."""
+    """Levels in turn from a random start, so that every longer row has all of them."""
     start = int(torch.randint(len(levels), (), generator=generator))
     return torch.tensor(levels)[(torch.arange(shape.numel()) + start) % len(levels)].view(shape)
 
@@ -65,41 +69,37 @@ def log_probs(trainer: Trainer, inputs: dict[str, Any]) -> tuple[torch.Tensor, t
 
 
 def _images_for(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch's images, as far as the host's seam has names for them."""
+    """A micro-batch's images, as far as the log-prob method of this TRL has arguments for them."""
     taken = signature(trainer._get_per_token_logps_and_entropies).parameters.values()
     names = {parameter.name for parameter in taken}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
     images = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
     device = trainer.accelerator.device
-    return {n: _copied(inputs[n], device) for n in images if n in inputs and (takes_all or n in names)}
+    return {n: copy_to(inputs[n], device) for n in images if n in inputs and (takes_all or n in names)}
 
 
-def _copied(value: Any, device: torch.device) -> Any:
-    return value.clone().to(device) if isinstance(value, torch.Tensor) else value
-
-
-def given(case: Case, trainer: Trainer, seed: int) -> list[dict[str, torch.Tensor]]:
+def micro_batches(case: Case, trainer: Trainer, seed: int) -> list[dict[str, torch.Tensor]]:
     """
-    Micro-batches as `_prepare_inputs` would hand them over.
+    Micro-batches as `_prepare_inputs` would return them.
 
     Args:
         case ([`Case`]):
             With a [`Batch`] as its data.
         trainer ([`GRPOTrainer`]):
-            Computes the log-probs that old, reference and sampling ones are made from.
+            Computes the current log-probs, from which old, reference and sampling log-probs are made.
         seed (`int`):
             Of tokens and offsets.
 
     Returns:
         `list[dict[str, torch.Tensor]]`:
-            One accumulation window after the other, on the CPU. `num_items_in_batch` counts the tokens of the
+            One accumulation window after another, on the CPU. `num_items_in_batch` counts the tokens of the
             generation batch that a micro-batch belongs to.
     """
     spec = case.data
     assert isinstance(spec, Batch)
     args = trainer.args
     generator = torch.Generator().manual_seed(seed)
-    count = args.gradient_accumulation_steps * case.windows
+    count = args.gradient_accumulation_steps * case.accumulation_windows
     batches = [_micro_batch(spec, i, trainer, generator) for i in range(count)]
     for start in range(0, count, args.steps_per_generation):
         members = batches[start : start + args.steps_per_generation]
@@ -112,7 +112,7 @@ def given(case: Case, trainer: Trainer, seed: int) -> list[dict[str, torch.Tenso
 def _micro_batch(spec: Batch, index: int, trainer: Trainer, generator: torch.Generator) -> dict[str, torch.Tensor]:
     inputs = _tokens(spec, index, generator)
     if trainer.args.top_entropy_quantile < 1.0:
-        # Of several draws the one whose entropies lie furthest from the quantile: rounding must not carry a token over
+        # Of several draws the one whose entropies lie furthest from the quantile: rounding must not move a token across
         others = [_tokens(spec, index, generator) for _ in range(15)]
         inputs = max(inputs, *others, key=lambda drawn: _entropy_gap(drawn, trainer))
     shape = inputs["completion_ids"].shape
@@ -154,7 +154,7 @@ def _tokens(spec: Batch, index: int, generator: torch.Generator) -> dict[str, to
         inputs["completion_mask"].zero_()
     if spec.tool_mask:
         inputs["tool_mask"] = (torch.rand(inputs["completion_ids"].shape, generator=generator) > 0.4).long()
-        inputs["tool_mask"][:, 0] = 1  # every row keeps a token: an emptied one has a case of its own
+        inputs["tool_mask"][:, 0] = 1  # every row keeps a token: empty rows have a case of their own
     return inputs
 
 
@@ -168,13 +168,13 @@ def _entropy_gap(inputs: dict[str, torch.Tensor], trainer: Trainer) -> float:
 
 def rollout(case: Case, trainer: Trainer, seed: int) -> list[dict[str, Any]]:
     """
-    Completions for the host to score, one entry a generation.
+    Completions in place of generated ones, one entry a generation.
 
     Args:
         case ([`Case`]):
             With a [`Rollout`] as its data.
         trainer ([`GRPOTrainer`]):
-            Computes the log-probs that the sampler's are made from.
+            Computes the current log-probs, from which the sampler's are made.
         seed (`int`):
             Of tokens and offsets.
 
@@ -186,7 +186,7 @@ def rollout(case: Case, trainer: Trainer, seed: int) -> list[dict[str, Any]]:
     assert isinstance(spec, Rollout)
     generator = torch.Generator().manual_seed(seed)
     steps = trainer.args.steps_per_generation if case.mode == "train" else 1
-    needed = trainer.args.gradient_accumulation_steps * case.windows
+    needed = trainer.args.gradient_accumulation_steps * case.accumulation_windows
     generations = -(-needed // steps)
     return [_generation(spec, trainer, steps, generator) for _ in range(generations)]
 
@@ -200,8 +200,8 @@ def _generation(spec: Rollout, trainer: Trainer, steps: int, generator: torch.Ge
         prompts.append(prompts[-1] if i % GROUP else _words(prompt_lengths[i % ROWS], generator))
         completion = _words(lengths[i % ROWS], generator)
         completions.append(completion if i in spec.truncated_rows else [*completion, EOS_ID])
-    if spec.marked:
-        prompts = [[*prompt[:-2], MARK, prompt[-1]] for prompt in prompts]
+    if spec.has_marker:
+        prompts = [[*prompt[:-2], MARKER_ID, prompt[-1]] for prompt in prompts]
     answer: dict[str, Any] = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
     if spec.sampling:
         answer["logprobs"] = _sampler_log_probs(spec, trainer, prompts, completions, generator)
@@ -231,30 +231,5 @@ def _sampler_log_probs(
     ]
     if spec.nan:
         for row in rows:
-            row[0] = None  # as TRL's own extraction writes a log-prob that vLLM could not give
+            row[0] = None  # TRL writes None for a log-prob that vLLM did not give
     return rows
-
-
-def serve_rollouts(trainer: Trainer, generations: list[dict[str, Any]]) -> None:
-    """Have a trainer's generation step answer with `generations`, one a call."""
-    remaining = iter(generations)
-
-    def roll_out(prompts: list[Any], trainer: Trainer) -> dict[str, Any]:
-        return dict(next(remaining))
-
-    def single_turn(prompts: list[Any]) -> tuple[list, list, list | None, dict]:
-        answer = next(remaining)
-        return answer["prompt_ids"], answer["completion_ids"], answer["logprobs"], {}
-
-    trainer.rollout_func = roll_out
-    trainer._generate_single_turn = single_turn  # TRL 0.27 consults rollout_func only when vLLM runs
-
-
-def serve_batches(trainer: Trainer, batches: list[dict[str, torch.Tensor]]) -> None:
-    """Have a trainer's `_prepare_inputs` answer with copies of `batches`, one a call."""
-    remaining = iter(batches)
-
-    def prepare(_: Any) -> dict[str, torch.Tensor]:
-        return {name: _copied(value, trainer.accelerator.device) for name, value in next(remaining).items()}
-
-    trainer._prepare_inputs = prepare

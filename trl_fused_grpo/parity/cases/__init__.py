@@ -1,0 +1,38 @@
+"""
+The named cases, all that TRL's own GRPO path supports: `CASES`, `MODEL_CASES` (`--models`) and `CUSTOMISED_CASES`
+(`--customised`). A case is data; add one to the list of its topic.
+"""
+
+from trl_fused_grpo.parity.case import Batch, Case
+
+from . import model, objective, setting
+from .customised import CUSTOMISED_CASES
+
+
+__all__ = ["CASES", "CUSTOMISED_CASES", "MODEL_CASES"]
+
+CASES: tuple[Case, ...] = (
+    Case(
+        "issue-1082",
+        "the bug report: dapo, vLLM importance ratios of mean 0.003 to 0.01",
+        {"loss_type": "dapo"},
+        Batch(old="policy", ratio="report"),
+    ),
+    *objective.loss_types(),
+    *objective.importance_ratios(),
+    *objective.advantages_and_temperature(),
+    *objective.kl(),
+    *objective.everything(),
+    *objective.sampling_modes(),
+    *objective.sampling_and_objectives(),
+    *objective.sampling_options(),
+    *objective.masks(),
+    *objective.entropy(),
+    *setting.models(),
+    *setting.accumulation(),
+    *setting.generation(),
+    *setting.other_modes(),
+)
+
+# By family, then by kind of output projection
+MODEL_CASES: tuple[Case, ...] = (*model.families(), *(case for case in CASES if case.head), *model.heads())

@@ -1,0 +1,25 @@
+"""
+The cases of `--customised`: a user changes the trainer, its model or what stands around it, and whole runs of
+`trainer.train()` are compared. What is changed is written in `parity/customisations/`.
+"""
+
+from trl_fused_grpo.parity.case import Case
+
+from . import around_the_trainer, callbacks, methods, model, objectives
+
+
+CUSTOMISED_CASES: tuple[Case, ...] = (
+    *methods.controls(),
+    *methods.overridden_methods(),
+    *objectives.objectives(),
+    *methods.patches(),
+    *objectives.generations(),
+    *callbacks.callbacks(),
+    *callbacks.interruptions(),
+    *callbacks.generation_batches(),
+    *callbacks.reference_models(),
+    *model.hooks(),
+    *model.models(),
+    *model.adapters(),
+    *around_the_trainer.around(),
+)

@@ -1,0 +1,106 @@
+"""Cases of what a user does around the trainer: rewards that use it, base classes, own loops, hooks added later."""
+
+from collections.abc import Callable
+from typing import Any
+
+from trl_fused_grpo.parity.case import Case, Customisation, Trainer
+from trl_fused_grpo.parity.customisations import around_the_trainer as a
+from trl_fused_grpo.parity.customisations import callbacks as c
+from trl_fused_grpo.parity.customisations import methods as m
+from trl_fused_grpo.parity.customisations import objectives as o
+from trl_fused_grpo.parity.customisations.methods import subclass
+
+from .common import KL, OFF_POLICY, SAMPLED, VLLM
+from .common import customised_case as _case
+
+
+def around() -> list[Case]:
+    """All cases of this module."""
+    return [*methods_and_backward(), *later_changes(), *rewards_and_reference(), *own_loops(), *own_modules()]
+
+
+def on_trainer(change: Callable[[Trainer], Any]) -> Customisation:
+    return Customisation(change_trainer=change)
+
+
+def again(change: Callable[[Trainer], Any]) -> Customisation:
+    """A training that `change` interrupts, and that is started a second time."""
+    return Customisation(change_trainer=change, train=c.train_again)
+
+
+def trained_by(train: Callable[[Trainer], Any]) -> Customisation:
+    return Customisation(train=train)
+
+
+def methods_and_backward() -> list[Case]:
+    return [
+        _case("reward-asks", "a reward function asks for log-probs, beta", on_trainer(a.reward_asks), KL),
+        _case("reward-asks-vllm", "the same, vLLM", on_trainer(a.reward_asks), VLLM, data=SAMPLED),
+        _case("behind-compute-loss", "(Fused, Own): Own.compute_loss", a.behind(m.compute_loss_l2)),
+        _case("behind-own-loss", "(Fused, Own): Own._compute_loss", a.behind(o.contrastive_loss_first)),
+        _case("behind-log-probs", "(Fused, Own): Own's log-prob method", a.behind(m.log_probs_other_ids)),
+        _case("loss-context", "compute_loss_context_manager overridden", subclass(a.loss_context)),
+        _case("backward-seen", "accelerator.backward = f", on_trainer(a.see_backward)),
+        _case("backward-class", "Accelerator.backward = f", a.clipped_backward()),
+        _case("step-in-backward", "weights move in the backward", on_trainer(a.step_in_backward)),
+        _case("step-in-backward-vllm", "the same, vLLM", on_trainer(a.step_in_backward), VLLM, data=SAMPLED),
+        _case("multi-grad-hook", "torch's hook on all gradients at once", on_trainer(a.see_all_gradients)),
+        _case("forwarding-callback", "a callback that is no TrainerCallback", on_trainer(a.forwarding_callback)),
+        _case("callback-class", "TrainerCallback.on_substep_end = f", on_trainer(a.callback_class)),
+    ]
+
+
+def later_changes() -> list[Case]:
+    """A change that comes between two accumulation windows of one generation batch."""
+    return [
+        _case(
+            "later-hooks", "hooks on gradients added between accumulation windows", a.later(a.clip_by_hooks), OFF_POLICY
+        ),
+        _case("later-callback", "a callback added between accumulation windows", a.later(a.add_clipping), OFF_POLICY),
+        _case(
+            "later-compute-loss",
+            "compute_loss replaced between accumulation windows",
+            a.on_instance_later(m.compute_loss_weights),
+            OFF_POLICY,
+        ),
+    ]
+
+
+def rewards_and_reference() -> list[Case]:
+    logged_late = {"logging_steps": 2, "max_steps": 4, **VLLM}
+    return [
+        _case("reference-hook", "a hook on the reference model", on_trainer(a.scale_reference), KL),
+        _case("reward-logs-vllm", "a reward function logs, vLLM", on_trainer(a.reward_logs), logged_late, data=SAMPLED),
+        _case("reward-fails-vllm", "one fails, and train() again, vLLM", again(a.reward_fails), VLLM, data=SAMPLED),
+        _case("interrupted-loss", "KeyboardInterrupt before the backward", again(a.interrupted_loss)),
+        _case("interrupted-loss-kl", "the same, beta", again(a.interrupted_loss), KL),
+        _case("interrupted-loss-vllm", "the same, vLLM", again(a.interrupted_loss), VLLM, data=SAMPLED),
+        _case("train-twice-vllm", "train() again with other arguments", trained_by(a.train_twice), VLLM, data=SAMPLED),
+    ]
+
+
+def own_loops() -> list[Case]:
+    return [
+        _case("own-loop", "compute_loss in a loop of one's own", trained_by(a.own_loop)),
+        _case("own-loop-kl", "the same, beta", trained_by(a.own_loop), KL),
+        _case("own-loop-vllm", "the same, vLLM", trained_by(a.own_loop), VLLM, data=SAMPLED),
+        _case(
+            "own-steps-vllm", "training_step in a loop of one's own, vLLM", trained_by(a.own_steps), VLLM, data=SAMPLED
+        ),
+        _case("generation-alone", "what generation returns, beta", trained_by(a.generate_alone), KL),
+        _case("generation-alone-vllm", "the same, vLLM", trained_by(a.generate_alone), VLLM, data=SAMPLED),
+    ]
+
+
+def own_modules() -> list[Case]:
+    return [
+        _case("module-gate", "a module that mixes tokens through a gate of zero", a.around_mlp(a.gate)),
+        _case("module-torch", "a layer of torch's that mixes tokens", a.around_mlp(a.torch_encoder)),
+        _case(
+            "module-vllm",
+            "a module that computes something else with gradient",
+            a.around_mlp(a.scaled_in_training),
+            VLLM,
+            data=SAMPLED,
+        ),
+    ]

@@ -1,0 +1,227 @@
+"""
+Runs `trainer.train()` of stock and of the fused trainer with the same customisation, and records how the weights moved,
+what was logged and what callbacks and hooks saw.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import PrinterCallback, set_seed
+
+from .case import Case, Customisation, Trainer
+from .run_case import Outcome
+from .tiny import batches
+from .tiny.batches import ROWS
+from .tiny.serve import serve_rollouts
+from .trainers import Settings, StockGRPOTrainer, fused_trainer, load_weights, noisy_weights, stock_trainer
+
+
+STEPS = 3
+# SGD: Adam makes a full step of an element whose gradient is mere rounding
+TRAINING = {
+    "max_steps": STEPS,
+    "gradient_accumulation_steps": 4,
+    "per_device_eval_batch_size": ROWS,
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "seed": 3,
+}
+# `fused_max_tokens_per_forward` of the fused trainer's runs: the default, and as many tokens as all micro-batches of an
+# accumulation window have, so that they share one forward where nothing forbids it
+TOKENS_PER_FORWARD = (None, 10_000)
+
+_SPARE_GENERATIONS = 4  # for trainings that start a second time
+_TIMES = ("runtime", "per_second", "step_time")
+_FUSED_ONLY = "fused/"
+
+
+class EveryStep(int):
+    """
+    A step number that equals every other. As `_last_loaded_step` it keeps TRL from sending weights to vLLM, which does
+    not run here.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+class StockFailedError(Exception):
+    """Stock TRL raises, so that nothing can be compared: the message says what it raised."""
+
+
+@dataclass
+class Run:
+    """
+    What one training did.
+
+    Attributes:
+        change (`dict[str, torch.Tensor]`):
+            Weights after training minus weights before, of every parameter.
+        rounding (`dict[str, float]`):
+            Expected Euclidean norm of the error that float32 makes when it rounds a parameter after each step.
+        log (`list[dict[str, Any]]`):
+            `state.log_history` without times and without what only the fused trainer logs.
+        seen (`list`):
+            Numbers and words that the customisation recorded in `trainer.seen`.
+        forwards (`int`), forwards_without_gradient (`int`):
+            Calls of the model.
+        recomputed (`float`, *optional*):
+            Mean of `fused/rows_recomputed`.
+        layout (`str`, *optional*):
+            Layout of the fused trainer's rows at the end.
+    """
+
+    change: dict[str, torch.Tensor] = field(default_factory=dict)
+    rounding: dict[str, float] = field(default_factory=dict)
+    log: list[dict[str, Any]] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
+    forwards: int = 0
+    forwards_without_gradient: int = 0
+    recomputed: float | None = None
+    layout: str | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """Its change of weights and its `train_loss`, for [`errors.measure`]."""
+        losses = [entry["train_loss"] for entry in self.log if "train_loss" in entry]
+        return Outcome(loss=sum(losses), tensors=self.change)
+
+
+@dataclass
+class Pair:
+    """Stock's run, and the fused trainer's runs by their `fused_max_tokens_per_forward`."""
+
+    stock: Run
+    fused: dict[int | None, Run]
+
+
+def run_both(case: Case, settings: Settings) -> Pair:
+    """
+    Train with the stock and with the fused trainer, from the same weights and on the same completions.
+
+    Args:
+        case ([`Case`]):
+            With a [`Customisation`] and a [`Rollout`].
+        settings ([`Settings`]):
+            Device; the dtype is float32.
+
+    Raises:
+        [`SkippedError`]:
+            When TRL or an optional library lacks what the case needs.
+        [`StockFailedError`]:
+            When stock's training raises.
+    """
+    steps = case.config.get("max_steps", STEPS)
+    case = replace(case, config={**TRAINING, **case.config}, accumulation_windows=steps)
+    custom = case.customised
+    assert custom is not None
+    plain = replace(
+        case,
+        customised=Customisation(load_model=custom.load_model),
+        accumulation_windows=case.accumulation_windows + _SPARE_GENERATIONS,
+    )
+    first = stock_trainer(plain, settings)
+    start = noisy_weights(first, case.noise)
+    data = batches.rollout(plain, load_weights(first, start), seed=0)
+
+    def train(make: Callable[..., Trainer], cls: type, case: Case) -> Run:
+        with ExitStack() as stack:
+            if custom.patch_trl is not None:
+                stack.enter_context(custom.patch_trl())
+            set_seed(0)
+            trainer = make(case, settings, custom.make_class(cls) if custom.make_class is not None else cls)
+            return _train(load_weights(trainer, start), start, data, custom, stack)
+
+    try:
+        stock = train(stock_trainer, StockGRPOTrainer, case)
+    except Exception as error:
+        raise StockFailedError(f"stock itself fails: {type(error).__name__}: {error}") from error
+    fused = {}
+    for tokens in TOKENS_PER_FORWARD:
+        options = {} if tokens is None else {"fused_max_tokens_per_forward": tokens}
+        fused[tokens] = train(
+            _fused_trainer, _class_under_test(settings), replace(case, fused={**options, **case.fused})
+        )
+    return Pair(stock, fused)
+
+
+def _class_under_test(settings: Settings) -> Any:
+    from trl_fused_grpo import FusedGRPOTrainer
+
+    return settings.fused_class or FusedGRPOTrainer
+
+
+def _fused_trainer(case: Case, settings: Settings, cls: Any) -> Trainer:
+    return fused_trainer(case, replace(settings, fused_class=cls))
+
+
+def _train(
+    trainer: Trainer,
+    start: dict[str, torch.Tensor],
+    data: list[dict[str, Any]],
+    custom: Customisation,
+    stack: ExitStack,
+) -> Run:
+    trainer.remove_callback(PrinterCallback)
+    trainer._last_loaded_step = EveryStep()
+    trainer.seen = []
+    serve_rollouts(trainer, data)
+    if custom.change_trainer is not None:
+        context = custom.change_trainer(trainer)
+        if context is not None:
+            stack.enter_context(context)
+    run = Run(seen=trainer.seen)
+    set_seed(1)
+    with _counting_forwards(trainer, run):
+        if custom.train is None:
+            trainer.train()
+        else:
+            custom.train(trainer)
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad:
+            run.change[name] = parameter.detach().cpu() - start[name]
+            # Each step rounds each of two trainings by an error that is uniform over a unit in the last place: its
+            # variance is unit**2 / 12. The unit is 0.5 to 1 times eps of the weight.
+            unit = 0.75 * torch.finfo(torch.float32).eps * float(start[name].norm())
+            run.rounding[name] = unit * (2 * max(trainer.state.global_step, 1) / 12) ** 0.5
+    shares = [entry["fused/rows_recomputed"] for entry in trainer.state.log_history if "fused/rows_recomputed" in entry]
+    run.recomputed = sum(shares) / len(shares) if shares else None
+    run.log = [_compared(entry) for entry in trainer.state.log_history]
+    run.layout = trainer.fused_layout() if shares else None
+    return run
+
+
+def _compared(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.endswith(_TIMES) and _FUSED_ONLY not in name}
+
+
+@contextmanager
+def _counting_forwards(trainer: Trainer, run: Run) -> Generator[None, None, None]:
+    """
+    Count calls of the model by their look-ups of token embeddings, one a call. A hook on the model would be a
+    customisation, which the fused trainer reacts to.
+    """
+    embed = torch.nn.functional.embedding
+    vocab_size = trainer.model.get_input_embeddings().weight.shape[0]
+
+    def counted(ids: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if weight.shape[0] == vocab_size and torch.is_grad_enabled():
+            run.forwards += 1
+        elif weight.shape[0] == vocab_size:
+            run.forwards_without_gradient += 1
+        return embed(ids, weight, *args, **kwargs)
+
+    with mock.patch.object(torch.nn.functional, "embedding", counted):
+        yield
