@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -270,6 +271,19 @@ def test_paths_and_links_lead_somewhere(page):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+MEASURED = {"0.6b": "Qwen3-0.6B", "4b": "Qwen3-4B", "4b-lora": "Qwen3-4B, LoRA"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("name", MEASURED)
+def test_time_and_memory_of_a_step_are_those_of_the_record(page, name):
+    results = json.loads((ROOT / f"benchmarks/results/window-{name}-h200.json").read_text())["results"]
+    measured = {entry["name"]: f"{entry['ms']:.0f} ms, {entry['peak_gib']:.2f} GiB" for entry in results}
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    (row,) = (line for line in lines if line.startswith(f"| {MEASURED[name]} |"))
+    assert f"| {measured['stock']} | {measured['ours']}" in row
 
 
 def test_the_drawing_of_the_design_names_modules_that_exist():
