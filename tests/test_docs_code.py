@@ -1,0 +1,347 @@
+"""The code blocks of README, CONTRIBUTING and docs/ run; paths, links and quoted messages are those of the project."""
+
+import ast
+import functools
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+from datasets import Dataset
+from trl import GRPOConfig
+from typer.testing import CliRunner
+
+from trl_fused_grpo import FusedGRPOConfig
+from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
+from trl_fused_grpo.cli import app as cli
+from trl_fused_grpo.parity.tiny import tiny_model, tokenizer
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([\w-]+):(?!=)", MAKEFILE, re.MULTILINE))
+
+# What a block need not say: it runs on a CPU, in a temporary folder, for one step
+SMALL = {
+    "output_dir": "out",
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "max_steps": 1,
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "gradient_checkpointing": False,
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its page, the line of its first line of code, its language and its code."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+
+    def __str__(self):
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page):
+    """The fenced blocks of a page, in order. A fence in a list is indented, and so is its code."""
+    blocks, start, indent, language, code = [], None, 0, "", []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        fence = re.match(r"( *)(```+|~~~+)\s*(\S*)\s*$", line)
+        if start is None and fence:
+            start, indent, language, code = number + 1, len(fence[1]), fence[3], []
+        elif start is not None and fence:
+            blocks.append(Block(page, start, language, "\n".join(code) + "\n"))
+            start = None
+        elif start is not None:
+            code.append(line[indent:])
+        else:
+            assert not line.lstrip().startswith(("```", "~~~")), f"{page.name}:{number} has a fence that is not read"
+    assert start is None, f"{page.name}:{start} begins a block that does not end"
+    return blocks
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+PYTHON_PAGES = [page for page in PAGES if any(b.page == page and b.language in ("python", "diff") for b in BLOCKS)]
+
+
+def shell_lines():
+    for block in BLOCKS:
+        if block.language == "bash":
+            for line in block.code.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words:
+                    yield pytest.param(words, id=f"{block}: {' '.join(words)}")
+
+
+def text_outside_blocks(page):
+    lines, inside = [], False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        is_fence = line.lstrip().startswith(("```", "~~~"))
+        inside = inside != is_fence
+        lines.append("" if inside or is_fence else line)
+    return lines
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_is_in_a_language_that_is_run_or_is_no_code(block):
+    assert block.language in ("python", "diff", "bash", "text")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_code_hides_in_indented_lines(page):
+    """Four spaces after an empty line are a block too, unless they continue a list."""
+    in_list, before = False, ""
+    for number, line in enumerate(text_outside_blocks(page), 1):
+        if line.strip():
+            if not line.startswith(" "):
+                in_list = bool(re.match(r"([-*]|\d+\.) ", line))
+            assert before or in_list or not line.startswith("    "), f"{page.name}:{number}"
+        before = line.strip()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def small_machine(tmp_path, monkeypatch):
+    """A temporary folder, and arguments of a trainer that fit a CPU where a block does not give them."""
+    monkeypatch.chdir(tmp_path)
+    for config in (GRPOConfig, FusedGRPOConfig):
+
+        @functools.wraps(config.__init__)
+        def small(self, *args, _original=config.__init__, **options):
+            _original(self, *args, **{**({} if args else SMALL), **options})
+
+        monkeypatch.setattr(config, "__init__", small)
+
+
+def run(block, code, namespace):
+    before = namespace.get("trainer")
+    exec(compile("\n" * (block.line - 1) + code, str(block.page), "exec"), namespace)
+    if ".train()" in code:
+        assert namespace["trainer"].state.global_step >= 1, f"{block} has trained nothing"
+    assert "Trainer(" not in code or namespace.get("trainer") is not before, f"{block} calls its trainer otherwise"
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=name_of)
+def test_python_runs(page, checkpoint, small_machine):
+    """The blocks of a page share what they define. Of a diff, what it takes away runs too, by itself."""
+    namespace = {
+        "__name__": "__main__",
+        "model": checkpoint,
+        "dataset": Dataset.from_dict({"prompt": ["w5 w6 w7", "w8 w9"] * 4}),
+        "reward": lambda completion_ids, **kwargs: [float(ids[0] % 7) for ids in completion_ids],
+    }
+    for block in (block for block in BLOCKS if block.page == page):
+        if block.language == "python":
+            run(block, block.code, namespace)
+        elif block.language == "diff":
+            lines = block.code.splitlines(keepends=True)
+            assert all(line[0] in "+- \n" for line in lines), block
+            before, after = ("".join(line[1:] or "\n" for line in lines if line[0] != sign) for sign in "+-")
+            run(block, before, dict(namespace))
+            run(block, after, namespace)
+
+
+def check_make(words, monkeypatch):
+    targets = [word for word in words if "=" not in word]
+    variables = dict(word.split("=", 1) for word in words if "=" in word)
+    assert set(targets) <= TARGETS
+    assert all(f"$({name})" in MAKEFILE for name in variables)
+    if variables.get("ARGS"):
+        assert targets == ["demo"]
+        check_script(["examples/train_arithmetic.py", *shlex.split(variables["ARGS"])], monkeypatch)
+
+
+def check_cli(words, monkeypatch):
+    """One case runs. What runs many cases lists them."""
+    is_short = {"--help", "--list", "--case"} & set(words)
+    result = CliRunner().invoke(cli, words if is_short else [*words, "--list"])
+    assert result.exit_code == 0, result.output
+
+
+def check_script(words, monkeypatch):
+    """The arguments are those of the script's own command line; nothing runs."""
+    path = ROOT / words[0]
+    assert path.exists()
+    if TRL < NEWEST_TRL:
+        pytest.skip("benchmarks and examples are written for the newest TRL")
+    modules = set(sys.modules)
+    monkeypatch.syspath_prepend(str(path.parent))
+    spec = importlib.util.spec_from_file_location("script_of_the_docs", path)
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "script_of_the_docs", script)
+    try:
+        spec.loader.exec_module(script)
+    finally:
+        for name in set(sys.modules) - modules:
+            if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == path.parent:
+                del sys.modules[name]
+    app = typer.Typer()
+    app.command()(script.main)
+    typer.main.get_command(app).make_context(path.name, words[1:])
+
+
+def check_pytest(words, monkeypatch):
+    takes_value = ("-k", "-m", "-n")
+    paths = [word for before, word in zip(["", *words], words, strict=False) if before not in takes_value]
+    for word in paths:
+        assert word.startswith("-") or (ROOT / word.partition("::")[0]).exists(), word
+
+
+def check_python(words, monkeypatch):
+    modules = {"pytest": check_pytest, "trl_fused_grpo": check_cli, "pip": check_pip}
+    if words[0] == "-m":
+        modules[words[1]](words[2:], monkeypatch)
+    else:
+        check_script(words, monkeypatch)
+
+
+def check_pip(words, monkeypatch):
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = re.search(r"\[project\.optional-dependencies\]\n(.*?)\n\[", project, re.DOTALL)[1]
+    extras = set(re.findall(r"^(\w+) =", extras, re.MULTILINE))
+    assert words[0] == "install"
+    for word in words[1:]:
+        name, _, asked_for = word.rstrip("]").partition("[")
+        assert word in ("-e", "--editable") or name in (".", re.search(r'^name = "(.*)"', project, re.MULTILINE)[1])
+        assert set(filter(None, asked_for.split(","))) <= extras
+
+
+def check_nox(words, monkeypatch):
+    option, session = words
+    name, _, version = session.rstrip(")").partition("(")
+    assert option == "--session"
+    assert f"def {name}(" in (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    assert not version or (ROOT / "constraints" / f"{name}-{version}.txt").exists()
+
+
+COMMANDS = {
+    "make": check_make,
+    "trl-fused-grpo": check_cli,
+    "pip": check_pip,
+    "python": check_python,
+    "pytest": check_pytest,
+    "nox": check_nox,
+}
+
+
+@pytest.mark.parametrize("words", list(shell_lines()))
+def test_a_command_line_is_one_that_works(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    COMMANDS[words[0].removeprefix(".venv/bin/")](words[1:], monkeypatch)
+
+
+PATH = re.compile(r"(trl_fused_grpo|tests|docs|benchmarks|examples|constraints|\.github)/[\w./*-]*")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_and_links_lead_somewhere(page):
+    text = "\n".join(text_outside_blocks(page))
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / link).exists(), link
+    for span in re.findall(r"`([^`]+)`", text):
+        if PATH.fullmatch(span):
+            assert any(ROOT.glob(span.rstrip("/"))), span
+
+
+def test_the_names_that_the_recipes_give_are_in_the_code():
+    sources = [*(ROOT / "trl_fused_grpo").rglob("*.py"), *(ROOT / "tests").rglob("test_*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources if path != Path(__file__))
+    names = re.findall(r"`([A-Za-z_]{5,})`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(names) > 10
+    for name in names:
+        assert re.search(rf"\b{name}\b", code), name
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+MEASURED = {"0.6b": "Qwen3-0.6B", "4b": "Qwen3-4B", "4b-lora": "Qwen3-4B, LoRA"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("name", MEASURED)
+def test_time_and_memory_of_a_step_are_those_of_the_record(page, name):
+    results = json.loads((ROOT / f"benchmarks/results/window-{name}-h200.json").read_text())["results"]
+    measured = {entry["name"]: f"{entry['ms']:.0f} ms, {entry['peak_gib']:.2f} GiB" for entry in results}
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    (row,) = (line for line in lines if line.startswith(f"| {MEASURED[name]} |"))
+    assert f"| {measured['stock']} | {measured['ours']}" in row
+
+
+def test_the_drawing_of_the_design_names_modules_that_exist():
+    drawing = "".join(block.code for block in BLOCKS if block.page.name == "design.md" and block.language == "text")
+    modules = re.findall(r"\b(?:\w+/)*\w+\.py\b", drawing)
+    assert len(modules) > 10
+    for module in modules:
+        assert (ROOT / "trl_fused_grpo" / module).exists(), module
+
+
+@functools.cache
+def messages():
+    """Every string of the package, what an f-string inserts as `{}`."""
+    found = []
+    for path in (ROOT / "trl_fused_grpo").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def quoted_messages():
+    """What the first column of a table quotes, without the parts that `…` leaves open."""
+    for line in (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines():
+        first = line.split("|")[1] if line.startswith("|") else ""
+        for message in re.findall(r"`([^`]+)`", first):
+            yield from (part.strip() for part in message.split("…") if part.strip())
+
+
+@pytest.mark.parametrize("message", sorted(set(quoted_messages())))
+def test_a_message_is_quoted_as_the_code_has_it(message):
+    assert any(message in text for text in messages())
+
+
+def make_targets(workflow):
+    """Every target that a step makes, those that come from the job's own matrix spelled out."""
+    for job in workflow["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        for step in job["steps"]:
+            for target in re.findall(r"\bmake ([\w-]+|\$\{\{ matrix\.\w+ \}\})", step.get("run", "")):
+                found = re.search(r"matrix\.(\w+)", target)
+                yield from matrix[found[1]] if found else [target]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=name_of)
+def test_a_workflow_makes_what_exists(path):
+    workflow = pytest.importorskip("yaml").safe_load(path.read_text(encoding="utf-8"))
+    targets = set(make_targets(workflow))
+    assert {"lint", "quick", "matrix", "oldest", "newest"} <= targets
+    assert targets <= TARGETS
