@@ -288,6 +288,7 @@ def test_more_rows_than_a_second_grid_axis_could_take():
     assert error(logits_grad(triton_kernels, logits, targets, LogitTransform(), *grads), expected) <= 3e-6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="runs the tests above, which run here anyway")
 def test_kernels_in_the_interpreter():
     """Without a GPU, Triton's interpreter checks the kernels' logic on the CPU."""
