@@ -25,10 +25,8 @@ def pins(name: str) -> dict[str, str]:
 
 def lower_bounds(requirements: list[str]) -> dict[str, Version]:
     """The lowest version that each requirement admits, by package."""
-    bounds = {}
-    for requirement in map(Requirement, requirements):
-        bounds |= {requirement.name: Version(s.version) for s in requirement.specifier if s.operator == ">="}
-    return bounds
+    parsed = [Requirement(text) for text in requirements]
+    return {one.name: Version(part.version) for one in parsed for part in one.specifier if part.operator == ">="}
 
 
 # The one list of supported releases: a constraints file each
@@ -64,7 +62,9 @@ def test_the_readme_lists_the_releases_that_are_tested():
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
 def test_a_table_of_parity_by_release_has_a_row_for_each(page):
     """A table whose first column is TRL lists every supported release."""
-    for table in re.findall(r"^\| TRL \| cases.*\n\|[- |]+\n((?:\|.*\n)+)", page.read_text(encoding="utf-8"), re.M):
+    for table in re.findall(
+        r"^\| TRL \| cases.*\n\|[- |]+\n((?:\|.*\n)+)", page.read_text(encoding="utf-8"), re.MULTILINE
+    ):
         assert [row.split("|")[1].strip() for row in table.splitlines()] == RELEASES
 
 
