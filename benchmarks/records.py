@@ -37,11 +37,13 @@ def _lines(value: Any) -> str:
 def shortened(record: Record) -> Record:
     """The record without what nobody quotes; one that is short already comes back as it is."""
     return {
-        key: SHORTENED[key](value) if key in SHORTENED else value for key, value in record.items() if key not in LEFT_OUT
+        key: SHORTENED[key](value) if key in SHORTENED else value
+        for key, value in record.items()
+        if key not in LEFT_OUT
     }
 
 
-# The runs of the vLLM benchmark that sample for themselves part company at the first flipped token
+# The runs of the vLLM benchmark that sample for themselves: they differ as soon as one token does
 LEFT_OUT = ("free",)
 NAME_LENGTH = 60  # of a kernel; those of templates go on for long
 
