@@ -26,13 +26,14 @@ quick: $(INSTALLED)  ## Tests that need no trainer, in under 40 seconds
 	$(BIN)/python -m pytest -m "not slow" $(QUICK_TESTS)
 
 test: $(INSTALLED)  ## Every test that runs on this machine with the newest TRL
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not distributed and not example"
+	$(BIN)/python -m pytest -m "distributed or example"
 
 parity: $(INSTALLED)  ## Compare with stock TRL, case by case
 	$(BIN)/trl-fused-grpo parity
 
-matrix: $(INSTALLED)  ## Parity and tests on every supported TRL, and real vLLM
-	$(BIN)/nox
+matrix: $(INSTALLED)  ## Parity and tests on every supported TRL, and real vLLM; SHORT=1 after `make test`
+	$(BIN)/nox $(if $(SHORT),-- short)
 
 oldest: $(INSTALLED)  ## Parity and tests with Python 3.10 and the oldest libraries that pyproject.toml declares
 	$(BIN)/nox --session oldest

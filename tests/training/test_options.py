@@ -122,6 +122,7 @@ SINCE = {"vespo": (1, 0), "luspo": (0, 28)}
 NEVER_FORECAST = ("off-policy mask", "entropy quantile")
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_forced_forecast_is_refused_exactly_where_a_batch_of_the_training_would_have_none(tmp_path, objective):
     if trl_compat.TRL.release < SINCE.get(objective, (0,)):
