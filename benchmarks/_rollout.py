@@ -1,4 +1,4 @@
-"""Completions as a sampler would hand them over, and their way into a trainer."""
+"""A generation batch with made-up completions, and a trainer that takes them for vLLM's."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SAMPLER_ERROR = 0.006
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts, uniform between two bounds, and of completions, log-normal and cut."""
+    """Tokens of prompts, uniform between two bounds, and of completions, log-normal with a maximum."""
 
     prompts: tuple[int, int] = (100, 256)
     median: int = 600
@@ -59,32 +59,32 @@ class Rollout:
 
     @property
     def width(self) -> int:
-        """Columns of the host's padded batch."""
+        """Columns of TRL's padded batch."""
         return max(map(len, self.prompts)) + max(map(len, self.completions))
 
     @property
     def padding(self) -> float:
-        """Share of the host's padded batch that is padding."""
+        """Share of TRL's padded batch that is padding."""
         return 1 - self.tokens / (self.width * len(self.prompts))
 
     def padded(self, device: str) -> dict[str, Tensor]:
-        """The batch as the host pads it: ids and masks, prompts `[B, P]` and completions `[B, T]`."""
+        """The batch as TRL pads it: ids and masks, prompts `[B, P]` and completions `[B, T]`."""
         prompt_ids, prompt_mask = _pad(self.prompts, left=True)
         completion_ids, completion_mask = _pad(self.completions, left=False)
         batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask}
         batch |= {"completion_ids": completion_ids, "completion_mask": completion_mask}
         return {name: value.to(device) for name, value in batch.items()}
 
-    def score(self, trainer: Any, seed: int) -> None:
+    def add_sampler_logps(self, trainer: Any, seed: int) -> None:
         """Make up the sampler's log-probabilities: the model's, as `trainer` computes them, and some noise."""
         batch = self.padded(trainer.accelerator.device)
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         with torch.no_grad():
-            answer = trainer._get_per_token_logps_and_entropies(
+            result = trainer._get_per_token_logps_and_entropies(
                 trainer.model, ids, mask, batch["completion_ids"].shape[1], batch_size=4
             )
-        logps = answer[0].float().cpu()  # [B, T]
+        logps = result[0].float().cpu()  # [B, T]
         noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(seed))
         logps += noise * (SAMPLER_ERROR * math.sqrt(math.pi / 2))
         self.log_probs = [row[: len(ids)].tolist() for row, ids in zip(logps, self.completions, strict=True)]
@@ -92,9 +92,9 @@ class Rollout:
     def serve(self, trainer: Any) -> None:
         """Have `trainer` take these completions for vLLM's, every time that it generates."""
         trainer.use_vllm = True  # the constructor would start vLLM
-        trainer._last_loaded_step = trainer.state.global_step  # nothing to synchronise weights with
-        answer = {"prompt_ids": self.prompts, "completion_ids": self.completions, "logprobs": self.log_probs}
-        trainer.rollout_func = lambda prompts, trainer: dict(answer)
+        trainer._last_loaded_step = trainer.state.global_step  # there is no engine to synchronise weights with
+        output = {"prompt_ids": self.prompts, "completion_ids": self.completions, "logprobs": self.log_probs}
+        trainer.rollout_func = lambda prompts, trainer: dict(output)
 
 
 def _pad(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The work that every implementation does in `loss.py`, and what it must come to in float64."""
+"""The loss that every implementation in `loss.py` computes, and its values and gradients in float64."""
 
 from dataclasses import dataclass, replace
 
@@ -16,9 +16,9 @@ CHECKED_VOCAB = 2048
 @dataclass(frozen=True)
 class Work:
     """
-    One loss pass: a head, rows of hidden states and a GRPO objective over the log-probabilities.
+    A head, rows of hidden states and a GRPO objective over their log-probabilities.
 
-    Without `old_logps` the policy is on-policy; without `ref_logps` there is no KL. Rows from `grad_rows` on have
+    Without `old_logps` the policy is on-policy. Without `ref_logps` there is no KL term. Rows from `grad_rows` on have
     advantage zero.
     """
 
@@ -39,7 +39,7 @@ class Work:
         return len(self.hidden), self.hidden.shape[1], len(self.weight)
 
     def loss(self, logps: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Sum over `rows` of the per-token loss of `logps` [n], divided by all rows."""
+        """Sum of the per-token loss over `rows` with log-probs `logps` [n], divided by the number of all rows."""
         advantages = self.advantages[rows]
         old_logps = logps.detach() if self.old_logps is None else self.old_logps[rows]
         ratio = torch.exp(logps - old_logps)
@@ -55,7 +55,7 @@ class Work:
         if self.old_logps is not None:
             ratio = torch.exp(logps - self.old_logps[rows])
             surrogate = ratio * scaled
-            # The pessimistic one of the two counts: the larger loss, and a clipped ratio has no gradient
+            # The larger of the two losses counts, and a clipped ratio has no gradient
             scaled = surrogate * (surrogate >= ratio.clamp(1 - CLIP, 1 + CLIP) * scaled)
         if self.ref_logps is not None:
             scaled = scaled + (1 - torch.exp(self.ref_logps[rows] - logps)) * (BETA / len(self.hidden))
@@ -63,19 +63,19 @@ class Work:
 
 
 class Forecast:
-    """The gradients of a work's objective, known before the logits (on-policy) or from the log-probabilities."""
+    """The gradients of the objective: known in advance on-policy, else computed from the log-probabilities."""
 
     def __init__(self, work: Work):
         self.work, self.grad_rows = work, work.grad_rows
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the rows' log-probabilities; nothing depends on the entropies."""
+        """Return the gradients of the rows' log-probabilities. The objective does not depend on the entropies."""
         return self.work.grad_logps(logps, rows), None
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Float64 log-probabilities of all rows, and what a slice of the gradients needs."""
+    """Log-probabilities of all rows in float64, and what is needed for the gradients of some rows and tokens."""
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
@@ -85,7 +85,7 @@ class Reference:
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, targets: Tensor) -> "Reference":
-        """Project every row in float64, a few at a time."""
+        """Compute the log-probabilities in float64, 512 rows at a time."""
         weight64 = weight.double()
         logps, lse = [], []
         for rows, target in zip(hidden.split(512), targets.split(512), strict=True):
@@ -95,7 +95,7 @@ class Reference:
         return cls(hidden, weight, targets, torch.cat(logps), torch.cat(lse))
 
     def errors(self, work: Work, logps: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> dict:
-        """`||out - ref|| / ||ref||` of the log-probabilities, of some rows' gradient and of some tokens' gradient."""
+        """`||out - ref|| / ||ref||` of the log-probabilities, of the gradient of some rows and of some tokens."""
         found = {"logps": _error(logps, self.logps)}
         if grad_hidden is None:
             return found
@@ -135,14 +135,14 @@ def make(rows: int, width: int, vocab: int, device: str, dtype: torch.dtype) -> 
 
 
 def as_case(case: str, base: Work, reference: Reference) -> Work:
-    """Turn on-policy work into one of `loss.py`'s cases; parameters become leaves of their own."""
+    """Turn on-policy work into one of the cases of `loss.py`. Its parameters are new leaves."""
     work = replace(base, case=case)
     generator = torch.Generator(base.hidden.device).manual_seed(1)
     noise = torch.randn(2, len(base.hidden), generator=generator, device=base.hidden.device)
     if case == "off-policy":
         old_logps, ref_logps = (reference.logps.float() + scale * n for scale, n in zip((0.1, 0.3), noise, strict=True))
         work = replace(work, old_logps=old_logps, ref_logps=ref_logps)
-    elif case == "half-dead":
+    elif case == "half-zero-grad":
         grad_rows = len(base.hidden) // 2
         advantages = base.advantages.clone()
         advantages[grad_rows:] = 0.0

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 
 HERE = Path(__file__).parent
-CASES = ("on-policy", "small-memory", "off-policy", "frozen", "half-dead", "no-grad", "fp32-master", "recompute")
+CASES = ("on-policy", "small-memory", "off-policy", "frozen", "half-zero-grad", "no-grad", "fp32-master", "recompute")
 WINDOW_ROWS = {
     "ours": "ours",
     "ours, micro-batches as large as stock's memory allows": "micro-batches",

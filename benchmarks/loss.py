@@ -1,6 +1,6 @@
 """
-Time and memory of the loss, forward and backward: this package, its peers and the bare matrix products, in one process
-on the same work. Correctness against float64 comes first: an implementation that fails it is not timed.
+Time and memory of the loss, forward and backward: this package, other implementations and the bare matmuls, in one
+process on the same tensors. Results are compared with float64 first. One of ours that is wrong is not timed.
 
     python benchmarks/loss.py --profile --json benchmarks/results/loss-h200.json
     python benchmarks/loss.py --case liger --shape 16384x1024 --json benchmarks/results/liger-h200.json
@@ -15,9 +15,10 @@ from typing import Annotated
 
 import torch
 import typer
-from _measure import interleaved, poison, surroundings
+from _measure import environment, interleaved, poison
 from _peers import Step, bare_gemms, dense, library, liger, ours, trl_fused_head
 from _work import Reference, Work, as_case, make
+from records import write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -27,20 +28,20 @@ from trl_fused_grpo.ops.linear_logps import Backward
 SHAPES = {"cuda": ["16384x1024", "32768x1024", "16384x4096", "4096x1024"], "cpu": ["2048x512"]}
 VOCAB = {"cuda": 151_936, "cpu": 32_000}
 OURS = ("ours", "library")
-# Most time and most peak memory, both relative to TRL's fused head, that a case is meant to take
+# The most time and peak memory, relative to TRL's fused head, that each case is meant to take
 TARGETS = {
     "on-policy": (0.74, 1.0),
     "small-memory": (0.82, 0.75),
     "off-policy": (0.78, None),
     "frozen": (0.66, 1.0),
-    "half-dead": (0.50, None),
+    "half-zero-grad": (0.50, None),
     "no-grad": (0.95, None),
     "fp32-master": (0.76, 1.15),
     "recompute": (None, None),
 }
 CPU_TARGET = (0.85, None)
-# The limit of each case in products over all rows: logits, gradient of the hidden states, gradient of the weight
-PRODUCTS = {"frozen": (1, 1, 0), "half-dead": (1, 0.5, 0.5), "no-grad": (1, 0, 0), "recompute": (2, 1, 1)}
+# The least work of each case in matmuls over all rows: logits, gradient of the hidden states, gradient of the weight
+MATMULS = {"frozen": (1, 1, 0), "half-zero-grad": (1, 0.5, 0.5), "no-grad": (1, 0, 0), "recompute": (2, 1, 1)}
 SMALL_LOGITS_MIB = 297  # 1024 rows of 151,936 logits: as much as the copy of the gradient at the end takes
 PROFILED = 9  # kernels that a profile names
 CURVE_MIB = (38, 75, 149, 223, 297, 594, 891, 1188, 2374)  # 128, 256, 512, 768, 1024, 2048 ... rows of 151,936 logits
@@ -50,7 +51,7 @@ console = Console(width=150)
 
 
 def steps_of(case: str, work: Work) -> dict[str, Step]:
-    """Everything installed that does a case's work, by name."""
+    """Every installed implementation of a case, by name."""
     steps: dict[str, Step | None]
     if case == "liger":
         steps = {"liger": liger(work, False), "liger-compiled": liger(work, True), "trl": trl_fused_head(work)}
@@ -63,7 +64,7 @@ def steps_of(case: str, work: Work) -> dict[str, Step]:
 
 
 def check(steps: dict[str, Step], work: Work, reference: Reference) -> dict[str, dict[str, float]]:
-    """Run everything once on poisoned memory and return its errors against float64."""
+    """Run each once, with NaN in all free memory, and return the errors against float64."""
     errors = {}
     for name, step in steps.items():
         drop_gradients(work)
@@ -72,7 +73,7 @@ def check(steps: dict[str, Step], work: Work, reference: Reference) -> dict[str,
         if logps is not None:
             errors[name] = reference.errors(work, logps, work.hidden.grad, work.weight.grad)
         elif work.hidden.grad is not None:
-            # Liger returns the loss alone: its gradients speak for it
+            # Liger returns the loss alone: only its gradients can be compared
             errors[name] = reference.errors(work, reference.logps, work.hidden.grad, work.weight.grad)
             del errors[name]["logps"]
         del logps
@@ -81,7 +82,7 @@ def check(steps: dict[str, Step], work: Work, reference: Reference) -> dict[str,
 
 
 def is_right(name: str, errors: dict[str, dict[str, float]]) -> bool:
-    """Whether one of ours is finite and no further from float64 than TRL's, but for a tenth and float32 rounding."""
+    """Whether the errors of ours are at most 1.1 times those of TRL, plus float32 rounding."""
     peers = [errors["trl"]] if "trl" in errors else [errors[peer] for peer in errors if peer not in OURS]
     bounds = {key: 1.1 * min((peer.get(key, 0.01) for peer in peers), default=0.01) + 1e-6 for key in errors[name]}
     return all(error <= bounds[key] for key, error in errors[name].items())
@@ -111,7 +112,7 @@ def run_case(case: str, base: Work, reference: Reference, repeats: int) -> list[
 
 
 def run_limit(base: Work, repeats: int) -> dict:
-    """Time the bare products."""
+    """Time the bare matmuls."""
     steps = bare_gemms(base)
     measured = interleaved(steps, lambda: None, base.hidden.device.type, repeats)
     rows, width, vocab = base.shape
@@ -119,12 +120,12 @@ def run_limit(base: Work, repeats: int) -> dict:
 
 
 def run_curve(base: Work, reference: Reference, repeats: int) -> list[dict]:
-    """Time and memory over the size of the chunk of logits, with a forecast and without, and TRL's."""
+    """Time and memory by the size of the chunk of logits, in both backward modes, and of TRL."""
     work = as_case("on-policy", base, reference)
     points: list[tuple[str, int | None]] = []
     steps: dict[str, Step] = {}
-    ways: tuple[Backward, ...] = ("forecast", "recompute")
-    for backward in ways:
+    modes: tuple[Backward, ...] = ("forecast", "recompute")
+    for backward in modes:
         for mib in CURVE_MIB:
             points.append((backward, mib))
             steps[f"{backward} {mib}"] = ours(work, backward, mib)
@@ -141,7 +142,7 @@ def run_curve(base: Work, reference: Reference, repeats: int) -> list[dict]:
 
 
 def run_profile(case: str, base: Work, reference: Reference, steps: int = 3) -> list[dict]:
-    """Where ours spends its time in one case: milliseconds a step of each kernel, the longest first."""
+    """Milliseconds that each kernel of ours takes in one step of a case, the longest first."""
     work = as_case(case, base, reference)
     step = steps_of(case, work)["ours"]
 
@@ -166,14 +167,14 @@ def run_profile(case: str, base: Work, reference: Reference, steps: int = 3) -> 
 
 
 def summarize(records: list[dict], limit: dict, device: str) -> None:
-    """Add to ours what it takes relative to the peer and to the bare products, and whether that is what was meant."""
+    """Add time and memory relative to the peer and to the bare matmuls, and whether the target is met."""
     peers = {record["case"]: record for record in records if record["name"] == "trl"}
     peers |= {record["case"]: record for record in records if record["name"] == "liger"}
     for record in records:
         peer = peers.get(record["case"])
         if record["name"] not in OURS or "ms" not in record or peer is None:
             continue
-        shares = PRODUCTS.get(record["case"], (1, 1, 1))
+        shares = MATMULS.get(record["case"], (1, 1, 1))
         bare = sum(
             share * limit[name] for share, name in zip(shares, ("logits", "grad-hidden", "grad-weight"), strict=True)
         )
@@ -217,7 +218,7 @@ def print_records(records: list[dict]) -> None:
 
 
 def print_curve(points: list[dict]) -> None:
-    """One row per way and size of the chunk of logits."""
+    """One row per backward mode and size of the chunk of logits."""
     table = Table(title="on-policy, over the size of the chunk of logits")
     for column in ("backward", "MiB of logits", "ms", "peak GiB"):
         table.add_column(column, justify="left" if column == "backward" else "right")
@@ -252,7 +253,7 @@ def main(
     """Compare the loss with its peers; exits 1 when a result is wrong."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     record = {
-        **surroundings(device, commit),
+        **environment(device, commit),
         "dtype": str(dtype),
         "results": [],
         "limits": [],
@@ -283,7 +284,7 @@ def main(
         if device == "cuda":
             torch.cuda.empty_cache()
         if json_path is not None:
-            json_path.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(json_path, record)
     if json_path is None:
         print(json.dumps(record))
     if not all(entry["right"] for entry in record["results"]):

@@ -1,7 +1,7 @@
 """
-Where stock TRL turns a finite loss into NaN gradients. Prompts are padded on the left, so the first queries of a row
-may see nothing at all; for some widths of the batch, the backward of cuDNN's attention, one of SDPA's backends, makes
-NaN of them. This shows which widths, what SDPA's other backends make of them, and what this package's layouts do.
+Shows for which widths of the batch stock TRL turns a finite loss into NaN gradients. Prompts are padded on the left, so
+the first queries of a row may have no key to attend to. At some widths the backward of cuDNN's attention, one of SDPA's
+backends, returns NaN for them. SDPA's other backends and the layouts of this package are compared.
 
     python benchmarks/nan_gradients.py --json benchmarks/results/nan-gradients-h200.json
     python benchmarks/nan_gradients.py --device cpu
@@ -16,8 +16,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _host import SHAPES, Host, make_model, norm, not_finite
-from _measure import surroundings
+from _measure import environment
+from _trainers import SHAPES, SharedModel, make_model, norm, not_finite
+from records import write_record
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -27,13 +28,13 @@ from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, PAD_ID
 
 
 PROMPT, LEFT_PADDING = 256, (21, 41, 0, 97)
-# 2880 and its neighbours, and what `pad_to_multiple_of=64` makes of other lengths
+# 2880 and its neighbours, and multiples of 64 as `pad_to_multiple_of=64` gives
 NEIGHBOURS = [2848, 2872, 2876, 2878, 2879, 2880, 2881, 2882, 2884, 2888, 2896, 2912]
 WIDTHS = {"cuda": [512, 1024, 1984, 2048, 2752, 2816, *NEIGHBOURS, 2944, 3008, 3072, 4096, 4352], "cpu": [300, 320]}
-# Which attention may run, and how ours lays out the rows
+# The backends of SDPA that stock may use, and the layouts of ours
 STOCK = {"stock": None, "stock, efficient": SDPBackend.EFFICIENT_ATTENTION, "stock, math": SDPBackend.MATH}
 LAYOUTS = ("packed", "aligned", "padded")
-# Far more than what bfloat16 rounds off here
+# Far more than the rounding error of bfloat16 here
 NORM_RTOL = 2e-2
 
 app = typer.Typer(add_completion=False)
@@ -56,13 +57,13 @@ def micro_batch(width: int, vocab: int, device: str) -> dict[str, Tensor]:
     }
 
 
-def step(host: Host, trainer: Any, inputs: dict[str, Tensor], backend: SDPBackend | None) -> dict[str, Any]:
+def step(shared: SharedModel, trainer: Any, inputs: dict[str, Tensor], backend: SDPBackend | None) -> dict[str, Any]:
     """Loss of one micro-batch, how many gradients are not finite, and their norm."""
-    host.drop_gradients()
-    with host.running(trainer), nullcontext() if backend is None else sdpa_kernel(backend):
+    shared.drop_gradients()
+    with shared.running(trainer), nullcontext() if backend is None else sdpa_kernel(backend):
         loss = trainer.compute_loss(trainer.model_wrapped, dict(inputs))
         trainer.accelerator.backward(loss)
-    gradients = host.gradients()
+    gradients = shared.gradients()
     return {
         "loss": loss.item(),
         "not_finite": (bad := not_finite(gradients)),
@@ -71,12 +72,12 @@ def step(host: Host, trainer: Any, inputs: dict[str, Tensor], backend: SDPBacken
     }
 
 
-def run(width: int, host: Host, trainers: dict[str, Any], vocab: int, device: str) -> list[dict]:
+def run(width: int, shared: SharedModel, trainers: dict[str, Any], vocab: int, device: str) -> list[dict]:
     """All trainers on one width."""
     inputs = micro_batch(width, vocab, device)
     records: list[dict[str, Any]] = []
     for name, trainer in trainers.items():
-        records.append({"width": width, "name": name, **step(host, trainer, inputs, STOCK.get(name))})
+        records.append({"width": width, "name": name, **step(shared, trainer, inputs, STOCK.get(name))})
     expected = next(record["grad_norm"] for record in records if record["name"] == "stock, math")
     for record in records:
         if record["grad_norm"] is not None and expected is not None:
@@ -114,25 +115,27 @@ def main(
     warnings.simplefilter("ignore", FutureWarning)
     shape, dtype = ("thin", torch.bfloat16) if device == "cuda" else ("tiny", torch.float32)
     rows, vocab = len(LEFT_PADDING), SHAPES[shape][-1]
-    host = Host(make_model(shape, device, dtype), rows, lambda completions, **_: [0.0] * len(completions), rows)
-    stock = host.build(False, rows)
+    shared = SharedModel(
+        make_model(shape, device, dtype), rows, lambda completions, **_: [0.0] * len(completions), rows
+    )
+    stock = shared.build(False, rows)
     kinds = [name for name in STOCK if device == "cuda" or name != "stock, efficient"]
     trainers = dict.fromkeys(kinds, stock)
-    trainers |= {f"ours, {layout}": host.build(True, rows, fused_layout=layout) for layout in LAYOUTS}
+    trainers |= {f"ours, {layout}": shared.build(True, rows, fused_layout=layout) for layout in LAYOUTS}
 
     record: dict[str, Any] = {
-        **surroundings(device, commit),
+        **environment(device, commit),
         "left_padding": LEFT_PADDING,
         "prompt": PROMPT,
         "results": [],
     }
     for columns in width or WIDTHS[device]:
-        record["results"] += run(columns, host, trainers, vocab, device)
+        record["results"] += run(columns, shared, trainers, vocab, device)
     print_records(record["results"], list(trainers))
     if json_path is None:
         print(json.dumps(record))
     else:
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(json_path, record)
     if not all(entry["right"] for entry in record["results"] if entry["name"].startswith("ours")):
         raise typer.Exit(1)
 

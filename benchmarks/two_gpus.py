@@ -1,12 +1,11 @@
 """
-Stock GRPOTrainer and FusedGRPOTrainer on two GPUs under DDP or FSDP2, in mixed precision: loss and gradient norm of
-each step beside those of stock in float32, on the same completions, with vLLM-style ratios and checkpointing.
+Stock GRPOTrainer and FusedGRPOTrainer on two GPUs under DDP or FSDP2 in mixed precision, on the same completions, with
+vLLM-style ratios and checkpointing. Loss and gradient norm of each step are compared with those of stock in float32.
 
     torchrun --nproc-per-node 2 benchmarks/two_gpus.py --backend ddp --precision bf16 --json results/two-gpus.json
     torchrun --nproc-per-node 2 benchmarks/two_gpus.py --backend ddp --precision no --device cpu
 """
 
-import json
 import os
 import tempfile
 import warnings
@@ -14,15 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
-import _course
+import _accumulation
 import torch
 import torch.distributed as dist
 import typer
-from _host import SHAPES, make_model
-from _measure import surroundings
+from _measure import environment
 from _rollout import Lengths, Rollout
+from _trainers import SHAPES, make_model
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from records import write_record
 from rich.console import Console
 from rich.table import Table
 from transformers import PrinterCallback
@@ -33,8 +33,8 @@ from trl_fused_grpo.parity.tiny import tokenizer
 
 
 ROWS, MICRO_BATCH, GROUP, STEPS = 16, 4, 8, 3
-LENGTHS = {**_course.LENGTHS, "thin": Lengths(prompts=(20, 60), median=120, longest=512)}
-# Rounding noise of three numbers: ours may be this many times as far from float32 as stock, or this far
+LENGTHS = {**_accumulation.LENGTHS, "thin": Lengths(prompts=(20, 60), median=120, longest=512)}
+# Three numbers are noisy: our error may be this many times that of stock, or this large
 SLACK, FLOOR = 3.0, 1e-3
 
 app = typer.Typer(add_completion=False)
@@ -72,7 +72,7 @@ def train(cls: type, size: str, backend: str, precision: str, device: str, seed:
     )
     trainer: Any = cls(
         model=make_model(size, device, torch.float32),
-        reward_funcs=_course.reward,
+        reward_funcs=_accumulation.reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * 2 * ROWS}),
         processing_class=tokenizer(),
@@ -83,7 +83,7 @@ def train(cls: type, size: str, backend: str, precision: str, device: str, seed:
     level = -torch.tensor(float(SHAPES[size][-1])).log()
     rollout.log_probs = [(level + 0.3 * torch.randn(len(ids), generator=noise)).tolist() for ids in rollout.completions]
     rollout.serve(trainer)
-    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)  # there is no engine to bring up to date
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)  # there is no engine to synchronise with
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
@@ -132,9 +132,9 @@ def main(
         Console(width=110).print(table)
         print(f"errors against float32: {errors}; {'right' if right else 'WRONG'}")
         if json_path is not None:
-            record = {**surroundings(device, commit), "backend": backend, "size": size, "seed": seed}
+            record = {**environment(device, commit), "backend": backend, "size": size, "seed": seed}
             record |= {"precision": precision, "errors": errors, "right": right, "runs": runs}
-            json_path.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(json_path, record)
     dist.destroy_process_group()
     if not right:
         raise typer.Exit(1)

@@ -1,14 +1,14 @@
 """Real vLLM colocated with TRL on one GPU: stock GRPOTrainer and FusedGRPOTrainer, from one checkpoint and one seed.
 
     python benchmarks/vllm_gpu.py --output vllm_gpu.json          # one CUDA GPU
-    python benchmarks/vllm_gpu.py --tiny --output vllm_tiny.json  # a rehearsal on the CPU build of vLLM
+    python benchmarks/vllm_gpu.py --tiny --output vllm_tiny.json  # a short run on the CPU build of vLLM
 
-Two comparisons. The *free runs* train with their own engine, each in its own process; they start from the same samples
-and part company as soon as rounding flips one sampled token. The *shared batches* remove the sampling: every step of
-stock's run is kept (weights, prompts, vLLM's completions with their log-probs) and replayed through three trainers
-holding those weights: stock, fused, and stock in float32. TRL's own code makes the generation batch, the ratios, the
-loss and the gradients each time, so the distance to float32 is each trainer's bf16 error. The exit code is 1 when the
-fused error exceeds stock's own.
+There are two comparisons. In the *free runs* each trainer has an engine and a process of its own. They start from the
+same samples and differ as soon as rounding changes one sampled token. In the *shared batches* nothing is sampled: every
+step of stock's run is kept (weights, prompts, vLLM's completions with their log-probs) and replayed through three
+trainers with those weights: stock, fused, and stock in float32. TRL's own code makes the generation batch, the ratios,
+the loss and the gradients each time, so the distance to float32 is each trainer's error in bfloat16. The exit code is 1
+when the error of ours is larger than stock's. The record holds the shared batches and the verdict.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from _measure import logged_means
 from counting_task import TINY, Setup, counting_text, make_checkpoint, numbers_right
+from records import write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -157,7 +159,7 @@ class Replay:
 
         self.accumulation = setup.accumulation
         self.trainer = build_trainer(OnRecordedCompletions, kind, checkpoint, setup, engine=False, float32=float32)
-        self.trainer.use_vllm = True  # score against the sampler and apply the ratios
+        self.trainer.use_vllm = True  # TRL compares with the sampler's log-probs and applies the ratios
         self.trainer.current_gradient_accumulation_steps = setup.accumulation
         self.model = self.trainer.accelerator.prepare(self.trainer.model)
 
@@ -168,12 +170,12 @@ class Replay:
         self.model.train()
         self.model.zero_grad()
         self.trainer.generation = batch["generation"]
-        self.trainer._metrics["train"].clear()
+        logged_means(self.trainer)
         torch.manual_seed(seed)  # the generation batch is shuffled into micro-batches
         losses = [self.trainer.training_step(self.model, batch["examples"], None) for _ in range(self.accumulation)]
         gradients = [parameter.grad.float() for parameter in self.model.parameters() if parameter.grad is not None]
-        logged = self.trainer._metrics["train"]
-        values = {name: statistics.fmean(logged[name]) for name in LOGGED if logged.get(name)}
+        logged = logged_means(self.trainer)
+        values = {name: logged[name] for name in LOGGED if name in logged}
         values["loss"] = sum(loss.item() for loss in losses)
         values["grad_norm"] = norm(gradients)
         return values, gradients
@@ -264,8 +266,8 @@ def child(kind: str, checkpoint: Path, setup: Setup, output: Path) -> None:
         vars(import_module("vllm._custom_ops"))["_supports_onednn"] = False
     trainers = {}
     if kind == "stock":
-        # Before the engine, whose environment variables make accelerate wrap models for distributed training; and
-        # float32 first, because the newest trainer's precision is accelerate's.
+        # Before the engine, because its environment variables make accelerate wrap models for distributed training.
+        # float32 comes first, because accelerate keeps the precision of the newest trainer.
         trainers["float32"] = Replay("stock", checkpoint, setup, float32=True)
         trainers |= {name: Replay(name, checkpoint, setup) for name in KINDS}
     rows, kept = free_run(kind, checkpoint, setup)
@@ -282,7 +284,7 @@ def main(
     weights: Annotated[str, typer.Option(help="Parameter dtype: float32 (with autocast) or bfloat16.")] = "float32",
     learning_rate: Annotated[float, typer.Option(help="Constant learning rate.")] = Setup.learning_rate,
     ratio_mode: Annotated[str, typer.Option(help="vllm_importance_sampling_mode.")] = Setup.ratio_mode,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A minute's rehearsal for machines without a GPU.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A minute's run for machines without a GPU.")] = False,
     commit: Annotated[str | None, typer.Option(help="Recorded commit, where there is no git to ask.")] = None,
     only: Annotated[str | None, typer.Option(hidden=True)] = None,
     checkpoint: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -303,9 +305,8 @@ def main(
             result = json.loads(part.read_text())
             report["free"][kind] = result["free"]
             report["shared"] = result.get("shared", report.get("shared"))
-            output.write_text(json.dumps(report, indent=1))
     report["verdict"] = judge(report["shared"])
-    output.write_text(json.dumps(report, indent=1))
+    write_record(output, report)
     print_report(report, Console(width=200))
     raise typer.Exit(0 if all(entry["within"] for entry in report["verdict"].values()) else 1)
 

@@ -1,9 +1,9 @@
 """
 Time and memory of one accumulation window without generation: stock GRPOTrainer and FusedGRPOTrainer in one process on
-one model and the same 32 completions. Each trainer's own `training_step` runs, so a window is the old log-prob pass (of
-the trainers that need one) and the forward and backward of every micro-batch. The sampler's log-probs are made up, and
-served to both as vLLM's. Every lever is switched off alone. Gradients are compared with stock's, and those of both with
-the same window in float32 if `--truth` asks for it.
+one model and the same 32 completions. Each trainer's own `training_step` runs: old log-probs where the trainer needs
+them, then forward and backward of every micro-batch. The sampler's log-probs are made up; both trainers take them for
+vLLM's. Each faster path is also switched off alone. Gradients are compared with stock's, and with `--truth` both are
+compared with stock in float32.
 
     python benchmarks/window.py --size 0.6b --size 4b --truth --json benchmarks/results/window-h200.json
     python benchmarks/window.py --size 4b --lora --no-levers --json benchmarks/results/window-lora-h200.json
@@ -20,37 +20,38 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _course import LENGTHS, MODE, ROWS, Contender, Course, Stopwatch
-from _host import SHAPES, clear_memory
-from _measure import surroundings, timed
+from _accumulation import LENGTHS, MODE, ROWS, AccumulationBenchmark, Contender, Stopwatch
+from _measure import environment, timed
 from _rollout import Lengths
+from _trainers import SHAPES, clear_memory
+from records import write_record
 from rich.console import Console
 from rich.table import Table
 
 
-# Most time, relative to stock's, that a window is meant to take: as it comes, and in the largest micro-batches that fit
-# into stock's memory
+# The most time relative to stock that one accumulation window is meant to take: by default, and in the largest
+# micro-batches that fit into the memory of stock
 TARGETS = {"0.6b": (0.28, 0.20), "4b": (0.23, 0.20), "4b-lora": (0.24, None)}
 SMALL_LOGITS_MIB = 128
 NORM_RTOL = {"cuda": 1e-3, "cpu": 1e-5}
-ERROR_SLACK = 1.1  # ours may be this many times as far from float32 as stock: both are rounding noise of one size
+ERROR_SLACK = 1.1  # our error may be this many times that of stock: both are rounding noise of one size
 
 app = typer.Typer(add_completion=False)
 console = Console(width=170)
 
 
-# Further options than `use_reentrant` keep the trainer's hands off; this one is torch's default
+# Any option beside `use_reentrant` keeps torch's checkpointing; this one is its default
 TORCHS_OWN = {"use_reentrant": False, "determinism_check": "default"}
 
 ALONE = {"fused_max_tokens_per_forward": 0}
 
 LEVERS = (
     Contender("aligned rows instead of packed", options={"fused_layout": "aligned"}),
-    Contender("host's rows instead of packed", options={"fused_layout": "padded"}),
-    Contender("with an old log-prob pass", options={"fused_skip_old_logps": False}),
+    Contender("padded rows instead of packed", options={"fused_layout": "padded"}),
+    Contender("with old log-probs before training", options={"fused_skip_old_logps": False}),
     Contender("every copy of a prompt", options={"fused_share_prompts": False}),
     Contender("every micro-batch alone in the model", options=ALONE),
-    Contender("dealt by prompt and length", options={"fused_balance": True}),
+    Contender("rebalanced by prompt and length", options={"fused_balance": True}),
     Contender("both of these", options={"fused_balance": True, **ALONE}),
     Contender("torch's gradient checkpointing", options={"gradient_checkpointing_kwargs": TORCHS_OWN}),
     Contender("the same, reentrant", options={"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
@@ -62,7 +63,7 @@ LEVERS = (
 )
 
 
-# They replace layers of the model for good: last, and compared with each other
+# They replace layers of the model for good, so they come last and are compared with each other
 LAYER_KERNELS = (
     Contender("stock, Liger's layers", fused=False, options={"use_liger_kernel": True}),
     Contender("ours, Liger's layers", options={"use_liger_kernel": True}),
@@ -70,8 +71,8 @@ LAYER_KERNELS = (
 )
 
 
-def enlarged(course: Course, limit: float | None) -> Contender:
-    """The largest micro-batch, and chunk of logits with it, whose window needs no more than `limit` GiB."""
+def enlarged(benchmark: AccumulationBenchmark, limit: float | None) -> Contender:
+    """The largest micro-batch, with its chunk of logits, whose peak is at most `limit` GiB."""
     small = {"fused_logits_mib": SMALL_LOGITS_MIB}
     candidates = [
         Contender("micro-batches of 16", micro_batch=16),
@@ -82,7 +83,7 @@ def enlarged(course: Course, limit: float | None) -> Contender:
     if limit is None:
         return candidates[2]
     for contender in candidates[:-1]:
-        peak = course.run(contender, 1)["peak_gib"]
+        peak = benchmark.run(contender, 1)["peak_gib"]
         console.print(f"{contender.name}: {peak:.2f} GiB, stock's peak is {limit:.2f}")
         if peak <= limit:
             return contender
@@ -90,7 +91,7 @@ def enlarged(course: Course, limit: float | None) -> Contender:
 
 
 def launch_us() -> float:
-    """Time of one launch of a small kernel: small models in small micro-batches wait for these."""
+    """Microseconds of one launch of a small kernel. Small models in small micro-batches wait for launches."""
     tensor, launches = torch.ones(8, device="cuda"), 5000
 
     def launch() -> None:
@@ -100,19 +101,19 @@ def launch_us() -> float:
     return min(timed(launch, lambda: None, "cuda", lead_in=1) for _ in range(3)) / launches * 1e3
 
 
-def profile(course: Course, contender: Contender, path: Path) -> None:
-    """Write where two micro-batches in the middle of a window spend their time, and how much of it the GPU works."""
-    trainer = course.build(contender)
-    course.rollout.serve(trainer)
+def profile(benchmark: AccumulationBenchmark, contender: Contender, path: Path) -> None:
+    """Write a profile of two micro-batches."""
+    trainer = benchmark.build(contender)
+    benchmark.rollout.serve(trainer)
     examples = [trainer.train_dataset[0]] * ROWS
 
     def step() -> None:
         trainer.training_step(trainer.model_wrapped, examples, None)
 
-    with course.host.running(trainer):
+    with benchmark.shared.running(trainer):
         for _ in range(4):
             step()
-        clock = Stopwatch(trainer, course.device)
+        clock = Stopwatch(trainer, benchmark.device)
         clock.start()
         step()
         plain = clock.stop()
@@ -120,7 +121,7 @@ def profile(course: Course, contender: Contender, path: Path) -> None:
             step()
             step()
             clock.stop()
-    course.host.drop_gradients()
+    benchmark.shared.drop_gradients()
     averages = profiler.key_averages()
     kernels = sum(e.self_device_time_total for e in averages if e.device_type != torch.autograd.DeviceType.CPU)
     tables = [averages.table(sort_by=key, row_limit=40) for key in ("self_cpu_time_total", "self_device_time_total")]
@@ -131,28 +132,28 @@ def profile(course: Course, contender: Contender, path: Path) -> None:
 def compare(
     size: str, lora: bool, device: str, repeats: int, stock_repeats: int, levers: bool, truth: bool, seed: int
 ) -> list[dict]:
-    """Everything at one size; one record per contender."""
-    course = Course(size, lora, device, seed)
-    rollout = course.rollout
+    """Run all contenders at one size; one record each."""
+    benchmark = AccumulationBenchmark(size, lora, device, seed)
+    rollout = benchmark.rollout
     console.print(
         f"[bold]{size}{' LoRA' if lora else ''}[/]: {ROWS} completions, {rollout.tokens} tokens in {rollout.width} "
         f"columns, {rollout.padding:.1%} padding"
     )
     if truth:
-        course.find_truth()
-    records = [course.run(Contender("stock", fused=False), stock_repeats)]
+        benchmark.find_truth()
+    records = [benchmark.run(Contender("stock", fused=False), stock_repeats)]
     if records[0]["not_finite"] or (levers and device == "cuda"):
-        # How far stock's gradients are from stock's, when torch takes another of its attentions
-        records.append(course.run(Contender("stock without cuDNN's attention", fused=False, backend="no-cudnn"), 1))
-    records.append(course.run(Contender("ours"), repeats))
+        # How far the gradients of stock move with another of SDPA's backends
+        records.append(benchmark.run(Contender("stock without cuDNN's attention", fused=False, backend="no-cudnn"), 1))
+    records.append(benchmark.run(Contender("ours"), repeats))
     target, enlarged_target = TARGETS.get(size + "-lora" * lora, (None, None))
     targets = {"ours": target}
     if levers:
-        contender = enlarged(course, records[0]["peak_gib"])
+        contender = enlarged(benchmark, records[0]["peak_gib"])
         targets[contender.name] = enlarged_target
-        records.append(course.run(contender, repeats))
-        records += [course.run(lever, min(repeats, 2)) for lever in LEVERS]
-        records += [course.run(kernels, min(repeats, 2)) for kernels in LAYER_KERNELS if device == "cuda"]
+        records.append(benchmark.run(contender, repeats))
+        records += [benchmark.run(lever, min(repeats, 2)) for lever in LEVERS]
+        records += [benchmark.run(kernels, min(repeats, 2)) for kernels in LAYER_KERNELS if device == "cuda"]
     for record in records:
         record |= {"size": size, "lora": lora, "tokens": rollout.tokens, "width": rollout.width}
         judge(record, records[0], targets.get(record["name"]), device)
@@ -160,7 +161,7 @@ def compare(
 
 
 def judge(record: dict, stock: dict, target: float | None, device: str) -> None:
-    """Add what a record takes relative to stock, and whether that is what was meant."""
+    """Add time and memory relative to stock, and whether gradients are right and the target is met."""
     record["time_ratio"] = record["ms"] / stock["ms"]
     record["memory_ratio"] = memory = record["peak_gib"] / stock["peak_gib"] if device == "cuda" else None
     if "error" in record and "error" in stock:
@@ -222,9 +223,11 @@ def main(
     lora: Annotated[
         bool, typer.Option("--lora", help="train adapters of rank 16 on the attention projections")
     ] = False,
-    repeats: Annotated[int, typer.Option(help="windows that count", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(help="accumulation windows that count", min=1)] = 5,
     stock_repeats: Annotated[int, typer.Option(help="the same for stock", min=1)] = 2,
-    levers: Annotated[bool, typer.Option(help="also in larger micro-batches, and with every lever off alone")] = True,
+    levers: Annotated[
+        bool, typer.Option(help="also in larger micro-batches, and with each faster path off alone")
+    ] = True,
     truth: Annotated[bool, typer.Option(help="also judge gradients by float32 ones; a minute at 4b")] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda" if torch.cuda.is_available() else "cpu",
     seed: Annotated[int, typer.Option(help="of lengths, tokens and noise; 6 pads as most seeds do: 67%")] = 6,
@@ -237,20 +240,20 @@ def main(
     """Compare windows; exits 1 when a gradient of ours is wrong."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     warnings.simplefilter("ignore", FutureWarning)
-    record: dict[str, Any] = {**surroundings(device, commit), "seed": seed, "sampling_mode": MODE, "results": []}
+    record: dict[str, Any] = {**environment(device, commit), "seed": seed, "sampling_mode": MODE, "results": []}
     record["versions"] |= {"accelerate": metadata.version("accelerate")}
     record["launch_us"] = launch_us() if device == "cuda" else None
     record["lengths"] = {name: asdict(LENGTHS.get(name, Lengths())) for name in size}
     for name in size:
         if profile_path is not None:
-            profile(Course(name, lora, device, seed), Contender("ours", options=ALONE), profile_path)
+            profile(AccumulationBenchmark(name, lora, device, seed), Contender("ours", options=ALONE), profile_path)
             continue
         records = compare(name, lora, device, repeats, stock_repeats, levers, truth, seed)
-        print_records(records, f"{name}{' LoRA' if lora else ''}, one window of {ROWS} completions")
+        print_records(records, f"{name}{' LoRA' if lora else ''}, one accumulation window of {ROWS} completions")
         record["results"] += records
         clear_memory()
         if json_path is not None:
-            json_path.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(json_path, record)
     if json_path is None and profile_path is None:
         print(json.dumps(record))
     if not all(entry["right"] for entry in record["results"] if not entry["name"].startswith("stock")):

@@ -283,6 +283,7 @@ def test_more_rows_than_the_second_grid_axis_allows():
     assert error(logits_grad(triton_kernels, logits, targets, LogitTransform(), *grads), expected) <= 3e-6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the tests above run without it")
 def test_kernels_pass_in_the_interpreter():
     """Without a GPU, Triton's interpreter checks the kernels' logic on the CPU."""

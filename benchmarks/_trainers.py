@@ -1,4 +1,4 @@
-"""Stock and fused trainers that take turns on one model, built from a configuration on the spot."""
+"""One model with random weights, and stock and fused trainers that take turns on it."""
 
 import gc
 import tempfile
@@ -17,7 +17,7 @@ from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo.parity.tiny import EOS_ID, PAD_ID, tokenizer
 
 
-# What a model of a size is made of: width, layers, heads, key heads, width of a head, width of the MLP, vocabulary
+# Hidden size, layers, heads, key-value heads, head size, MLP size and vocabulary size of each model
 SHAPES = {
     "tiny": (64, 2, 4, 2, 16, 128, 1027),
     "thin": (1024, 2, 16, 8, 128, 3072, 1027),
@@ -61,7 +61,7 @@ def _with_adapters(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    # Adapters as they come leave the model as it is, and half of themselves without a gradient
+    # By default lora_B is zero, so that lora_A gets no gradient
     config = LoraConfig(r=16, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
     model = get_peft_model(model, config)
     for name, parameter in model.named_parameters():
@@ -70,10 +70,10 @@ def _with_adapters(model: Any) -> Any:
     return model
 
 
-class Host:
+class SharedModel:
     """
-    One model and the trainers built on it. Each trainer wraps the model's `forward` in its own way: only the wrappers
-    of the one that is running are in place.
+    One model and the trainers built on it. Each trainer replaces the model's `forward` in its own way. Only the
+    replacement of the trainer that runs is in place.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): from [`make_model`].
@@ -89,7 +89,7 @@ class Host:
         self._forwards: dict[int, list[Callable | None]] = {}
 
     def build(self, fused: bool, micro_batch: int, **options: Any) -> Any:
-        """A trainer, stock or fused, whose accumulation window is the generation batch; ready to train."""
+        """A trainer, stock or fused, ready to train. Its accumulation window is the generation batch."""
         weight = next(self.model.parameters())
         device = weight.device.type
         args = (FusedGRPOConfig if fused else GRPOConfig)(
@@ -125,10 +125,10 @@ class Host:
 
     @contextmanager
     def running(self, trainer: Any) -> Generator[None, None, None]:
-        """While it lasts, the model is wrapped as `trainer` wrapped it, and SDPA may take every backend."""
+        """While it lasts, the model's `forward` is the one of `trainer`, and SDPA may take every backend."""
         self._put(self._forwards[id(trainer)])
         if torch.cuda.is_available():
-            torch.backends.cuda.enable_cudnn_sdp(True)  # fused trainers in the host's layout switch it off for good
+            torch.backends.cuda.enable_cudnn_sdp(True)  # a benchmark may have switched it off
         yield
         self._forwards[id(trainer)] = [vars(module).get("forward") for module in self.modules]
 
@@ -140,7 +140,7 @@ class Host:
 
     @contextmanager
     def in_float32(self) -> Generator[None, None, None]:
-        """While it lasts, the weights are float32, as the buffers of any model are; trainers are built accordingly."""
+        """While it lasts, the weights are float32. Trainers built meanwhile compute in float32."""
         dtypes = [parameter.dtype for parameter in self.model.parameters()]
         self._cast([torch.float32] * len(dtypes))
         try:
@@ -169,7 +169,7 @@ class Host:
         return gradients
 
     def drop_gradients(self) -> None:
-        """Forget all gradients and the memory that they took."""
+        """Free all gradients."""
         for parameter in self.trained():
             parameter.grad = None
 
@@ -192,7 +192,7 @@ def distance(tensors: list[Tensor], reference: list[Tensor]) -> float:
 
 
 def clear_memory() -> None:
-    """Let go of what nobody refers to any more."""
+    """Free what is no longer referred to."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Windows that trainers run over one model and the same completions: time, memory and gradients."""
+"""Accumulation windows of several trainers over one model and the same completions: time, memory and gradients."""
 
 import statistics
 import time
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _host import SHAPES, Host, distance, make_model, norm, not_finite
 from _instruments import hide_instruments
-from _measure import GIB
+from _measure import GIB, logged_means
 from _rollout import Lengths, Rollout
+from _trainers import SHAPES, SharedModel, distance, make_model, norm, not_finite
 
 
 ROWS, MICRO_BATCH, GROUP = 32, 4, 8
 LENGTHS = {"tiny": Lengths(prompts=(4, 10), median=20, longest=64)}
-# The ratios of the token modes hardly feel rounding; those of the sequence modes, exp of a sum over hundreds of tokens,
-# would make gradients incomparable in bfloat16
+# Rounding hardly moves the ratio of one token. The ratio of a sequence is the exponential of a sum over hundreds of
+# tokens, so that gradients could not be compared in bfloat16
 MODE = "token_truncate"
 
 
@@ -27,12 +27,12 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 @dataclass
 class Contender:
     """
-    One trainer and what its windows took.
+    One trainer that is compared.
 
     Args:
-        name (`str`): as it stands in the table.
+        name (`str`): shown in the table.
         fused (`bool`): ours or stock's.
-        micro_batch (`int`): sequences in a micro-batch; their number follows.
+        micro_batch (`int`): sequences in a micro-batch; their number follows from it.
         options (`dict`): further options of its configuration.
         comparable (`bool`): whether the objective is stock's.
         backend (`str`, *optional*): `"no-cudnn"` keeps SDPA from taking cuDNN.
@@ -48,41 +48,41 @@ class Contender:
 
 class Stopwatch:
     """
-    Stands still while the host makes tensors of what was generated, decodes and rewards it: work that no trainer
-    changes, and that belongs to generation. The log-prob passes in between count.
+    Stops while TRL makes tensors of the completions, decodes them and computes rewards. That work belongs to
+    generation and is the same in every trainer. The log-probs that TRL computes in between count.
     """
 
     def __init__(self, trainer: Any, device: str):
         hide_instruments()
         self.device, self.seconds, self.since = device, 0.0, None
-        scoring, seam = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
+        generate, log_probs = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
 
-        def score_completions(*args: Any) -> Any:
+        def generate_untimed(*args: Any) -> Any:
             self.stop()
-            output = scoring(*args)
+            output = generate(*args)
             self._go()
             return output
 
-        def log_probs(*args: Any, **kwargs: Any) -> Any:
-            if self.since is not None:  # the loss
-                return seam(*args, **kwargs)
+        def log_probs_timed(*args: Any, **kwargs: Any) -> Any:
+            if self.since is not None:  # in the loss
+                return log_probs(*args, **kwargs)
             self._go()
-            output = seam(*args, **kwargs)
+            output = log_probs(*args, **kwargs)
             self.stop()
             return output
 
         trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies = (
-            score_completions,
-            log_probs,
+            generate_untimed,
+            log_probs_timed,
         )
 
     def start(self) -> None:
-        """Start from zero."""
+        """Start at zero."""
         self.seconds = 0.0
         self._go()
 
     def stop(self) -> float:
-        """Wait for the device, stand still, and return the seconds since the start."""
+        """Wait for the device, stop, and return the seconds since the start."""
         self._wait()
         if self.since is not None:
             self.seconds += time.perf_counter() - self.since
@@ -98,64 +98,66 @@ class Stopwatch:
             torch.cuda.synchronize()
 
 
-class Course:
-    """A model, a rollout, and the windows that trainers run over them."""
+class AccumulationBenchmark:
+    """A model, a rollout, and one accumulation window after the other on them."""
 
     def __init__(self, size: str, lora: bool, device: str, seed: int):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         allocated = torch.cuda.memory_allocated if device == "cuda" else int
         before = allocated()
         self.size, self.device, self.seed = size, device, seed
-        self.host = Host(make_model(size, device, dtype, lora), ROWS, reward, GROUP)
+        self.shared = SharedModel(make_model(size, device, dtype, lora), ROWS, reward, GROUP)
         self.rollout = Rollout.make(LENGTHS.get(size, Lengths()), ROWS // GROUP, GROUP, SHAPES[size][-1], seed)
         self.stock: list[torch.Tensor] | None = None
         self.stock_norm = 0.0
         self.truth: list[torch.Tensor] | None = None
-        # In float32: a sampler that rounds as one of the contenders does would leave no noise in that one's ratios
-        with self.host.in_float32():
-            engine = self.build(Contender("engine"))
-            with self.host.running(engine):
-                self.rollout.score(engine, seed)
-        self.model_bytes = allocated() - before  # with the work space of libraries
+        # In float32: a sampler that rounds like one of the contenders would leave no rounding noise in its ratios
+        with self.shared.in_float32():
+            sampler = self.build(Contender("sampler"))
+            with self.shared.running(sampler):
+                self.rollout.add_sampler_logps(sampler, seed)
+        self.model_bytes = allocated() - before  # with the workspace of libraries
 
     def build(self, contender: Contender) -> Any:
-        """Its trainer."""
+        """The trainer of a contender."""
         options = {
             "vllm_importance_sampling_mode": MODE,
             "max_completion_length": LENGTHS.get(self.size, Lengths()).longest,
             "loss_type": "dapo",
             **contender.options,
         }
-        return self.host.build(contender.fused, contender.micro_batch, **options)
+        return self.shared.build(contender.fused, contender.micro_batch, **options)
 
     def find_truth(self) -> None:
-        """Stock's gradients with weights and everything else in float32: what all others round."""
-        with self.host.in_float32():
+        """Compute the gradients of stock in float32, against which the errors of all others are measured."""
+        with self.shared.in_float32():
             trainer = self.build(Contender("truth", fused=False, micro_batch=1))
             self.rollout.serve(trainer)
-            with self.host.running(trainer):
-                self._window(trainer, Stopwatch(trainer, self.device))
-            self.truth = [gradient.clone() for gradient in self.host.gradients()]
-            self.host.drop_gradients()
+            with self.shared.running(trainer):
+                self._accumulate(trainer, Stopwatch(trainer, self.device))
+            self.truth = [gradient.clone() for gradient in self.shared.gradients()]
+            self.shared.drop_gradients()
 
     def run(self, contender: Contender, repeats: int) -> dict[str, Any]:
         """
-        One window that does not count, then `repeats` that do; what they took, the median norm of their gradients (in
-        bfloat16 it moves by a few 1e-4 from window to window), and the gradients of the last.
+        Run one accumulation window that does not count, then `repeats` that do.
+
+        Returns:
+            `dict[str, Any]`: time and memory, the median norm of the gradients (in bfloat16 it moves by a few 1e-4 from
+            one accumulation window to the next), and the errors of the last gradients.
         """
         trainer = self.build(contender)
         self.rollout.serve(trainer)
         clock = Stopwatch(trainer, self.device)
         seconds, peaks, norms = [], [], []
-        with self.host.running(trainer):
+        with self.shared.running(trainer):
             if contender.backend == "no-cudnn":
                 torch.backends.cuda.enable_cudnn_sdp(False)
             for _ in range(repeats + 1):
-                elapsed, peak, loss = self._window(trainer, clock)
+                elapsed, peak, loss = self._accumulate(trainer, clock)
                 seconds.append(elapsed)
                 peaks.append(peak)
-                norms.append(norm(self.host.gradients()))
-        recomputed = trainer._metrics["train"].get("fused/rows_recomputed")
+                norms.append(norm(self.shared.gradients()))
         return {
             "name": contender.name,
             "micro_batch": contender.micro_batch,
@@ -164,19 +166,19 @@ class Course:
             "all_ms": [round(s * 1e3, 2) for s in seconds[1:]],
             "peak_gib": max(peaks[1:] or peaks) / GIB if self.device == "cuda" else None,
             "loss": loss,
-            "recomputed": statistics.mean(recomputed) if recomputed else None,
+            "recomputed": logged_means(trainer).get("fused/rows_recomputed"),
             **self._gradients(contender, norms[1:] or norms),
         }
 
-    def _window(self, trainer: Any, clock: Stopwatch) -> tuple[float, int, float]:
+    def _accumulate(self, trainer: Any, clock: Stopwatch) -> tuple[float, int, float]:
         """Seconds, peak memory in bytes (weights included) and loss of one accumulation window."""
-        self.host.drop_gradients()
-        torch.manual_seed(self.seed)  # the host shuffles completions before it cuts them into micro-batches
+        self.shared.drop_gradients()
+        torch.manual_seed(self.seed)  # TRL shuffles completions before it splits them into micro-batches
         steps = trainer.args.gradient_accumulation_steps
         examples = [trainer.train_dataset[0]] * ROWS
         resting = 0
         if self.device == "cuda":
-            resting = torch.cuda.memory_allocated()  # the model, and gradients that others are compared with
+            resting = torch.cuda.memory_allocated()  # the model, and the gradients kept for comparison
             torch.cuda.reset_peak_memory_stats()
         clock.start()
         losses = []
@@ -188,7 +190,7 @@ class Course:
         return elapsed, peak, torch.stack(losses).sum().item()
 
     def _gradients(self, contender: Contender, norms: list[float]) -> dict[str, Any]:
-        gradients = self.host.gradients()
+        gradients = self.shared.gradients()
         bad = not_finite(gradients)
         grad_norm = statistics.median(norms)
         record: dict[str, Any] = {"not_finite": bad, "tensors": len(gradients)}
@@ -203,5 +205,5 @@ class Course:
             if self.truth is not None:
                 record["norm_error"] = abs(grad_norm - norm(self.truth)) / norm(self.truth)
                 record["error"] = distance(gradients, self.truth)
-        self.host.drop_gradients()
+        self.shared.drop_gradients()
         return record

@@ -1,0 +1,46 @@
+"""The committed records of benchmarks are short, and the figures can be drawn from them."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch):
+    """A module of `benchmarks/`, by name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_is_as_short_as_it_gets(path, benchmark_module):
+    records = benchmark_module("records")
+    text = path.read_text(encoding="utf-8")
+    assert text == records.as_text(records.shortened(json.loads(text)))
+
+
+def test_a_full_parity_record_loses_all_but_verdict_errors_and_layout(tmp_path, benchmark_module):
+    case = {"name": "grpo", "description": "grpo, on-policy", "verdict": "equal", "reason": "", "loss": -0.25}
+    case |= {"loss_error": 1e-7, "gradient_error": 2e-6, "stock_loss_error": None, "metrics_differ": []}
+    case |= {"worst_parameter": "lm_head.weight", "layout": "packed", "seconds": 1.5}
+    records = benchmark_module("records")
+    records.write_record(tmp_path / "parity.json", {"passed": True, "cases": [case]})
+    kept = {"name": "grpo", "verdict": "equal", "loss_error": 1e-7, "gradient_error": 2e-6, "layout": "packed"}
+    text = (tmp_path / "parity.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {"passed": True, "cases": [kept]}
+    assert f" {json.dumps(kept)}\n" in text  # one line
+
+
+def test_figures_are_drawn_from_the_records(benchmark_module):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = benchmark_module("figures")
+    drawn = [figures.draw_loss("loss-h200.json"), figures.draw_curve("curve-h200.json")]
+    drawn.append(figures.draw_windows(figures.WINDOWS))
+    assert all(axes.has_data() for figure in drawn for axes in figure.axes)
+    pyplot.close("all")
