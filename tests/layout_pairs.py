@@ -1,4 +1,4 @@
-"""Two trainers on equal models, ours and stock's, and the micro-batches that show how layouts differ."""
+"""Two trainers on equal models, fused and stock, and the micro-batches that show how layouts differ."""
 
 import copy
 
@@ -37,16 +37,16 @@ def from_config(config, attention="sdpa"):
     return make
 
 
-def make_pair(tmp_path, make_model, stock=None, peft_config=None, **options):
-    """Our trainer with its options and stock's without, each on a model of its own; `stock` are options of both."""
-    stock = stock or {}
+def make_pair(tmp_path, make_model, shared=None, peft_config=None, **options):
+    """A fused trainer with further `options` and a stock one, each on its own model; both have the `shared` options."""
+    shared = shared or {}
     make_adapter = peft_config or (lambda: None)
-    ours = make_trainer(tmp_path, model=make_model(), peft_config=make_adapter(), **stock, **options)
-    theirs = make_trainer(tmp_path, GRPOTrainer, model=make_model(), peft_config=make_adapter(), **stock)
+    fused = make_trainer(tmp_path, model=make_model(), peft_config=make_adapter(), **shared, **options)
+    stock = make_trainer(tmp_path, GRPOTrainer, model=make_model(), peft_config=make_adapter(), **shared)
     with torch.no_grad():  # adapters start from random numbers
-        for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        for mine, other in zip(fused.model.parameters(), stock.model.parameters(), strict=True):
             mine.copy_(other)
-    return ours, theirs
+    return fused, stock
 
 
 def short_rows(longest=8, **extra):
@@ -69,8 +69,8 @@ def seeded(trainer, inputs, seed=0):
     return loss, gradients, torch.rand(())
 
 
-def assert_trains_as_stock(ours, stock, inputs, tolerance=1e-5):
-    loss, gradients, drawn = seeded(ours, inputs)
+def assert_trains_as_stock(fused, stock, inputs, tolerance=1e-5):
+    loss, gradients, drawn = seeded(fused, inputs)
     expected_loss, expected, expected_drawn = seeded(stock, inputs)
     assert relative_error(loss, expected_loss) < tolerance
     assert gradients.keys() == expected.keys()
@@ -82,7 +82,7 @@ def assert_trains_as_stock(ours, stock, inputs, tolerance=1e-5):
 
 
 def log_probs(trainer, inputs, batch_size=None, grad=False):
-    """Log-probs `[B, T]` through the host's seam, as old log-probs are computed."""
+    """Log-probs `[B, T]` from TRL's log-prob method, as old log-probs are computed."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     trainer.model.train()

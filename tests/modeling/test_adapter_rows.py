@@ -1,4 +1,4 @@
-"""PEFT methods that read whole rows keep the host's layout; those that change each token by itself are packed."""
+"""PEFT methods that read whole rows keep TRL's padding; those that change each token by itself are packed."""
 
 import pytest
 import torch
@@ -22,15 +22,15 @@ def with_invocations(inputs):
 
 
 def pair(tmp_path, make_config, **options):
-    ours, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)), peft_config=make_config, **options)
+    fused, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)), peft_config=make_config, **options)
     generator = torch.Generator().manual_seed(1)
-    parameters = zip(ours.model.parameters(), stock.model.parameters(), strict=True)
+    parameters = zip(fused.model.parameters(), stock.model.parameters(), strict=True)
     with torch.no_grad():  # an adapter that changes nothing yet would show nothing
         for mine, other in parameters:
             if mine.requires_grad:
                 mine.add_(0.2 * torch.randn(mine.shape, generator=generator))
                 other.copy_(mine)
-    return ours, stock
+    return fused, stock
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient-checkpointing"])
@@ -39,13 +39,13 @@ def test_an_adapter_that_waits_for_its_invocation_trains_as_stock(tmp_path, chec
         pytest.skip("this PEFT has no aLoRA")
     make_config = lambda: peft.LoraConfig(**WEIGHTS, alora_invocation_tokens=INVOCATION)  # noqa: E731
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    ours, stock = pair(tmp_path, make_config, stock=options if checkpointing else {})
+    fused, stock = pair(tmp_path, make_config, shared=options if checkpointing else {})
     inputs = with_invocations(short_rows(old_per_token_logps=torch.full((9, 8), -6.9)))
     if not checkpointing:
         expected = log_probs(stock, inputs, batch_size=2)
-        assert relative_error(log_probs(ours, inputs, batch_size=2), expected) < 1e-5
-    assert_trains_as_stock(ours, stock, inputs)
-    assert ours.fused_layout() == "padded"
+        assert relative_error(log_probs(fused, inputs, batch_size=2), expected) < 1e-5
+    assert_trains_as_stock(fused, stock, inputs)
+    assert fused.fused_layout() == "padded"
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_methods_are_packed_where_they_act_on_tokens(tmp_path, method, options, 
         pytest.skip(f"this PEFT has no {method}")
     targets = {} if method == "LilyConfig" else {"target_modules": ["q_proj", "v_proj"]}
     try:
-        ours, stock = pair(tmp_path, lambda: getattr(peft, method)(**options, **targets, task_type="CAUSAL_LM"))
+        fused, stock = pair(tmp_path, lambda: getattr(peft, method)(**options, **targets, task_type="CAUSAL_LM"))
     except (TypeError, ValueError) as error:
         pytest.skip(f"{method}: {error}")
-    assert ours.fused_layout() == layout
+    assert fused.fused_layout() == layout
     if method != "PolyConfig":  # it wants the task of each row
-        assert_trains_as_stock(ours, stock, short_rows(old_per_token_logps=torch.full((9, 8), -6.9)))
+        assert_trains_as_stock(fused, stock, short_rows(old_per_token_logps=torch.full((9, 8), -6.9)))
 
 
 def test_every_method_that_puts_tokens_before_a_row_keeps_the_padding():

@@ -86,11 +86,11 @@ def test_uninstalling_twice_is_uninstalling_once():
 
 
 def test_log_probs_and_losses_leave_transformers_as_it_was(tmp_path):
-    ours, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
-    log_probs(ours, short_rows())
+    fused, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
+    log_probs(fused, short_rows())
     assert registered() == STOCK
-    assert_trains_as_stock(ours, stock, short_rows())
-    assert ours.fused_layout() == "packed"
+    assert_trains_as_stock(fused, stock, short_rows())
+    assert fused.fused_layout() == "packed"
     assert registered() == STOCK
 
 
@@ -117,23 +117,23 @@ def test_layers_that_are_computed_again_attend_as_before(tmp_path, options, drop
     if drops_watched:
         drop_watched(monkeypatch)
     layout = {"fused_layout": "packed"} if drops_watched else {}
-    ours, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)), **layout)
-    for trainer in (ours, stock):
+    fused, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)), **layout)
+    for trainer in (fused, stock):
         trainer.model.gradient_checkpointing_enable(options)
-    assert_trains_as_stock(ours, stock, short_rows())
-    assert ours.fused_layout() == "packed"
+    assert_trains_as_stock(fused, stock, short_rows())
+    assert fused.fused_layout() == "packed"
     gc.collect()
     assert registered() == STOCK
 
 
 def test_they_stay_replaced_while_a_checkpointed_graph_lives(tmp_path):
-    ours, _ = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
-    ours.model.gradient_checkpointing_enable({"use_reentrant": False})
-    loss = loss_of(ours, short_rows())
+    fused, _ = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
+    fused.model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = loss_of(fused, short_rows())
     uninstall_attention()
     assert registered() != STOCK
     with torch.no_grad():
-        log_probs(ours, short_rows())
+        log_probs(fused, short_rows())
     assert registered() != STOCK
     loss.backward()
     del loss

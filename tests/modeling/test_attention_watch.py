@@ -124,7 +124,7 @@ def test_without_a_gpu_nothing_is_switched(monkeypatch):
         pass
 
 
-def test_who_replaces_torch_s_attention_has_it_called(monkeypatch):
+def test_a_replacement_of_torch_s_attention_is_called(monkeypatch):
     query = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 3, 64), device="cuda")
     monkeypatch.setattr(varlen_attention, "_widest_head", lambda device: 256)
     assert varlen_attention._flash_takes(query, query)

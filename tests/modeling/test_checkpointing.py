@@ -1,4 +1,4 @@
-"""Gradient checkpointing with less to do for the host: torch's gradients and recomputations, bit for bit."""
+"""Gradient checkpointing with less CPU time: torch's gradients and recomputations, bit for bit."""
 
 import functools
 import gc
@@ -56,12 +56,12 @@ def gradients(run, dropout=0.0, cast=False):
 def test_gradients_are_those_without_checkpointing(dropout, cast):
     expected, _ = gradients(lambda block, x: block(x), dropout, cast)
     found, _ = gradients(checkpoint, dropout, cast)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
 
 
 def test_the_recomputation_stops_where_torch_s_does():
-    (_, ours), (_, theirs) = gradients(checkpoint), gradients(without_reentrance)
-    assert ours == theirs == ["first", "last", "end", "first", "last"]
+    (_, own), (_, torch_s) = gradients(checkpoint), gradients(without_reentrance)
+    assert own == torch_s == ["first", "last", "end", "first", "last"]
 
 
 def test_a_second_backward_computes_once_more():

@@ -87,7 +87,7 @@ def test_a_frozen_weight_beside_low_rank_terms_costs_no_gradient_of_its_size(mon
     assert set(shapes) == {(V, R + 3)}
 
 
-def test_low_rank_terms_without_gradient_take_the_way_of_two_gemms():
+def test_low_rank_terms_without_gradient_run_as_two_matmuls():
     problem = LowRankProblem(bias=False)
     for name in ("a0", "b0", "a1", "b1"):
         problem.frozen[name] = problem.leaves.pop(name).detach()
@@ -222,7 +222,7 @@ def test_adapters_that_are_more_than_a_low_rank_term_are_refused_with_the_reason
 
 
 class DenseTrainer(FusedGRPOTrainer):
-    """The host's objective on log-probabilities from the model's own logits."""
+    """TRL's objective on log-probabilities from the model's own logits."""
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **_
@@ -267,7 +267,7 @@ def test_lora_on_the_head_trains_in_the_trainer(tmp_path, kind, old_logps):
         assert relative_error(our_gradients[name], gradient) < 1e-5, name
 
 
-def test_every_module_that_holds_weights_of_the_head_is_entered_through_its_own_call(tmp_path):
+def test_every_module_that_holds_weights_of_the_head_runs_through_its_own_call(tmp_path):
     _, trainer = pair(tmp_path, lora("lm_head"))
     head = trainer.model.get_base_model().lm_head
     entered = []
@@ -294,11 +294,11 @@ def test_a_float32_head_with_lora_is_refused(tmp_path):
         make_trainer(tmp_path, peft_config=lora("lm_head"), cast_lm_head_to_fp32=True)
 
 
-def test_without_the_flag_the_host_judges_adapters_on_the_head_itself(tmp_path):
+def test_without_the_flag_trl_decides_about_adapters_on_the_head(tmp_path):
     from trl_fused_grpo._compat.trl import TRL
 
     if TRL.release < (1, 15):
-        pytest.skip("the host takes them")
+        pytest.skip("this TRL takes them")
     with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head`"):
         make_trainer(tmp_path, peft_config=lora("lm_head"), use_liger_loss=False)
 

@@ -1,4 +1,4 @@
-"""Holes in the attention mask: rows that are not one sequence keep the host's layout."""
+"""Holes in the attention mask: rows that are not one sequence keep TRL's padding."""
 
 import pytest
 import torch
@@ -55,57 +55,57 @@ def pair(tmp_path, **options):
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("dig", HOLES)
 def test_a_hole_in_the_mask_keeps_the_padding(tmp_path, dig, shares, layouts):
-    ours, stock = pair(tmp_path, fused_share_prompts=shares)
+    fused, stock = pair(tmp_path, fused_share_prompts=shares)
     inputs = short_rows(old_per_token_logps=torch.full((9, 8), -6.9))
     dig(inputs)
-    assert_trains_as_stock(ours, stock, inputs)
+    assert_trains_as_stock(fused, stock, inputs)
     assert layouts == ["padded"]
     inputs = short_rows(old_per_token_logps=torch.full((9, 8), -6.9))
-    assert_trains_as_stock(ours, stock, inputs)
+    assert_trains_as_stock(fused, stock, inputs)
     assert layouts == ["padded", "packed"]  # it is the batch's, not the model's
 
 
 @pytest.mark.parametrize("name", ["packed", "aligned"])
 def test_a_layout_that_was_asked_for_raises(tmp_path, name):
-    ours, _ = pair(tmp_path, fused_layout=name)
+    fused, _ = pair(tmp_path, fused_layout=name)
     inputs = short_rows()
     in_a_completion(inputs)
     with pytest.raises(ValueError, match=f"fused_layout='{name}' does not fit this batch: there are holes"):
-        seeded(ours, inputs)
+        seeded(fused, inputs)
 
 
 @pytest.mark.skipif(trl_compat.SCORES_PADDING, reason="this TRL's log-probs of padding may be read")
 def test_only_sub_batches_with_holes_are_padded(tmp_path, layouts):
-    ours, stock = pair(tmp_path, fused_share_prompts=False)
+    fused, stock = pair(tmp_path, fused_share_prompts=False)
     inputs = short_rows()
     in_a_completion(inputs)
     expected = log_probs(stock, inputs, batch_size=3)
-    assert relative_error(log_probs(ours, inputs, batch_size=3), expected) < 1e-5
+    assert relative_error(log_probs(fused, inputs, batch_size=3), expected) < 1e-5
     assert sorted(set(layouts)) == ["packed", "padded"]
 
 
 @pytest.mark.parametrize("name", ["packed", "aligned"])
 def test_empty_rows_and_completions_are_no_holes(tmp_path, name, layouts):
-    ours, stock = pair(tmp_path, fused_layout=name)
+    fused, stock = pair(tmp_path, fused_layout=name)
     inputs = short_rows(old_per_token_logps=torch.full((9, 8), -6.9))
     inputs["completion_mask"][[2, 5]] = 0
     inputs["prompt_mask"][[0, 5]] = 0  # an empty row; the first has no completion either
     assert inputs["completion_mask"][0].sum() == 0
-    assert_trains_as_stock(ours, stock, inputs)
+    assert_trains_as_stock(fused, stock, inputs)
     assert layouts == [name]
 
 
-def test_a_hole_in_a_row_that_is_not_scored_does_not_matter(tmp_path, layouts):
-    ours, stock = pair(tmp_path)
+def test_a_hole_in_a_row_without_tokens_in_the_loss_does_not_matter(tmp_path, layouts):
+    fused, stock = pair(tmp_path)
     inputs = short_rows(old_per_token_logps=torch.full((9, 8), -6.9))
     inputs["prompt_mask"][0] = torch.tensor([1, 0, 1])  # it has no completion
-    assert_trains_as_stock(ours, stock, inputs)
+    assert_trains_as_stock(fused, stock, inputs)
     assert layouts == ["packed"]
 
 
 def test_a_batch_without_any_token_runs(tmp_path):
-    ours, stock = pair(tmp_path)
+    fused, stock = pair(tmp_path)
     inputs = short_rows(old_per_token_logps=torch.full((9, 8), -6.9))
     inputs["completion_mask"][:] = 0
     inputs["prompt_mask"][0] = 0
-    assert seeded(ours, inputs)[0] == seeded(stock, inputs)[0] == 0
+    assert seeded(fused, inputs)[0] == seeded(stock, inputs)[0] == 0

@@ -83,8 +83,8 @@ def test_packed_rows_hold_a_shared_prompt_once(tmp_path, monkeypatch):
     inputs = with_repeated_prompts(every_length())
     for shares in (True, False):
         loss_and_gradients(make_trainer(tmp_path, fused_share_prompts=shares), inputs)
-    lengths, scored = inputs["prompt_mask"].sum(1), inputs["completion_mask"].any(1)
-    once, each = lengths[[1, 2, 5]].sum(), lengths[scored].sum()
+    lengths, counts = inputs["prompt_mask"].sum(1), inputs["completion_mask"].any(1)
+    once, each = lengths[[1, 2, 5]].sum(), lengths[counts].sum()
     tokens = [layout.model_inputs["input_ids"].shape[1] for layout in seen]
     assert tokens == [inputs["completion_mask"].sum() + prompts for prompts in (once, each)]
 
@@ -93,8 +93,8 @@ def test_the_auxiliary_loss_sees_every_copy_of_a_prompt(tmp_path):
     if not trl_compat.RETURNS_AUX_LOSS:
         pytest.skip("this TRL has no auxiliary loss")
     options = {"kind": "moe", "router_aux_loss_coef": 0.5}
-    ours, stock = make_trainer(tmp_path, **options), make_trainer(tmp_path, GRPOTrainer, **options)
-    assert_same(ours, stock, with_repeated_prompts(every_length()))
+    fused, stock = make_trainer(tmp_path, **options), make_trainer(tmp_path, GRPOTrainer, **options)
+    assert_same(fused, stock, with_repeated_prompts(every_length()))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -116,16 +116,16 @@ def test_each_layout_respects_sliding_windows(tmp_path, name, repeated):
     for _ in range(2):
         torch.manual_seed(0)
         models.append(AutoModelForCausalLM.from_config(Qwen3Config(**config), attn_implementation="sdpa"))
-    ours, stock = (
+    fused, stock = (
         make_trainer(tmp_path, model=models[0], fused_layout=name),
         make_trainer(tmp_path, GRPOTrainer, model=models[1]),
     )
     inputs = every_length()
-    assert_same(ours, stock, with_repeated_prompts(inputs) if repeated else inputs)
+    assert_same(fused, stock, with_repeated_prompts(inputs) if repeated else inputs)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_absolute_positions_keep_the_host_s_positions(tmp_path, name):
+def test_models_with_absolute_positions_get_those_of_trl_s_padding(tmp_path, name):
     config = GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
@@ -133,11 +133,11 @@ def test_absolute_positions_keep_the_host_s_positions(tmp_path, name):
     for _ in range(2):
         torch.manual_seed(0)
         models.append(AutoModelForCausalLM.from_config(config))
-    ours, stock = (
+    fused, stock = (
         make_trainer(tmp_path, model=models[0], fused_layout=name),
         make_trainer(tmp_path, GRPOTrainer, model=models[1]),
     )
-    assert_same(ours, stock, with_repeated_prompts(every_length()))
+    assert_same(fused, stock, with_repeated_prompts(every_length()))
 
 
 @pytest.mark.parametrize("repeated", [False, True], ids=["", "shared-prompts"])
@@ -148,23 +148,23 @@ def test_log_probs_by_sub_batches_come_back_in_order(tmp_path, name, repeated):
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     with torch.no_grad():
-        ours, theirs = (
+        found, expected = (
             t._get_per_token_logps_and_entropies(t.model, ids, mask, 8, batch_size=2, compute_entropy=True)
             for t in (trainer, stock)
         )
     keep = inputs["completion_mask"].bool()
-    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+    for mine, other in zip(found[:2], expected[:2], strict=True):
         assert relative_error(mine[keep], other[keep]) < 1e-5
 
 
-def test_packed_rows_hold_no_padding_and_no_sequence_that_is_not_scored(tmp_path, monkeypatch):
+def test_packed_rows_hold_no_padding_and_no_sequence_without_tokens_in_the_loss(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, fused_layout="packed")
     seen = []
     monkeypatch.setattr(layout, "packed", lambda *args, _=layout.packed: seen.append(_(*args)) or seen[-1])
     inputs = every_length()
     loss_and_gradients(trainer, inputs)
-    scored = inputs["completion_mask"].any(1)
-    tokens = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1))[scored].sum()
+    counts = inputs["completion_mask"].any(1)
+    tokens = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1))[counts].sum()
     assert seen[0].model_inputs["input_ids"].shape == (1, tokens)
 
 
@@ -192,14 +192,14 @@ def test_a_layout_that_the_model_cannot_take_is_refused_with_the_reason(tmp_path
         loss_and_gradients(trainer, every_length())
 
 
-def test_a_model_whose_attention_ignores_borders_is_not_trained_on_them(tmp_path):
+def test_a_model_that_ignores_sequence_boundaries_is_not_trained_on_packed_rows(tmp_path):
     trainer = make_trainer(tmp_path, fused_layout="packed")
     trainer.model.config.num_hidden_layers = 3  # one layer more than there is
     with pytest.raises(RuntimeError, match=r'only 2 of 3 attention layers .* fused_layout="aligned"'):
         loss_and_gradients(trainer, every_length())
 
 
-def test_left_to_choose_such_a_model_is_trained_on_aligned_rows(tmp_path):
+def test_layout_auto_aligns_the_rows_of_a_model_that_ignores_sequence_boundaries(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.model.config.num_hidden_layers = 3
     assert_same(trainer, make_trainer(tmp_path, GRPOTrainer), every_length())
@@ -239,6 +239,6 @@ def test_partitioning_keeps_sequences_of_a_prompt_together(data):
     partitions = balanced_partitions(lengths, parts, size, prompts)
     assert sorted(index for partition in partitions for index in partition) == list(range(count))
     assert len(partitions) == parts and all(1 <= len(partition) <= size for partition in partitions)
-    if size % group == 0 or group % size == 0:  # no prompt needs to be cut, or no part to be shared
+    if size % group == 0 or group % size == 0:  # no prompt needs to be split, or no part to be shared
         copies = sum(len({prompts[index] for index in partition}) for partition in partitions)
         assert copies == max(groups, parts if group % size == 0 else groups)

@@ -1,4 +1,4 @@
-"""Attention that is more than causality and a window, and dropout: such models keep the host's layout, told once."""
+"""Attention with more than causality and a window, and dropout: such models keep TRL's padding, and one line says so."""
 
 import pytest
 import torch
@@ -66,19 +66,19 @@ def is_packed(trainer):
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_a_mask_that_says_more_keeps_the_padding(tmp_path, name, warnings):
-    ours, stock = make_pair(tmp_path, from_config(MASKED[name]()), NO_AUX_LOSS)
+def test_a_mask_of_more_than_causality_and_a_window_keeps_the_padding(tmp_path, name, warnings):
+    fused, stock = make_pair(tmp_path, from_config(MASKED[name]()), NO_AUX_LOSS)
     for seed in range(2):
-        assert_trains_as_stock(ours, stock, short_rows(8, seed=seed))
-    assert ours.fused_layout() == "padded"
+        assert_trains_as_stock(fused, stock, short_rows(8, seed=seed))
+    assert fused.fused_layout() == "padded"
     assert len(warnings) <= 1  # modules may say it beforehand
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_model_that_is_not_causal_is_not_aligned_either(tmp_path, attention):
     make_model = from_config(MASKED["gemma3-bidirectional"](), attention)
-    ours, stock = make_pair(tmp_path, make_model)
-    assert_trains_as_stock(ours, stock, short_rows())
+    fused, stock = make_pair(tmp_path, make_model)
+    assert_trains_as_stock(fused, stock, short_rows())
     for layout in ("packed", "aligned"):
         forced, _ = make_pair(tmp_path, make_model, fused_layout=layout)
         with pytest.raises(ValueError, match="its attention is not causal"):
@@ -88,21 +88,21 @@ def test_a_model_that_is_not_causal_is_not_aligned_either(tmp_path, attention):
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_is_heeded_in_packed_rows_wherever_it_stands(tmp_path, name, shares):
-    ours, stock = make_pair(tmp_path, from_config(WINDOWED[name]()), NO_AUX_LOSS, fused_share_prompts=shares)
-    assert_trains_as_stock(ours, stock, short_rows())
+    fused, stock = make_pair(tmp_path, from_config(WINDOWED[name]()), NO_AUX_LOSS, fused_share_prompts=shares)
+    assert_trains_as_stock(fused, stock, short_rows())
     is_old = model_compat.TRANSFORMERS.major < 5 and name in (
         "phimoe",
         "qwen2-moe",
     )  # its attention is not the interface's
-    assert is_packed(ours) or is_old
+    assert is_packed(fused) or is_old
 
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "qwen3", "phimoe"])
-def test_so_it_is_when_layers_are_computed_again(tmp_path, name):
-    ours, stock = make_pair(tmp_path, from_config(WINDOWED[name]()), {"gradient_checkpointing": True, **NO_AUX_LOSS})
-    for trainer in (ours, stock):
+def test_a_window_is_heeded_when_checkpointed_layers_are_recomputed(tmp_path, name):
+    fused, stock = make_pair(tmp_path, from_config(WINDOWED[name]()), {"gradient_checkpointing": True, **NO_AUX_LOSS})
+    for trainer in (fused, stock):
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_trains_as_stock(ours, stock, short_rows())
+    assert_trains_as_stock(fused, stock, short_rows())
 
 
 class OwnMaskModel(modeling_llama.LlamaModel):
@@ -137,18 +137,18 @@ def own_mask(attention="sdpa"):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_mask_function_of_a_model_s_own_keeps_the_padding(tmp_path, attention, warnings):
-    ours, stock = make_pair(tmp_path, lambda: own_mask(attention))
+    fused, stock = make_pair(tmp_path, lambda: own_mask(attention))
     for seed in range(2):
-        assert_trains_as_stock(ours, stock, short_rows(seed=seed))
-    assert ours.fused_layout() == "padded"
+        assert_trains_as_stock(fused, stock, short_rows(seed=seed))
+    assert fused.fused_layout() == "padded"
     (message,) = warnings
     assert "its mask is more than causality and a window" in message
 
 
 def test_a_layout_that_was_asked_for_raises_instead(tmp_path):
-    ours, _ = make_pair(tmp_path, own_mask, fused_layout="packed")
+    fused, _ = make_pair(tmp_path, own_mask, fused_layout="packed")
     with pytest.raises(ValueError, match="fused_layout='packed' does not fit this model: its mask is more"):
-        seeded(ours, short_rows())
+        seeded(fused, short_rows())
 
 
 def gpt2(**options):
@@ -172,18 +172,18 @@ DROPOUTS = {
 
 @pytest.mark.parametrize("name", DROPOUTS)
 def test_attention_dropout_draws_the_random_numbers_of_stock(tmp_path, name, warnings):
-    ours, stock = make_pair(tmp_path, from_config(DROPOUTS[name]()))
+    fused, stock = make_pair(tmp_path, from_config(DROPOUTS[name]()))
     for seed in range(2):
-        drawn, expected = assert_trains_as_stock(ours, stock, short_rows(seed=seed))
+        drawn, expected = assert_trains_as_stock(fused, stock, short_rows(seed=seed))
         assert drawn == expected
     (message,) = warnings
     assert "its attention drops out" in message
 
 
 def test_without_gradients_dropout_is_stocks_too(tmp_path):
-    ours, stock = make_pair(tmp_path, from_config(DROPOUTS["gpt2"]()))
+    fused, stock = make_pair(tmp_path, from_config(DROPOUTS["gpt2"]()))
     drawn = []
-    for trainer in (ours, stock):
+    for trainer in (fused, stock):
         torch.manual_seed(0)
         drawn.append((log_probs(trainer, short_rows(), batch_size=2), torch.rand(())))
     assert relative_error(drawn[0][0], drawn[1][0]) < 1e-5
@@ -191,21 +191,21 @@ def test_without_gradients_dropout_is_stocks_too(tmp_path):
 
 
 def test_evaluation_of_such_a_model_is_packed_until_it_trains(tmp_path):
-    ours, _ = make_pair(tmp_path, from_config(DROPOUTS["gpt2"]()))
-    assert is_packed(ours)
+    fused, _ = make_pair(tmp_path, from_config(DROPOUTS["gpt2"]()))
+    assert is_packed(fused)
 
 
 def test_neftune_s_noise_is_stocks(tmp_path):
-    ours, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
-    for trainer in (ours, stock):
+    fused, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
+    for trainer in (fused, stock):
         embeddings = trainer.model.get_input_embeddings()
         embeddings.neftune_noise_alpha = 5.0
         embeddings.register_forward_hook(transformers.trainer.neftune_post_forward_hook) if hasattr(
             transformers.trainer, "neftune_post_forward_hook"
         ) else embeddings.register_forward_hook(transformers.integrations.neftune.neftune_post_forward_hook)
-    drawn, expected = assert_trains_as_stock(ours, stock, short_rows(4))
+    drawn, expected = assert_trains_as_stock(fused, stock, short_rows(4))
     assert drawn == expected
-    assert ours.fused_layout() == "padded"
+    assert fused.fused_layout() == "padded"
     forced, _ = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)), fused_layout="packed")
     forced.model.get_input_embeddings().neftune_noise_alpha = 5.0
     with pytest.raises(ValueError, match="NEFTune"):
@@ -222,22 +222,22 @@ ORIGINAL = transformers.integrations.sdpa_attention.sdpa_attention_forward
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_attention_function_of_the_user_s_is_not_passed_by(tmp_path, when, monkeypatch):
-    ours, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
+def test_an_attention_function_that_the_user_registers_is_called(tmp_path, when, monkeypatch):
+    fused, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
     if when == "before":
         monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", ORIGINAL)
     else:
-        assert_trains_as_stock(ours, stock, short_rows())
-        assert is_packed(ours)
+        assert_trains_as_stock(fused, stock, short_rows())
+        assert is_packed(fused)
         monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", AttentionInterface._global_mapping["sdpa"])
     AttentionInterface.register("sdpa", louder)
-    assert_trains_as_stock(ours, stock, short_rows())
+    assert_trains_as_stock(fused, stock, short_rows())
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is louder
-    assert ours.fused_layout() == "padded"
+    assert fused.fused_layout() == "padded"
 
 
-def test_a_mask_function_that_the_user_registers_is_not_passed_by(tmp_path, monkeypatch):
-    ours, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
+def test_a_mask_function_that_the_user_registers_is_called(tmp_path, monkeypatch):
+    fused, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)))
     mapping = AttentionMaskInterface._global_mapping
     monkeypatch.setitem(mapping, "sdpa", mapping["sdpa"])
 
@@ -246,11 +246,11 @@ def test_a_mask_function_that_the_user_registers_is_not_passed_by(tmp_path, monk
         return masking_utils.sdpa_mask(*args, mask_function=own, allow_is_causal_skip=False, **kwargs)
 
     AttentionMaskInterface.register("sdpa", even)
-    assert_trains_as_stock(ours, stock, short_rows())
-    assert ours.fused_layout() == "padded"
+    assert_trains_as_stock(fused, stock, short_rows())
+    assert fused.fused_layout() == "padded"
 
 
 def test_a_plain_model_stays_packed_and_nothing_is_said(tmp_path, warnings):
-    ours, stock = make_pair(tmp_path, from_config(Qwen3Config(**SHAPE, head_dim=16)))
-    assert_trains_as_stock(ours, stock, short_rows())
-    assert is_packed(ours) and not warnings
+    fused, stock = make_pair(tmp_path, from_config(Qwen3Config(**SHAPE, head_dim=16)))
+    assert_trains_as_stock(fused, stock, short_rows())
+    assert is_packed(fused) and not warnings

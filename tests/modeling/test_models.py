@@ -27,7 +27,7 @@ def test_loss_and_gradients_are_stocks(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_so_they_are_on_policy(tmp_path, name):
+def test_loss_and_gradients_are_stocks_on_policy(tmp_path, name):
     case = CASES[name]
     result = compare(dataclasses.replace(case, data=dataclasses.replace(case.data, old=None)), Settings(tmp_path))
     assert result.verdict == "equal", result.reason
@@ -80,7 +80,7 @@ def test_a_family_that_transformers_lacks_is_skipped(tmp_path, monkeypatch):
     assert (result.verdict, result.reason) == ("skipped", "this transformers has no NoSuchConfig")
 
 
-def test_what_is_frozen_for_its_flat_gradient_has_none(tmp_path):
+def test_parameters_with_a_flat_gradient_are_frozen(tmp_path):
     outcome = played(tmp_path, dataclasses.replace(CASES["gemma3-vl"], frozen=()))
     flat = [gradient for name, gradient in outcome.tensors.items() if name.endswith(FAMILIES["gemma3-vl"].flat)]
     assert flat

@@ -65,10 +65,10 @@ def test_a_family_whose_forward_computes_none_is_stocks_or_refused(tmp_path):
         with pytest.raises(ValueError, match="no load-balancing loss of its own"):
             make()
         return
-    ours = make()
-    loss, gradients = loss_and_gradients(ours, make_inputs())
+    fused = make()
+    loss, gradients = loss_and_gradients(fused, make_inputs())
     expected_loss, expected = loss_and_gradients(make(GRPOTrainer), make_inputs())
-    assert ours._metrics["train"]["aux_loss"][0] > 0
+    assert fused._metrics["train"]["aux_loss"][0] > 0
     assert relative_error(loss, expected_loss) < 1e-5
     assert all(relative_error(gradients[name], gradient) < 1e-5 for name, gradient in expected.items())
 

@@ -1,4 +1,4 @@
-"""Rotary factors that follow the longest position: the host's padding decides them, in every layout."""
+"""Rotary factors that follow the longest position: TRL's padding decides them, in every layout."""
 
 import pytest
 import torch
@@ -35,18 +35,18 @@ def make_model(request):
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("name", ["packed", "aligned", "padded"])
 def test_short_rows_train_what_stock_trains_on_padded_ones(tmp_path, make_model, name, shares):
-    ours, stock = make_pair(tmp_path, make_model, fused_layout=name, fused_share_prompts=shares)
-    assert_trains_as_stock(ours, stock, short_rows(4))
-    assert_trains_as_stock(ours, stock, short_rows(8))
-    assert_trains_as_stock(ours, stock, short_rows(1))
+    fused, stock = make_pair(tmp_path, make_model, fused_layout=name, fused_share_prompts=shares)
+    assert_trains_as_stock(fused, stock, short_rows(4))
+    assert_trains_as_stock(fused, stock, short_rows(8))
+    assert_trains_as_stock(fused, stock, short_rows(1))
 
 
 @pytest.mark.parametrize("name", ["packed", "aligned", "padded"])
 def test_old_log_probs_by_sub_batches_are_stocks_and_those_of_training(tmp_path, make_model, name):
-    ours, stock = make_pair(tmp_path, make_model, fused_layout=name)
+    fused, stock = make_pair(tmp_path, make_model, fused_layout=name)
     inputs = short_rows(4)
     expected = log_probs(stock, inputs, batch_size=2)
-    old, training = log_probs(ours, inputs, batch_size=2), log_probs(ours, inputs, grad=True)
+    old, training = log_probs(fused, inputs, batch_size=2), log_probs(fused, inputs, grad=True)
     assert relative_error(old, expected) < 1e-5
     assert relative_error(training, expected) < 1e-5
 
@@ -68,12 +68,12 @@ def test_the_padding_makes_a_difference_to_such_a_model(tmp_path, make_model):
 def test_one_token_stands_for_the_last_column_where_it_is_not_there(tmp_path, make_model, monkeypatch):
     seen = []
     monkeypatch.setattr(layout, "packed", lambda *args, _=layout.packed: seen.append(_(*args)) or seen[-1])
-    ours, _ = make_pair(tmp_path, make_model, fused_share_prompts=False, fused_layout="packed")
+    fused, _ = make_pair(tmp_path, make_model, fused_share_prompts=False, fused_layout="packed")
     for longest in (4, 8):
         inputs = short_rows(longest)
-        log_probs(ours, inputs, grad=True)
-        scored = inputs["completion_mask"].any(1)
-        tokens = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1))[scored].sum()
+        log_probs(fused, inputs, grad=True)
+        counts = inputs["completion_mask"].any(1)
+        tokens = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1))[counts].sum()
         position_ids = seen[-1].model_inputs["position_ids"]
         assert position_ids.max() == 10
         assert position_ids.shape[1] == tokens + (longest == 4)
@@ -82,8 +82,8 @@ def test_one_token_stands_for_the_last_column_where_it_is_not_there(tmp_path, ma
 def test_other_models_get_no_such_token(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(layout, "packed", lambda *args, _=layout.packed: seen.append(_(*args)) or seen[-1])
-    ours, _ = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)), fused_layout="packed")
-    log_probs(ours, short_rows(4), grad=True)
+    fused, _ = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)), fused_layout="packed")
+    log_probs(fused, short_rows(4), grad=True)
     assert seen[-1].model_inputs["position_ids"].max() == 6
 
 

@@ -40,8 +40,8 @@ def backbone(causal_lm: PreTrainedModel) -> nn.Module:
         module = getattr(causal_lm, "model", causal_lm)
     if module is causal_lm:
         raise ValueError(
-            f"{type(causal_lm).__name__} does not name its backbone (base_model_prefix), so its head cannot be run "
-            "apart: train with use_liger_loss=False."
+            f"{type(causal_lm).__name__} does not name its backbone (base_model_prefix), so its head cannot be "
+            "run apart from it: train with use_liger_loss=False."
         )
     return module
 
@@ -111,14 +111,14 @@ def adapters_as(model: nn.Module, state: tuple[bool, tuple[str, ...]] | None) ->
         yield
 
 
-# PEFT methods that change what a module makes of each token by itself. Others read rows (virtual tokens, tasks, means
-# over a batch: Lily's router, X-LoRA's scalings), and so may those that are newer than this list
+# PEFT methods under which a token's result depends on that token alone. Others read whole rows (virtual tokens, tasks,
+# means over a batch: Lily's router, X-LoRA's scalings), and so may those that are newer than this list
 TOKENWISE_PEFT = {
     *("LORA", "ADALORA", "BOFT", "C3A", "DELORA", "FOURIERFT", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA"),
     *("LOKR", "MISS", "BONE", "OFT", "OSF", "PSOFT", "RANDLORA", "ROAD", "SHIRA", "TINYLORA", "TRAINABLE_TOKENS"),
     *("UNILORA", "VBLORA", "VERA", "WAVEFT"),
 }
-# Options of LoRA that read rows: an invocation that is looked for in each, a mean over the first batch
+# Options of LoRA that read whole rows: an invocation that is looked for in each, a mean over the first batch
 _LORA_THAT_READS_ROWS = ("alora_invocation_tokens", "velora_config")
 
 
@@ -143,7 +143,7 @@ def neftune_noise(causal_lm: PreTrainedModel) -> float | None:
 
 
 def rope_follows_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding's factors depend on the longest position: `dynamic_rope_update` asks for the same."""
+    """Whether a rotary embedding's factors depend on the longest position; `dynamic_rope_update` asks the same."""
     rope_type: Any = getattr(module, "rope_type", None)
     types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]  # transformers >= 5: one a layer type
     if type(module).__name__ == "PhimoeRotaryEmbedding":  # scales by the longest position whatever else its type is

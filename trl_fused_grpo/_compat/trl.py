@@ -1,6 +1,6 @@
 """
-Everything that depends on the version of TRL or accelerate, and their private names. Each entry says what, since when
-and until when.
+What depends on the version of TRL or accelerate, and their private names. Each entry says what differs, since when or
+until when; it can be removed when the oldest supported version has passed that.
 """
 
 import inspect
@@ -28,11 +28,11 @@ from .required import check_trl as check_trl
 
 logger = logging.get_logger(__name__)
 
-# TRL >= 1.7: the seam returns the auxiliary loss of Mixture-of-Experts models as a third value
+# TRL >= 1.7: the log-prob method returns the auxiliary loss of Mixture-of-Experts models as a third value
 RETURNS_AUX_LOSS = "compute_aux_loss" in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
 
 
-# What goes with images in the inputs of a micro-batch, by the version
+# The inputs of a micro-batch that go with images, as the log-prob method names them: they differ by the version
 MULTIMODAL_INPUTS = tuple(
     name
     for name in list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[5:]
@@ -44,7 +44,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def is_asked_by_generation() -> bool:
-    """Whether a call of the seam comes from the host's generation itself, not from what that calls of the user's."""
+    """Whether a call of the log-prob method comes from TRL's own generation, not from the user's code in it."""
     frame = sys._getframe()
     while frame is not None and _is_between_trl_and_its_method(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -53,31 +53,48 @@ def is_asked_by_generation() -> bool:
 
 def _is_between_trl_and_its_method(module: str) -> bool:
     root, _, rest = module.partition(".")
-    # The package's comparisons play the user
+    # The package's comparisons stand for the user's code
     return module == profiling_decorator.__module__ or (root == _PACKAGE and not rest.startswith("parity"))
 
 
 def logps_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What the host expects of its `_get_per_token_logps_and_entropies`."""
+    """What TRL expects of its `_get_per_token_logps_and_entropies`: the auxiliary loss from TRL 1.7 on alone."""
     return (logps, entropies, aux_loss) if RETURNS_AUX_LOSS else (logps, entropies)
 
 
-# TRL >= 1.15: the host has a fused head of its own, whose entropies always carry a gradient
+def call_trl_logps(method: Callable, *args: Any, compute_aux_loss: bool, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """
+    Call TRL's own log-prob method.
+
+    Args:
+        method (`Callable`): TRL's `_get_per_token_logps_and_entropies`, bound.
+        args, kwargs: its arguments; TRL 1.14 takes all but the first four by name only.
+        compute_aux_loss (`bool`): whether to ask for the auxiliary loss, where this TRL knows one.
+
+    Returns:
+        `tuple`: log-probs, entropies and auxiliary loss; each may be `None` but the first.
+    """
+    flags = {"compute_aux_loss": compute_aux_loss} if RETURNS_AUX_LOSS else {}
+    logps, entropies, *aux_loss = method(*args, **kwargs, **flags)
+    return logps, entropies, aux_loss[0] if aux_loss else None
+
+
+# TRL >= 1.15 has a fused head of its own, whose entropies always carry a gradient
 _HAS_FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
-# With it, it takes every family's auxiliary loss from Mixtral's function, before from the model's own forward
+# TRL >= 1.15 takes every family's auxiliary loss from Mixtral's function, earlier ones from the model's own forward
 AUX_LOSS_IS_MIXTRALS = _HAS_FUSED_HEAD
 
 
 def entropies_as_trl(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor | None:
     """
-    Entropies with a gradient where the host's have one: from TRL 1.15 on always, from 1.8 on with an entropy bonus,
-    before never.
+    Entropies with a gradient where TRL's have one: from TRL 1.15 on always, from 1.8 on with an entropy bonus, before
+    never.
     """
     carry = _HAS_FUSED_HEAD or getattr(trainer, "_entropy_bonus_enabled", False)
     return entropies if entropies is None or carry else entropies.detach()
 
 
-# The methods that TRL's `_compute_loss` calls, by the version
+# The methods of the trainer that TRL's `_compute_loss` calls: they differ from version to version
 OBJECTIVE_METHODS = tuple(
     name
     for name in inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_names
@@ -95,7 +112,7 @@ _RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
 _ENTROPY_SHARES_NORMALIZER = Version("1.8.0") <= TRL < Version("1.10.0")
 # TRL < 1.10: LUSPO averages over padding too (`loss/reduction.py` says when)
 LUSPO_COUNTS_PADDING = Version("1.10.0") > TRL
-# TRL >= 1.11: a token that the sampler could not score (NaN) gets importance ratio one
+# TRL >= 1.11: a token whose log-prob the sampler could not give (NaN) gets importance ratio one
 NAN_RATIO_IS_ONE = Version("1.11.0") <= TRL
 # TRL < 0.29: the tool mask counts only where the trainer has tools
 _TOOL_MASK_NEEDS_TOOLS = Version("0.29.0") > TRL
@@ -140,19 +157,17 @@ def entropy_normalizer(trainer: GRPOTrainer, mask: Tensor, normalizer: Tensor | 
 
 
 def sampling_clip_range(trainer: GRPOTrainer) -> tuple[float | None, float | None]:
-    """Lower and upper bound of vLLM's importance ratio. TRL < 1.5 has an upper one alone and calls it the cap."""
-    cap = getattr(trainer, "vllm_importance_sampling_cap", None)
-    low = getattr(trainer, "vllm_importance_sampling_clip_min", None)
-    return low, getattr(trainer, "vllm_importance_sampling_clip_max", cap)
+    """Lower and upper bound of vLLM's importance ratio. TRL < 1.6 has an upper one alone, see `SAMPLING_CLIP_MAX`."""
+    return getattr(trainer, "vllm_importance_sampling_clip_min", None), getattr(trainer, SAMPLING_CLIP_MAX, None)
 
 
 @contextmanager
 def liger_flag_lowered(args: GRPOConfig) -> Generator[None, None, None]:
     """
-    Hide `use_liger_kernel` from the host's constructor.
+    Hide `use_liger_kernel` from TRL's constructor.
 
-    Up to TRL 1.14 it selects the host's own Liger loss, with guards against combinations that are supported here; from
-    1.15 on it is deprecated. The layer kernels that it stands for too are applied afterwards.
+    Up to TRL 1.14 it selects TRL's own Liger loss, which refuses combinations that are supported here; from 1.15 on it
+    is deprecated. The layer kernels that it stands for too are applied afterwards.
     """
     wanted, args.use_liger_kernel = args.use_liger_kernel, False
     try:
@@ -161,36 +176,42 @@ def liger_flag_lowered(args: GRPOConfig) -> Generator[None, None, None]:
         args.use_liger_kernel = wanted
 
 
-# TRL >= 1.15: a PEFT adapter on the output projection is refused
+# TRL >= 1.15 refuses a PEFT adapter on the output projection
 REFUSES_ADAPTER_ON_HEAD = hasattr(sys.modules[GRPOTrainer.__module__], "BaseTunerLayer")
 
 
 @contextmanager
 def adapter_on_head_allowed() -> Generator[None, None, None]:
     """
-    Lift the host's refusal of a PEFT adapter on the output projection (TRL >= 1.15): its own log-probabilities would
-    leave the adapter out, ours do not.
+    Lift TRL's refusal of a PEFT adapter on the output projection (TRL >= 1.15), while it lasts: TRL's own log-probs
+    would leave the adapter out, ours do not.
     """
     if not REFUSES_ADAPTER_ON_HEAD:
         yield
         return
-    host: Any = sys.modules[GRPOTrainer.__module__]
-    tuner_layer = host.BaseTunerLayer
-    host.BaseTunerLayer = ()  # nothing is an instance of it
+    module: Any = sys.modules[GRPOTrainer.__module__]
+    tuner_layer = module.BaseTunerLayer
+    module.BaseTunerLayer = ()  # nothing is an instance of it
     try:
         yield
     finally:
-        host.BaseTunerLayer = tuner_layer
+        module.BaseTunerLayer = tuner_layer
 
 
 def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:
-    """Replace the model's layers by Liger's, but not its forward, now or when training starts."""
-    config = {**(args.liger_kernel_config or {}), "fused_linear_cross_entropy": False, "cross_entropy": False}
-    args.liger_kernel_config = config
-    if TRANSFORMERS.major < 5:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    """
+    Replace the model's layers by Liger's, but not its forward, for good.
 
-        _apply_liger_kernel_to_instance(model=model, **config)
+    With transformers < 5 this happens now. Later ones do it when training starts, from `args.liger_kernel_config`: a
+    copy of that dictionary, with the kernels of the head off, takes its place for good. TRL >= 1.15 does the same.
+    """
+    config = {**(args.liger_kernel_config or {}), "fused_linear_cross_entropy": False, "cross_entropy": False}
+    if TRANSFORMERS.major >= 5:
+        args.liger_kernel_config = config
+        return
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, **config)
 
 
 def leave_layers(args: Any) -> None:
@@ -211,8 +232,8 @@ def multimodal_model_inputs(
     trl_method: Callable, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, multimodal: dict[str, Any]
 ) -> dict[str, Any]:
     """
-    The keyword arguments with which the host would call a multimodal model. Each version selects images in its own way,
-    so its own method is run up to that call.
+    The keyword arguments with which TRL would call a multimodal model. Each version selects images in its own way, so
+    TRL's own method is run up to that call.
     """
 
     def model(**model_inputs):
@@ -223,4 +244,4 @@ def multimodal_model_inputs(
     except _ModelCallError as call:
         not_the_backbones = ("labels", "logits_to_keep", "fused_lm_head", "use_cache")
         return {name: value for name, value in call.model_inputs.items() if name not in not_the_backbones}
-    raise RuntimeError("the host computed log-probabilities without calling the model")
+    raise RuntimeError("TRL computed log-probs without calling the model")

@@ -1,4 +1,4 @@
-"""What a model asks of its attention: rows are packed or cut only where nothing is lost by it."""
+"""Watches what a model asks of its attention: rows lose TRL's padding only where that changes no result."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ _FURTHER_OPTIONS = [name for name in model_compat.SDPA_ARGUMENTS if name not in 
 
 class WatchedCall:
     """
-    What is seen of a model's attention while it runs on rows that stock does not give it.
+    What is seen of a model's attention while it runs on rows that are not padded as TRL pads them.
 
-    It is opaque on purpose: mixed-precision wrappers rebuild the dataclasses and containers in keyword arguments.
+    It is no dataclass on purpose: mixed-precision wrappers rebuild the dataclasses and containers in keyword arguments.
 
     Args:
         packed (`bool`): whether the rows are packed; otherwise they are aligned.
 
     Attributes:
         layers (`int`): attention layers that were called with packed sequences.
-        windows (`set`): the windows of the masks that the model asked for; `None` is a mask without.
-        reason (`str`, *optional*): why the rows must be laid out as the host does.
+        windows (`set`): the sliding windows of the masks that the model asked for; `None` is a mask without.
+        reason (`str`, *optional*): why the rows must have TRL's padding.
     """
 
     def __init__(self, packed: bool):
@@ -36,7 +36,7 @@ class WatchedCall:
         self.reason = self.reason or reason
 
     def read_mask(self, mask_function: Any) -> None:
-        """Look at a mask that the model asks for: which window it has, and whether it says more."""
+        """Look at a mask that the model asks for: its sliding window, and whether it hides anything else."""
         parts = model_compat.mask_parts(mask_function)
         kinds = dict(parts)
         if "unknown" in kinds:
@@ -52,7 +52,7 @@ class WatchedCall:
         self._has_built_masks |= mask is not None
 
     def look_at(self, module: nn.Module, query: Tensor, attention_mask: Any, options: dict[str, Any]) -> None:
-        """Look at one attention call: whatever it asks for beside causality, a window and a scale."""
+        """Look at one attention call: does it ask for more than causality, a sliding window and a scale?"""
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if options.get("dropout"):
@@ -67,8 +67,8 @@ class WatchedCall:
 
     def window(self, module: Any, passed: int | None) -> int | None:
         """
-        The window of a layer: SDPA heeds the mask, whatever window the layer passes on. Which mask is a layer's is
-        known where there is one, and by the model's `layer_types`.
+        The sliding window of a layer, in tokens. In stock SDPA heeds the mask alone, whatever window the layer passes
+        on. Which mask a layer gets is known where all are alike, or from the model's `layer_types`.
         """
         windows = self.windows or {None}
         layer_types = getattr(getattr(module, "config", None), "layer_types", None)

@@ -49,7 +49,7 @@ def _is_replaceable(layer: Any) -> bool:
 
 def checkpoint(function: Callable, *args: Any) -> Any:
     """
-    Call a function without keeping the tensors that its backward needs; that computes them again.
+    Call a function without keeping the tensors that its backward needs: backward calls the function again.
 
     torch's function keeps an object, weak references and metadata for each saved tensor, and sets random states in
     every recomputation. Here a saved tensor is a number, and random states are restored where the forward drew from
@@ -75,11 +75,14 @@ def checkpoint(function: Callable, *args: Any) -> Any:
 
 
 class _StopRecomputation(Exception):  # noqa: N818 - not an error
-    pass
+    """Every tensor that the forward had saved is there again."""
 
 
 class _CheckpointFrame:
-    """The tensors that one call saved for backward, by number: their sizes, and while backward runs themselves."""
+    """
+    The tensors that one call saved for backward, each by a number: their sizes, and the tensors themselves while
+    backward runs.
+    """
 
     def __init__(self, function: Callable, args: tuple[Any, ...]):
         self.function, self.args = function, args
@@ -102,12 +105,12 @@ class _CheckpointFrame:
 
     def unpack(self, number: int) -> Tensor:
         if not self.tensors or self.tensors[number] is None:
-            self.tensors = self._again()
+            self.tensors = self._recompute()
         tensor, self.tensors[number] = self.tensors[number], None  # each is asked for once in a backward
         assert tensor is not None
         return tensor
 
-    def _again(self) -> list[Tensor | None]:
+    def _recompute(self) -> list[Tensor | None]:
         tensors: list[Tensor | None] = []
         last = len(self.sizes)
 

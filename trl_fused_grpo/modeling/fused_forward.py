@@ -15,6 +15,7 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.ops.linear_logps import Forecast, FusedStats, fused_linear_logps
+from trl_fused_grpo.ops.lm_head import LMHead
 
 from .moe import load_balancing_loss
 from .output_projection import head_parameter_modules, read_lm_head
@@ -26,23 +27,23 @@ class CuSeqlensIgnoredError(RuntimeError):
 
 class FusedRequest:
     """
-    What a forward should return in place of logits. It travels as one opaque callable: mixed-precision wrappers cast
-    the tensors they find in keyword arguments.
+    What a forward should return in place of logits. The model gets it as one opaque callable: mixed-precision wrappers
+    cast the tensors they find in keyword arguments.
 
     Args:
         positions (`Tensor`):
-            Flat positions in `[B, T]` of the tokens to score, `[N]`.
+            Flat positions in `[B, T]` of the tokens whose log-prob is asked for, `[N]`.
         completion_ids (`Tensor`):
-            Token ids `[B, T]`; each is predicted by the position before it.
+            Token ids `[B, T]`; each is predicted from the position before it.
         temperature (`float`):
             Sampling temperature.
         forecast ([`Forecast`], *optional*):
             The gradient each of the `N` rows is expected to receive.
         logit_positions (`Tensor`, *optional*):
-            Flat positions, in the hidden states `[B, L]`, of the tokens before, `[N]`. Without them the last `T + 1`
-            columns of the hidden states end in the completion.
+            Flat positions, in the hidden states `[B, L]`, of the tokens before, `[N]`. Without them the hidden states
+            end with the completion, in TRL's padding.
         fp32 (`bool`):
-            Whether the projection runs in float32 outside autocast.
+            Whether the head computes in float32 outside autocast.
         aux_loss (`bool`):
             Whether to return the load-balancing loss of a Mixture-of-Experts model too.
         options:
@@ -77,8 +78,7 @@ class FusedRequest:
             model_inputs["output_router_logits"] = True
         model_inputs["use_cache"] = False
         outputs = model_compat.backbone(causal_lm)(**model_inputs)
-        hidden = outputs.last_hidden_state  # [B, L, H]
-        logps, entropies = self._score(causal_lm, hidden)
+        logps, entropies = self._run_head(causal_lm, outputs.last_hidden_state)
         results = (logps,) if entropies is None else (logps, entropies)
         if self.aux_loss:
             results += (load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
@@ -86,71 +86,80 @@ class FusedRequest:
 
     def check_attention_layers(self, packed_layers: int) -> None:
         """
-        Raise when fewer attention layers honoured the borders of packed sequences than the model has.
+        Raise when fewer attention layers kept packed sequences apart than the model has.
 
         Raises:
             [`CuSeqlensIgnoredError`]: naming the layout to ask for.
         """
         if self.attention_layers is not None and packed_layers != self.attention_layers:
             raise CuSeqlensIgnoredError(
-                f"only {packed_layers} of {self.attention_layers} attention layers honour the borders of packed "
+                f"only {packed_layers} of {self.attention_layers} attention layers heed the boundaries of packed "
                 'sequences: set fused_layout="aligned" in FusedGRPOConfig.'
             )
 
-    def _score(self, causal_lm: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _run_head(self, causal_lm: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probs `[N]` and entropies `[N]` from hidden states `[B, L, H]`, through the head and its wrappers."""
+        hidden_rows, targets = self._rows_and_targets(hidden)
+
+        def head_forward(hidden_rows: Tensor) -> tuple[Tensor, Tensor | None]:
+            logps, entropies = self._logps(read_lm_head(causal_lm, fp32=self.fp32), hidden_rows, targets)
+            return as_complex(logps), None if entropies is None else as_complex(entropies)
+
+        # Through the modules' own calls, so that ZeRO-3 and FSDP gather their weights, in backward too
+        call: Callable = head_forward
+        for module in reversed(head_parameter_modules(causal_lm)):
+            call = functools.partial(call_with_forward, module, call)
+        logps, entropies = call(hidden_rows)
+        return logps.real, None if entropies is None else entropies.real
+
+    def _rows_and_targets(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states `[N, H]` that predict the tokens asked for, and those tokens' ids `[N]`."""
         index = self.logit_positions
         if index is None:
             width = self.completion_ids.shape[1]
             row, column = self.positions // width, self.positions % width
             index = (row + 1) * hidden.shape[1] - width - 1 + column  # [N]
         hidden_rows = hidden.flatten(0, 1).index_select(0, index.to(hidden.device))  # [N, H]
-        targets = self.completion_ids.flatten().index_select(0, self.positions)  # [N]
-        home, forecast = targets.device, self.forecast
+        return hidden_rows, self.completion_ids.flatten().index_select(0, self.positions)
 
-        def project(hidden_rows: Tensor) -> tuple[Tensor, Tensor | None]:
-            head = read_lm_head(causal_lm, fp32=self.fp32)
-            device = head.weight.device  # with `device_map` the head can live elsewhere
-            logps, entropies = fused_linear_logps(
-                hidden_rows.to(device),
-                head,
-                targets.to(device),
-                self.temperature,
-                forecast=forecast if device == home or forecast is None else DistantForecast(forecast, home),
-                stats=self.stats,
-                **self.options,
-            )
-            return as_complex(logps.to(home)), None if entropies is None else as_complex(entropies.to(home))
-
-        # Through the modules' own calls, so that ZeRO-3 and FSDP gather their weights, in backward too
-        call: Callable = project
-        for module in reversed(head_parameter_modules(causal_lm)):
-            call = functools.partial(call_with_forward, module, call)
-        logps, entropies = call(hidden_rows)
-        return logps.real, None if entropies is None else entropies.real
+    def _logps(self, head: LMHead, hidden_rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies `[N]` on the device of `targets`; with `device_map` the head can be on another."""
+        device, forecast = head.weight.device, self.forecast
+        if forecast is not None and device != targets.device:
+            forecast = DistantForecast(forecast, targets.device)
+        logps, entropies = fused_linear_logps(
+            hidden_rows.to(device),
+            head,
+            targets.to(device),
+            self.temperature,
+            forecast=forecast,
+            stats=self.stats,
+            **self.options,
+        )
+        return logps.to(targets.device), None if entropies is None else entropies.to(targets.device)
 
 
 @dataclass(frozen=True)
 class DistantForecast:
-    """A [`Forecast`] whose tensors are on the device `home`, for a head that is not."""
+    """A [`Forecast`] whose tensors are on another `device` than the head."""
 
     forecast: Forecast
-    home: torch.device
+    device: torch.device
 
     @property
     def grad_rows(self) -> int:
         return self.forecast.grad_rows
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        entropies_at_home = None if entropies is None else entropies.to(self.home)
-        grad_logps, grad_entropies = self.forecast(rows, logps.to(self.home), entropies_at_home)
-        away = logps.device
-        return grad_logps.to(away), None if grad_entropies is None else grad_entropies.to(away)
+        moved = None if entropies is None else entropies.to(self.device)
+        grad_logps, grad_entropies = self.forecast(rows, logps.to(self.device), moved)
+        return grad_logps.to(logps.device), None if grad_entropies is None else grad_entropies.to(logps.device)
 
 
 def as_complex(result: Tensor) -> Tensor:
     """
     A result as the real part of a complex tensor. Mixed-precision wrappers round the floating-point outputs of a module
-    (Accelerate has FSDP2 round them to bfloat16, which leaves a log-probability two decimals) and let others pass.
+    (Accelerate has FSDP2 round them to bfloat16, which leaves a log-probability two decimals), but no complex ones.
     """
     result = result.to(torch.promote_types(result.dtype, torch.float32))  # there are no complex bfloat16 tensors
     return torch.complex(result, torch.zeros_like(result))

@@ -1,4 +1,4 @@
-"""How the rows of a micro-batch are laid out for the model: packed, aligned, or as the host hands them over."""
+"""How the rows of a micro-batch are laid out for the model: packed, aligned, or padded as TRL pads them."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,8 +22,8 @@ class Layout:
         name (`str`): `"packed"`, `"aligned"` or `"padded"`.
         model_inputs (`dict`): keyword arguments of the model.
         logit_positions (`Tensor`, *optional*):
-            `[B, T]`: flat position, in the hidden states, of the token before each completion token. `None` for the
-            host's layout, whose last `T + 1` columns end the row.
+            `[B, T]`: flat position, in the hidden states, of the token before each completion token. `None` where rows
+            have TRL's padding: the last `T + 1` columns of the hidden states are those.
     """
 
     name: LayoutName
@@ -32,7 +32,7 @@ class Layout:
 
 
 class HolesError(ValueError):
-    """Rows of a batch are not one sequence each, so that they can only be laid out as the host does."""
+    """Rows of a batch are not one sequence each, so that only TRL's padding fits them."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Rows:
         completion_length (`int`): `T`.
         scored (`Tensor`): `[B, T]`, bool: the tokens whose log-probability is read.
         wanted (`Tensor`): `[B]`, bool: the sequences that the model must see; others may be left out.
-        needs_last_column (`bool`): whether the longest position must be the host's, see [`layout_choice.Traits`].
+        needs_last_column (`bool`):
+            Whether the longest position must be that of TRL's padded rows, see [`layout_choice.Traits`].
     """
 
     input_ids: Tensor
@@ -58,7 +59,7 @@ class Rows:
     def with_holes(self, mask: Tensor) -> Tensor:
         """
         Rows `[B]` that are not one sequence each under a `mask` `[B, L]`: tokens that do not follow one another, or a
-        token to score that stands behind a masked column, from whose state the host predicts it.
+        token whose log-prob is read behind a masked column, from whose state TRL predicts it.
         """
         start = mask.shape[1] - self.completion_length
         begins = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]  # [B]
@@ -68,7 +69,7 @@ class Rows:
 
 def packed(rows: Rows, share_prompts: bool) -> Layout:
     """
-    The micro-batch as one row without padding, each sequence where it starts.
+    The micro-batch as one row without padding, one sequence after the other.
 
     Args:
         rows ([`Rows`]): of the micro-batch.
@@ -78,16 +79,9 @@ def packed(rows: Rows, share_prompts: bool) -> Layout:
     Raises:
         [`HolesError`]: when there are rows that are not one sequence each.
     """
-    input_ids, wanted = rows.input_ids, rows.wanted
-    size, width = input_ids.shape
+    input_ids, width = rows.input_ids, rows.input_ids.shape[1]
     start = width - rows.completion_length
-    number = torch.arange(size, device=input_ids.device)
-    wanted = wanted | (number == 0) & ~wanted.any()  # never an empty row
-    mask = rows.attention_mask.bool() & wanted.unsqueeze(1)  # [B, L]
-    kept, owner = mask, number
-    if share_prompts and size > 1:
-        owner = _first_with_the_prompt(input_ids[:, :start], mask[:, :start], mask[:, start:].any(1))  # [B]
-        kept = mask & ((owner == number).unsqueeze(1) | (torch.arange(width, device=number.device) >= start))
+    mask, kept, owner = _tokens_to_pack(rows, share_prompts)
     # The one time that the device is waited for
     counts = torch.stack([kept.sum(1), mask.sum(1), rows.with_holes(mask).long(), kept[:, -1].long()])
     lengths, key_lengths, holes, ends = counts.tolist()
@@ -112,11 +106,33 @@ def packed(rows: Rows, share_prompts: bool) -> Layout:
     shared = None if keys is None else SharedPrefixKV.at(keys, len(index))
     model_inputs = {
         "input_ids": input_ids.flatten()[index].unsqueeze(0),
-        # The host's own columns: the same distances for rotary models, the same positions for absolute ones
+        # The columns of TRL's padded rows: the same distances for rotary models, the same positions for absolute ones
         "position_ids": (index % width).unsqueeze(0),
         **cu_seqlens_arguments(lengths, key_lengths, shared, input_ids.device),
     }
     return Layout("packed", model_inputs, torch.cat([first, place[:, start:-1]], dim=1))
+
+
+def _tokens_to_pack(rows: Rows, share_prompts: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Which tokens the model sees.
+
+    Returns:
+        `tuple`:
+            The tokens of each sequence `[B, L]`, those among them that stand in the packed row under this sequence
+            `[B, L]`, and the sequence `[B]` under which each one's prompt stands.
+    """
+    input_ids, wanted = rows.input_ids, rows.wanted
+    size, width = input_ids.shape
+    start = width - rows.completion_length
+    number = torch.arange(size, device=input_ids.device)
+    wanted = wanted | (number == 0) & ~wanted.any()  # never an empty row
+    mask = rows.attention_mask.bool() & wanted.unsqueeze(1)
+    if not share_prompts or size < 2:
+        return mask, mask, number
+    owner = _first_with_the_prompt(input_ids[:, :start], mask[:, :start], mask[:, start:].any(1))
+    is_completion = torch.arange(width, device=number.device) >= start
+    return mask, mask & ((owner == number).unsqueeze(1) | is_completion), owner
 
 
 def _first_with_the_prompt(prompt_ids: Tensor, prompt_mask: Tensor, has_completion: Tensor) -> Tensor:
@@ -144,7 +160,7 @@ def _where(mask: Tensor, number: Tensor, count: int) -> Tensor:
 
 def aligned(rows: Rows, needs_mask: bool) -> Layout:
     """
-    Rows shifted left and cut to the longest. Padding on the right needs no mask under causal attention.
+    Rows shifted to the left and shortened to the longest. Padding on the right needs no mask under causal attention.
 
     Args:
         rows ([`Rows`]): of the micro-batch.
@@ -162,7 +178,7 @@ def aligned(rows: Rows, needs_mask: bool) -> Layout:
     lengths, starts, any_holes = (max(values) for values in counts.tolist())
     if any_holes:
         raise HolesError("there are holes in the attention mask of some rows")
-    # Positions run on over the padding; where rotary factors follow the longest, up to the host's
+    # Positions run on over the padding; where rotary factors follow the longest, up to that of TRL's padded rows
     width = max(lengths, padded_width - starts if rows.needs_last_column else 1)
     columns = order.indices[:, :width]  # [B, W]
     # Where positions jump, transformers sees another sequence and builds a mask

@@ -1,4 +1,4 @@
-"""Which layout the rows of a model may have: what it is known to do with them, and what was found out when it ran."""
+"""Which layout the rows of a model may have: what it is known to do with them, and what its first forwards showed."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ _TRAITS: WeakKeyDictionary[PreTrainedModel, "Traits"] = WeakKeyDictionary()
 
 
 class Refusal(NamedTuple):
-    """Why a model that ran on other rows than the host's needs others from now on, and which."""
+    """Why a model that ran without TRL's padding gets another layout from now on, and which."""
 
     reason: str
     layout: LayoutName
@@ -30,14 +30,14 @@ class Refusal(NamedTuple):
 
 class Traits(NamedTuple):
     """
-    What the modules of a model say of its rows.
+    What the modules of a model tell about the layouts that it can take.
 
     Args:
         has_sinks (`bool`): whether attention has sinks.
         is_causal (`bool`): whether no module says that its attention is not.
         needs_last_column (`bool`):
-            Whether factors of rotary positions follow the longest position (longrope, dynamic NTK): the host's padding
-            then decides them for every token, and rows must reach as far.
+            Whether factors of rotary positions follow the longest position (longrope, dynamic NTK): then TRL's padding
+            decides them for every token, and rows must reach as far.
     """
 
     has_sinks: bool
@@ -58,7 +58,7 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
 
 
 def why_not_aligned(model: nn.Module, is_multimodal: bool, reads_padding: bool) -> str | None:
-    """Why rows may not be shifted and cut, or `None`."""
+    """Why rows may not be shifted to the left and shortened, or `None`."""
     if is_multimodal:
         return "its inputs are multimodal"
     if reads_padding:
@@ -95,14 +95,14 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
         return "its attention scores are soft-capped"
     if traits(causal_lm).has_sinks:
         return "its attention has sinks"
-    # What calls SDPA shows it then; other attention is not watched
+    # Dropout in SDPA is seen when it is called; other attention is not watched
     if attention != "sdpa" and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
         return "it drops out attention"
     return None
 
 
 def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
-    """Whether sequences of a packed row may attend to a prompt before another: torch's attention is called here."""
+    """Whether sequences of a packed row may attend to a prompt elsewhere in it: under SDPA, which is replaced."""
     return model_compat.attention_implementation(causal_lm.config) == "sdpa"
 
 
@@ -115,17 +115,18 @@ def choose(
     refusal: Refusal | None,
 ) -> LayoutName:
     """
-    The layout that is wanted, or with `"auto"` the first of packed, aligned and host that a model allows.
+    The layout that is asked for, or with `"auto"` the first of packed, aligned and padded that a model allows.
 
     Args:
-        wanted (`str`): a layout's name or `"auto"`.
+        wanted (`str`): the name of a layout, or `"auto"`.
         model (`nn.Module`): in no wrapper but PEFT's.
         causal_lm (`PreTrainedModel`): the causal language model in it.
-        is_multimodal, reads_padding (`bool`): whether its inputs are, and whether its objective does.
-        refusal ([`Refusal`], *optional*): what was found out when it ran.
+        is_multimodal (`bool`): whether its inputs are.
+        reads_padding (`bool`): whether the objective reads log-probs of padding.
+        refusal ([`Refusal`], *optional*): what its first forwards showed.
 
     Raises:
-        `ValueError`: when the one wanted is not allowed, with the reason.
+        `ValueError`: when the one asked for is not allowed, with the reason.
     """
     reasons = {"aligned": why_not_aligned(model, is_multimodal, reads_padding), "padded": None}
     reasons["packed"] = reasons["aligned"] or why_not_packed(causal_lm)

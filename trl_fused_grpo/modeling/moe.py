@@ -1,4 +1,4 @@
-"""The load-balancing loss of a Mixture-of-Experts model, from the function that the host would have it from."""
+"""The load-balancing loss of a Mixture-of-Experts model, from the function from which stock has it."""
 
 import inspect
 import sys

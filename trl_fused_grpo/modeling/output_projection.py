@@ -76,7 +76,7 @@ def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
 
 
 def _saved_module(module: Any) -> nn.Module:
-    """The module in charge inside PEFT's wrapper for `modules_to_save`: the active adapter's copy, or the original."""
+    """The module that runs inside PEFT's wrapper for `modules_to_save`: the active adapter's copy, or the original."""
     copies = getattr(module, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
         return module
