@@ -181,19 +181,14 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             per_sequence={"advantages": advantages, "vllm_is_ratio": vllm_is_ratio, "temperature": temperature},
         )
         mask = attention_mask.float()  # [B, T]
-        selected = mask != 0  # [B, T], where log-probabilities are computed
-        if self._padding_counts(objective, vllm_is_ratio):
-            objective = replace(objective, reduction="padded_sequence_sum")
-            selected = torch.ones_like(selected)
+        objective, selected = self._select_positions(objective, mask, vllm_is_ratio)
         if normalizer is None and objective.uses_global_normalizer:
             normalizer = tokens_per_process(mask, num_items_in_batch)
-        temperature = self.temperature if temperature is None else temperature
-        logps_of = partial(selected_logps, selected_token_ids, temperature, logits_mib=self.logits_mib)
-        if self.use_ref_model and self.beta != 0.0:
-            reference = ref_input, ref_weight, ref_bias
-            ref_per_token_logps = reference_logps(ref_per_token_logps, *reference, selected, logps_of)
-        else:
-            ref_per_token_logps = None
+        temperatures = self.temperature if temperature is None else temperature
+        logps_of = partial(selected_logps, selected_token_ids, temperatures, logits_mib=self.logits_mib)
+        has_kl = self.use_ref_model and self.beta != 0.0
+        reference = ref_per_token_logps, ref_input, ref_weight, ref_bias
+        ref_per_token_logps = reference_logps(*reference, selected, logps_of) if has_kl else None
         batch = GRPOBatch(
             mask=mask,
             advantages=zero_masked(advantages, selected),
@@ -208,6 +203,14 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         logps_of = partial(logps_of, _input, LMHead(lin_weight, bias))
         logps, entropies = self._policy_logps(objective, batch, selected, logps_of, return_outputs)  # [B, T]
         return self._outputs(objective, batch, logps, entropies, return_outputs)
+
+    def _select_positions(
+        self, objective: GRPOObjective, mask: Tensor, ratio: Tensor | None
+    ) -> tuple[GRPOObjective, Tensor]:
+        """The positions whose log-probabilities are computed, bool `[B, T]`, and the objective over them."""
+        if self._padding_counts(objective, ratio):
+            return replace(objective, reduction="padded_sequence_sum"), torch.ones_like(mask, dtype=torch.bool)
+        return objective, mask != 0
 
     def _policy_logps(
         self,

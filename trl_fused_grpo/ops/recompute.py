@@ -7,7 +7,7 @@ complete when the inner loop ends, and no `[V, H]` buffer in float32 exists.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,9 +63,10 @@ class _RowValues(NamedTuple):
     grad_entropies: Tensor | None
 
     def select(self, rows: slice | Tensor) -> "_RowValues":
-        if isinstance(rows, slice):
-            return _RowValues(*(None if t is None else t[rows] for t in self))
-        return _RowValues(*(None if t is None else t.index_select(0, rows) for t in self))
+        values: list[Any] = [
+            t if t is None else t[rows] if isinstance(rows, slice) else t.index_select(0, rows) for t in self
+        ]
+        return _RowValues(*values)
 
 
 class _TiledBackward:
