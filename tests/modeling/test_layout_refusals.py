@@ -1,4 +1,4 @@
-"""Attention with more than causality and a window, and dropout: such models keep TRL's padding, and one line says so."""
+"""Attention of more than causality and a window, and dropout: such models keep TRL's padding, and one line says so."""
 
 import pytest
 import torch
