@@ -1,6 +1,7 @@
 """Settings for every test: no hub, no telemetry, one seed, and which tests do not depend on TRL."""
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -24,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(path) for path in ANY_TRL):
             item.add_marker(pytest.mark.any_trl)
+
+
+@pytest.fixture(autouse=True)
+def whole_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 4 logs losses with four decimals, in which equal ones may differ. Here it logs all digits."""
+    trainer = sys.modules.get("transformers.trainer")
+    if trainer is not None:
+        monkeypatch.setattr(trainer, "round", lambda value, digits=None: value, raising=False)
 
 
 @pytest.fixture(autouse=True)

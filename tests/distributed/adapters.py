@@ -68,7 +68,7 @@ def adapter(case: str) -> Any:
 
 
 def oracle(case: str) -> str:
-    """The trainer that is right about a case in one process: stock, where it takes the adapter."""
+    """The trainer that others are compared with in one process: stock, or dense where stock refuses the adapter."""
     refused = case in HEADS and not HEADS[case].saved and REFUSES_ADAPTER_ON_HEAD
     return "dense" if refused else "stock"
 
@@ -82,7 +82,7 @@ def adapters_disabled(trainer: Any) -> AbstractContextManager:
 def dense_log_probs(
     self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **_
 ):
-    """In the place of the host's method: log-probs and entropies `[B, T]` from logits `[B, T, V]`."""
+    """In the place of TRL's method: log-probs and entropies `[B, T]` from logits `[B, T, V]`."""
     logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
     log_probs = (logits / self.temperature).log_softmax(-1)
     logps = log_probs.gather(-1, input_ids[:, -logits_to_keep:].unsqueeze(-1)).squeeze(-1)

@@ -1,5 +1,6 @@
 """Micro-batches for two ranks, and the same rows as one process would get them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -7,13 +8,16 @@ from transformers import AutoModelForCausalLM
 
 from trl_fused_grpo.parity.tiny import EOS_ID, FIRST_WORD_ID, PAD_ID, VOCAB_SIZE
 
-from .worker import ACCUMULATION, RANKS, ROWS, STEPS, Batch, join
+from .runs import ACCUMULATION, RANKS, ROWS, STEPS
+
+
+Batch = dict[str, torch.Tensor]
 
 
 # (rank, micro-batch) whose every completion token is masked: one that accumulates, and one that ends a step
 MASKED = {(1, 2), (0, 5)}
 
-# Old minus current log-probs: well inside 0.8 and 1.2, or beyond, so that rounding carries no token over a clip bound
+# Old minus current log-probs: their ratios keep away from the clip bounds 0.8 and 1.2, so that rounding crosses none
 _DRIFT = (-0.6, -0.3, -0.1, -0.03, 0.05, 0.1, 0.5)
 _RATIOS = (0.4, 0.9, 1.0, 1.3, 2.0)
 
@@ -23,18 +27,35 @@ def make(checkpoint: Path) -> list[list[Batch]]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     indices = range(STEPS * ACCUMULATION)
-    given = [[_micro_batch(model, generator, (rank, i) in MASKED) for i in indices] for rank in range(RANKS)]
+    made = [[_micro_batch(model, generator, (rank, i) in MASKED) for i in indices] for rank in range(RANKS)]
     for start in indices[::ACCUMULATION]:
-        window = [batch for batches in given for batch in batches[start : start + ACCUMULATION]]
+        window = [batch for batches in made for batch in batches[start : start + ACCUMULATION]]
         tokens = sum(batch["completion_mask"].sum() for batch in window)
         for batch in window:
             batch["num_items_in_batch"] = tokens.clone()
-    return given
+    return made
 
 
-def union(given: list[list[Batch]]) -> list[Batch]:
+def union(batches_of_ranks: list[list[Batch]]) -> list[Batch]:
     """The rows of all ranks in one micro-batch, padded to one width."""
-    return [join(batches) for batches in zip(*given, strict=True)]
+    return [join(batches) for batches in zip(*batches_of_ranks, strict=True)]
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """The rows of all batches in one, padded to one width."""
+    joined = {}
+    for name in batches[0].keys() - {"num_items_in_batch"}:
+        values = [batch[name] for batch in batches]
+        if name.startswith(("prompt", "completion", "old")):
+            width = max(value.shape[1] for value in values)
+            left = name.startswith("prompt")
+            values = [_pad(value, width - value.shape[1], left) for value in values]
+        joined[name] = torch.cat(values)
+    return {**joined, "num_items_in_batch": batches[0]["num_items_in_batch"]}  # TRL takes that of the first
+
+
+def _pad(values: torch.Tensor, by: int, left: bool) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (by, 0) if left else (0, by), value=PAD_ID)
 
 
 def _micro_batch(model: torch.nn.Module, generator: torch.Generator, masked: bool) -> Batch:

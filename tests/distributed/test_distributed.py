@@ -22,7 +22,9 @@ from trl_fused_grpo.parity.tiny import save_checkpoint
 
 from . import batches
 from .adapters import HEADS, TOGETHER, adapter, oracle
-from .worker import ACCUMULATION, LAUNCHES, RANKS, REFUSED, STEPS, Batch, Run, build, train
+from .batches import Batch
+from .runs import ACCUMULATION, LAUNCHES, RANKS, REFUSED, STEPS, Run
+from .worker import build, train
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -72,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcome(folder: Path) -> Callable[..., Outcome]:
-    """Outcome of one run; the first question about a launch starts it, with all of its runs."""
+    """Outcome of one run. The first one of a launch starts the launch with all of its runs."""
     start = cache(lambda launch: _launch(launch, folder))
 
     def of(run: Run, trainer: str | None = None) -> Outcome:
@@ -125,13 +127,13 @@ def one_process(folder: Path) -> Callable[[str], tuple[dict[str, Any], Batch]]:
     return of
 
 
-def _distances(ours: Batch, theirs: Batch) -> dict[str, float]:
+def _distances(ours: Batch, stock: Batch) -> dict[str, float]:
     """Distance between each parameter's two movements, relative to the movement."""
-    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
-    moved = {name for name, value in theirs.items() if value.any()}
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in stock.items()}
+    moved = {name for name, value in stock.items() if value.any()}
     assert moved
     assert not any(ours[name].any() for name in ours.keys() - moved)
-    return {name: ((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in moved}
+    return {name: ((ours[name] - stock[name]).norm() / stock[name].norm()).item() for name in moved}
 
 
 def _error(moved: Batch, truth: Batch) -> float:
@@ -139,7 +141,7 @@ def _error(moved: Batch, truth: Batch) -> float:
 
 
 def _close(losses: list[float]) -> Any:
-    """Positive and negative terms cancel in a loss, so the largest of them says what size rounding has."""
+    """Positive and negative terms of a loss cancel, so the largest loss gives the size of the rounding error."""
     return pytest.approx(losses, abs=TOLERANCE * max(map(abs, losses)))
 
 
@@ -162,10 +164,10 @@ def test_two_processes_train_under_the_wrapper_that_was_asked_for(run: Run, outc
 
 @_each(("fused", "misled"), *_FLOAT32_CASES)
 def test_trains_what_stock_trains(run: Run, outcome):
-    ours, theirs = outcome(run), outcome(run, "stock")
-    distances = _distances(ours.moved, theirs.moved)
+    ours, stock = outcome(run), outcome(run, "stock")
+    distances = _distances(ours.moved, stock.moved)
     assert max(distances.values()) <= TOLERANCE, distances
-    for mine, stocks in zip(ours.ranks, theirs.ranks, strict=True):
+    for mine, stocks in zip(ours.ranks, stock.ranks, strict=True):
         assert mine["losses"] == _close(stocks["losses"])
         assert len(mine["logs"]) == len(stocks["logs"]) == STEPS
         for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
@@ -175,12 +177,12 @@ def test_trains_what_stock_trains(run: Run, outcome):
             assert {name: my_log[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@_each(("fused",), "window")
+@_each(("fused",), "shared-forward")
 def test_micro_batches_that_share_a_forward_train_what_stock_trains(run: Run, outcome):
-    ours, theirs = outcome(run), outcome(run, "stock")
-    distances = _distances(ours.moved, theirs.moved)
+    ours, stock = outcome(run), outcome(run, "stock")
+    distances = _distances(ours.moved, stock.moved)
     assert max(distances.values()) <= TOLERANCE, distances
-    for mine, stocks in zip(ours.ranks, theirs.ranks, strict=True):
+    for mine, stocks in zip(ours.ranks, stock.ranks, strict=True):
         assert mine["losses"] == _close(stocks["losses"])  # each in its own step
         waited = torch.tensor(mine["waited"]).view(STEPS, ACCUMULATION)
         assert waited[:, :-1].all()
@@ -221,20 +223,22 @@ def test_what_an_engine_cannot_train_is_refused_in_the_constructor(run: Run, out
         pytest.skip("this PEFT does not tie adapters")
     if run.case == "saved-head-tied" and not trl_compat.FSDP2_FORBIDS_TIES_OF_HEADS:
         pytest.skip("torch and Accelerate take it")
-    ours, theirs = outcome(run), outcome(run, "dense")
-    assert theirs.each_rank("was_built") == [True] * RANKS
+    ours, stock = outcome(run), outcome(run, "dense")
+    assert stock.each_rank("was_built") == [True] * RANKS
     assert ours.each_rank("was_built") == [False] * RANKS
     for error in ours.each_rank("error"):
         assert re.match(r"ValueError: the adapter on the output projection of \w+ cannot train: .*FSDP.*: .", error)
 
 
 @_each(("fused",), "reference")
-def test_old_and_reference_passes_agree_with_stock(run: Run, outcome):
-    """Passes without gradient, through the policy and through a reference model that is wrapped on its own."""
-    for mine, stocks in zip(*(outcome(run, t).each_rank("passes") for t in ("fused", "stock")), strict=True):
+def test_old_and_reference_log_probs_agree_with_stock(run: Run, outcome):
+    """Forwards without gradient, of the policy and of a reference model that is wrapped on its own."""
+    for mine, stocks in zip(*(outcome(run, t).each_rank("logps") for t in ("fused", "stock")), strict=True):
         assert len(mine) == STEPS * ACCUMULATION
-        for my_pass, stock_pass in zip(mine, stocks, strict=True):
-            torch.testing.assert_close(torch.tensor(my_pass), torch.tensor(stock_pass), rtol=TOLERANCE, atol=TOLERANCE)
+        for my_logps, stock_logps in zip(mine, stocks, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(my_logps), torch.tensor(stock_logps), rtol=TOLERANCE, atol=TOLERANCE
+            )
         first_old, first_reference = torch.tensor(mine[0])
         assert torch.equal(first_old, first_reference)
         # The policy has moved since, the reference has not
@@ -244,14 +248,14 @@ def test_old_and_reference_passes_agree_with_stock(run: Run, outcome):
 
 @_each(("fused",), "bf16")
 def test_mixed_precision_leaves_log_probs_in_float32(run: Run, outcome, one_process):
-    """Accelerate has FSDP2 round what a forward returns; rounded gradients would also be none that was forecast."""
+    """Accelerate has FSDP2 round what a forward returns. Rounded gradients would also differ from the forecast."""
     _, truth = one_process(run.case)
-    ours, theirs = outcome(run), outcome(run, "stock")
-    policy_and_reference = torch.tensor(ours.ranks[0]["passes"][0])
+    ours, stock = outcome(run), outcome(run, "stock")
+    policy_and_reference = torch.tensor(ours.ranks[0]["logps"][0])
     assert not torch.equal(policy_and_reference, policy_and_reference.bfloat16().float())
     recomputed, rows = torch.tensor(ours.each_rank("recomputed")).sum((0, 1)).tolist()
     assert recomputed / rows < 0.05
-    assert _error(ours.moved, truth) < 1.1 * _error(theirs.moved, truth)
+    assert _error(ours.moved, truth) < 1.1 * _error(stock.moved, truth)
 
 
 @_each(("fused",), "untied", "tied", "lora", *HEADS)
@@ -272,6 +276,8 @@ def test_a_wrong_forecast_costs_the_rank_that_has_it(run: Run, outcome):
 def test_the_fraction_of_recomputed_rows_is_the_same_on_every_rank(run: Run, outcome):
     result = outcome(run)
     recomputed, rows = torch.tensor(result.each_rank("recomputed"), dtype=torch.float64).sum(0).unbind(-1)
-    expected = (recomputed / rows).view(STEPS, ACCUMULATION).nanmean(1).tolist()  # nothing to log while one waits
+    expected = (
+        (recomputed / rows).view(STEPS, ACCUMULATION).nanmean(1).tolist()
+    )  # nothing is logged for a micro-batch that waits
     for logs in result.each_rank("logs"):
         assert [entry["fused/rows_recomputed"] for entry in logs] == pytest.approx(expected)

@@ -8,11 +8,8 @@ rank saw, `<run>.json`, and how far each parameter moved, `<run>.safetensors`.
 """
 
 import json
-import os
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,120 +17,33 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from safetensors.torch import save_file
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.parity.tiny import PAD_ID, tokenizer
+from trl_fused_grpo.parity.tiny import tokenizer
 from trl_fused_grpo.training import eligibility
 
-from .adapters import HEADS, TOGETHER, Head, adapter, adapters_disabled, dense_log_probs
+from .adapters import adapter, adapters_disabled, dense_log_probs
+from .batches import Batch, join
+from .engines import launcher_options, parameter_kind, whole_parameters
+from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, STEPS, Run
 from .wrong_forecast import misled
 
 
-RANKS = 2
-STEPS = 3
-ACCUMULATION = 2
 LAST_LEARNING_RATE = 1e3
-ROWS = 3  # completions to a micro-batch of one rank
 HANG = timedelta(seconds=60)  # a collective that waits longer raises
-
-Batch = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Run:
-    """
-    One training run.
-
-    Attributes:
-        backend (`str`):
-            `"ddp"`, `"fsdp1"`, `"fsdp2"`, `"zero2"` or `"zero3"`.
-        case (`str`):
-            `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer's own passes
-            give old and reference log-probs; `"bf16"`: the same under mixed precision; `"window"`: the host cuts the
-            micro-batches itself, and those of a window share a pass. Or one of [`adapters.HEADS`] and
-            [`adapters.TOGETHER`].
-        trainer (`str`):
-            `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, or `"misled"`: fused, and
-            rank 1 alone is given a wrong forecast.
-    """
-
-    backend: str
-    case: str
-    trainer: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.backend}-{self.case}-{self.trainer}"
-
-    @property
-    def head(self) -> Head | None:
-        return HEADS.get(self.case) or TOGETHER.get(self.case)
-
-    @property
-    def model(self) -> str:
-        return "tied" if self.case == "tied" or (self.head and self.head.tied) else "llama"
-
-    @property
-    def refers(self) -> bool:
-        return self.case in ("reference", "bf16") or bool(self.head and self.head.refers)
-
-
-def _runs(backend: str, *cases: str, misled: tuple[str, ...] = ()) -> list[Run]:
-    runs = [Run(backend, case, trainer) for case in cases for trainer in ("stock", "fused")]
-    return runs + [Run(backend, case, "misled") for case in misled]
-
-
-def _heads(backend: str, *cases: str) -> list[Run]:
-    return [Run(backend, case, "fused") for case in cases]
-
-
-# What the engine cannot train, whichever the trainer
-REFUSED = [
-    Run(backend, case, trainer)
-    for backend, case in (
-        ("fsdp2", "saved-head-tied"),
-        ("fsdp2", "lora-head-together"),
-        ("fsdp1", "saved-head-together"),
-    )
-    for trainer in ("dense", "fused")
-]
-
-# DDP first: Accelerate leaves in the environment that FSDP was used
-LAUNCHES = {
-    "torch": [
-        *_runs("ddp", "untied", "tied", "lora", "window", misled=("untied",)),
-        *_heads("ddp", "lora-head", "saved-head"),
-        *_runs("fsdp2", "untied", "tied", "reference", "lora", "window", misled=("untied", "tied")),
-        *_heads("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
-        *_runs("fsdp1", "untied", "reference", "window", misled=("untied",)),
-        *_heads("fsdp1", *HEADS),
-        *_runs("fsdp2", "bf16"),
-        *REFUSED,
-    ],
-    "deepspeed": [
-        *_runs("zero3", "untied", "tied", "reference", "lora", "window", misled=("untied", "tied")),
-        *_heads("zero3", "lora-head", "lora-head-tied", "saved-head", "saved-head-tied"),
-        *_runs("zero2", "untied", "window"),
-        *_heads("zero2", "lora-head", "saved-head"),
-    ],
-}
 
 
 class Fed(GRPOTrainer):
-    """Trains on given micro-batches instead of generating some, and remembers what it saw."""
+    """Trains on given micro-batches instead of generating some, and records what it computes."""
 
-    def feed(self, batches: list[Batch], own_passes: bool, own_cut: bool) -> None:
-        self.batches, self.own_passes, self.own_cut = batches, own_passes, own_cut
+    def feed(self, batches: list[Batch], computes_logps: bool, is_split_by_trl: bool) -> None:
+        self.batches, self.computes_logps, self.is_split_by_trl = batches, computes_logps, is_split_by_trl
         self.losses: list[float] = []
-        self.passes: list[list] = []
+        self.logps: list[list] = []
         self.recomputed: list[tuple[int, int]] = []
         self.waited: list[bool] = []
 
@@ -141,19 +51,19 @@ class Fed(GRPOTrainer):
         return join(self.batches[self._step : self._step + ACCUMULATION])
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        if self.own_cut:
+        if self.is_split_by_trl:
             return super()._prepare_inputs(generation_batch)
         batch = dict(self.batches[self._step])
-        if self.own_passes:
-            batch["old_per_token_logps"] = self._score(self.model, batch)
+        if self.computes_logps:
+            batch["old_per_token_logps"] = self._log_probs(self.model, batch)
             with adapters_disabled(self):
-                batch["ref_per_token_logps"] = self._score(self.ref_model or self.model, batch)
-            self.passes.append([batch[f"{policy}_per_token_logps"].tolist() for policy in ("old", "ref")])
+                batch["ref_per_token_logps"] = self._log_probs(self.ref_model or self.model, batch)
+            self.logps.append([batch[f"{policy}_per_token_logps"].tolist() for policy in ("old", "ref")])
         return batch
 
     @torch.no_grad()
-    def _score(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Log-probs `[B, T]` as the host asks for them after generation, two rows at a time."""
+    def _log_probs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Log-probs `[B, T]` as TRL asks for them after generation, two rows at a time."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         logps = self._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].size(1), 2)[0]
@@ -181,33 +91,16 @@ class FedDense(Fed):
     _get_per_token_logps_and_entropies = dense_log_probs
 
 
-def join(batches: Sequence[Batch]) -> Batch:
-    """The rows of all batches in one, padded to one width."""
-    joined = {}
-    for name in batches[0].keys() - {"num_items_in_batch"}:
-        values = [batch[name] for batch in batches]
-        if name.startswith(("prompt", "completion", "old")):
-            width = max(value.shape[1] for value in values)
-            left = name.startswith("prompt")
-            values = [_pad(value, width - value.shape[1], left) for value in values]
-        joined[name] = torch.cat(values)
-    return {**joined, "num_items_in_batch": batches[0]["num_items_in_batch"]}  # the host counts rows in the first
-
-
-def _pad(values: torch.Tensor, by: int, left: bool) -> torch.Tensor:
-    return torch.nn.functional.pad(values, (by, 0) if left else (0, by), value=PAD_ID)
-
-
 def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     """
-    A trainer that takes one optimizer step for every two of `batches`.
+    Build a trainer that takes one optimizer step for every two of `batches`.
 
-    Plain SGD without clipping; the last step is so long that how far the parameters moved is its gradient, next to
-    which their rounding is nothing.
+    The optimizer is plain SGD without clipping. The last step is so long that the movement of the parameters is its
+    gradient, beside which their rounding is nothing.
     """
-    shares_passes = run.case == "window" and run.trainer == "fused"
-    options |= {"fused_max_tokens_per_forward": 1000} if shares_passes else {}
-    args = (FusedGRPOConfig if shares_passes else GRPOConfig)(
+    shares_forwards = run.case == "shared-forward" and run.trainer == "fused"
+    options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
+    args = (FusedGRPOConfig if shares_forwards else GRPOConfig)(
         output_dir=str(folder / "output"),
         per_device_train_batch_size=len(batches[0]["completion_ids"]),
         gradient_accumulation_steps=ACCUMULATION,
@@ -242,102 +135,40 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
             peft_config=adapter(run.case),
         )
     trainer.use_vllm = True  # so that importance ratios count; the constructor would start vLLM
-    trainer.feed(batches, own_passes=run.refers, own_cut=run.case == "window")
+    trainer.feed(batches, computes_logps=run.refers, is_split_by_trl=run.case == "shared-forward")
     return trainer
 
 
 def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
     """Train, and return what this rank saw and how far each parameter moved."""
-    start = _whole_parameters(trainer)
+    start = whole_parameters(trainer)
     trainer.train()
-    moved = {name: value - start[name] for name, value in _whole_parameters(trainer).items()}
+    moved = {name: value - start[name] for name, value in whole_parameters(trainer).items()}
     seen = {
         "world": trainer.accelerator.num_processes,
         "wrapper": type(trainer.model_wrapped).__name__,
-        "parameters": sorted({_kind(parameter) for parameter in trainer.model_wrapped.parameters()}),
+        "parameters": sorted({parameter_kind(parameter) for parameter in trainer.model_wrapped.parameters()}),
         "losses": trainer.losses,
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
-        "passes": trainer.passes,
+        "logps": trainer.logps,
         "recomputed": trainer.recomputed,
         "waited": trainer.waited,
     }
     return seen, moved
 
 
-def _kind(parameter: torch.nn.Parameter) -> str:
-    return "zero3" if hasattr(parameter, "ds_id") else type(parameter).__name__
-
-
-def _whole_parameters(trainer: Fed) -> Batch:
-    """The parameters by name, put together from all ranks."""
-    if isinstance(trainer.model_wrapped, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(trainer.model_wrapped, writeback=False):
-            return {name: p.detach().clone() for name, p in trainer.model_wrapped.named_parameters()}
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    return {name: _whole(parameter) for name, parameter in model.named_parameters()}
-
-
-def _whole(parameter: torch.nn.Parameter) -> torch.Tensor:
-    if hasattr(parameter, "ds_id"):
-        from deepspeed.runtime.zero import GatheredParameters
-
-        with GatheredParameters([parameter]):
-            return parameter.detach().clone()
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor().detach()
-    return parameter.detach().clone()
-
-
-def _launcher_options(run: Run) -> dict[str, Any]:
-    """
-    What a launcher's configuration would say.
-
-    Accelerate gives DDP to every process that it knows to be on the CPU, whatever else was asked for. Its state is made
-    here instead, with the kind of device left open.
-    """
-    backend = run.backend
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if run.case == "bf16" else "no"
-    if backend == "ddp":
-        return {"use_cpu": True}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    options: dict[str, Any] = {"accelerator_config": {"use_configured_state": True}}
-    if backend.startswith("zero"):
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__ = {}  # else it compiles an all-reduce of its own
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        PartialState(backend="gloo")
-        return {"deepspeed": _deepspeed_config(int(backend[-1])), **options}
-    PartialState(backend="gloo")
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    # FSDP1 synchronises module states on accelerators only
-    fsdp = {"version": 1, "sync_module_states": False} if backend == "fsdp1" else {"version": 2}
-    if run.head and run.head.flat:
-        fsdp["use_orig_params"] = False
-    return {"fsdp": True, "fsdp_config": fsdp, **options}
-
-
-def _deepspeed_config(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-
-
 def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
     batches = torch.load(folder / f"{run.model}.pt")[rank]
     trainer = None
     try:
-        trainer = build(run, folder, batches, **_launcher_options(run))
+        trainer = build(run, folder, batches, **launcher_options(run))
         shared = mock.patch.object(eligibility, "why_micro_batches_are_seen", return_value=None)
         with ExitStack() as stack:
             if run.trainer == "misled" and rank == 1:
                 stack.enter_context(misled())
-            if run.case == "window":  # what feeds the trainer replaced its methods, but reads nothing
+            if (
+                run.case == "shared-forward"
+            ):  # the methods that feed the trainer count as replaced, but read no micro-batch
                 stack.enter_context(shared)
             return train(trainer)
     except Exception as error:

@@ -32,7 +32,7 @@ class _WrongForecast:
 
 @contextmanager
 def misled() -> Iterator[None]:
-    """While it lasts, whoever asks for a forecast in this process gets a wrong one."""
+    """While it lasts, every forecast in this process is wrong."""
     right = FusedLinearGRPOLoss.forecast
 
     def wrong(*args: Any, **kwargs: Any) -> _WrongForecast:

@@ -1,0 +1,91 @@
+"""The runs of each launch: which engine, which case, which trainer."""
+
+from dataclasses import dataclass
+
+from .adapters import HEADS, TOGETHER, Head
+
+
+RANKS = 2
+STEPS = 3
+ACCUMULATION = 2
+ROWS = 3  # completions to a micro-batch of one rank
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    One training run.
+
+    Attributes:
+        backend (`str`):
+            `"ddp"`, `"fsdp1"`, `"fsdp2"`, `"zero2"` or `"zero3"`.
+        case (`str`):
+            `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer computes
+            old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
+            generation batch, and the micro-batches of an accumulation window share a forward. Or one of
+            [`adapters.HEADS`] and [`adapters.TOGETHER`].
+        trainer (`str`):
+            `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, or `"misled"`: fused, and
+            rank 1 alone is given a wrong forecast.
+    """
+
+    backend: str
+    case: str
+    trainer: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}-{self.case}-{self.trainer}"
+
+    @property
+    def head(self) -> Head | None:
+        return HEADS.get(self.case) or TOGETHER.get(self.case)
+
+    @property
+    def model(self) -> str:
+        return "tied" if self.case == "tied" or (self.head and self.head.tied) else "llama"
+
+    @property
+    def refers(self) -> bool:
+        return self.case in ("reference", "bf16") or bool(self.head and self.head.refers)
+
+
+def _runs(backend: str, *cases: str, misled: tuple[str, ...] = ()) -> list[Run]:
+    runs = [Run(backend, case, trainer) for case in cases for trainer in ("stock", "fused")]
+    return runs + [Run(backend, case, "misled") for case in misled]
+
+
+def _heads(backend: str, *cases: str) -> list[Run]:
+    return [Run(backend, case, "fused") for case in cases]
+
+
+# What the engine cannot train with any trainer
+REFUSED = [
+    Run(backend, case, trainer)
+    for backend, case in (
+        ("fsdp2", "saved-head-tied"),
+        ("fsdp2", "lora-head-together"),
+        ("fsdp1", "saved-head-together"),
+    )
+    for trainer in ("dense", "fused")
+]
+
+# DDP first: Accelerate leaves in the environment that FSDP was used
+LAUNCHES = {
+    "torch": [
+        *_runs("ddp", "untied", "tied", "lora", "shared-forward", misled=("untied",)),
+        *_heads("ddp", "lora-head", "saved-head"),
+        *_runs("fsdp2", "untied", "tied", "reference", "lora", "shared-forward", misled=("untied", "tied")),
+        *_heads("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
+        *_runs("fsdp1", "untied", "reference", "shared-forward", misled=("untied",)),
+        *_heads("fsdp1", *HEADS),
+        *_runs("fsdp2", "bf16"),
+        *REFUSED,
+    ],
+    "deepspeed": [
+        *_runs("zero3", "untied", "tied", "reference", "lora", "shared-forward", misled=("untied", "tied")),
+        *_heads("zero3", "lora-head", "lora-head-tied", "saved-head", "saved-head-tied"),
+        *_runs("zero2", "untied", "shared-forward"),
+        *_heads("zero2", "lora-head", "saved-head"),
+    ],
+}
