@@ -1,6 +1,7 @@
 """The folders are the architecture: who may import whom, and how long a module and a function may be."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,32 @@ def test_a_function_fits_on_a_screen(path):
             if ast.get_docstring(node):
                 length -= node.body[0].end_lineno - node.body[0].lineno + 1
             assert length <= LONGEST_FUNCTION, f"{node.name} has {length} lines"
+
+
+# Words of earlier drafts, each with the field's in its place
+REPLACED_WORDS = {
+    "hosts?": "TRL, stock, CPU or padded",
+    "seams?": "log-prob method",
+    "scorers?|HostCall|ask_for_loss": "LogpsEngine, LogpsArgs, build_loss_request",
+    "prepa(y|id|ys)|unpaid|settle[sd]?|settlement": "precomputed_grads",
+    "deal(s|t|ing)|hands? over": "partition",
+    "borders?": "cu_seqlens",
+    "live rows|dead (rows|sequences)": "rows that need a gradient, zero-grad",
+    "sheltered|_Forgotten|keeps_sequence|is_uncertain|vespo_phi|where_counted|live_first": "see CONTRIBUTING.md",
+    "fused_way|fused_pass_tokens|fused_skip_dead_sequences": "the options in docs/options.md",
+}
+PROSE = [*MODULES, *(PACKAGE.parent / "docs").glob("*.md"), *(PACKAGE.parent / "tests").rglob("*.py")]
+PROSE += [PACKAGE.parent / name for name in ("README.md", "CONTRIBUTING.md")]
+
+
+@pytest.mark.parametrize("words", REPLACED_WORDS, ids=REPLACED_WORDS.get)
+def test_replaced_words_do_not_come_back(words):
+    pattern = re.compile(rf"\b({words})\b", re.IGNORECASE)
+    found = [
+        f"{path.relative_to(PACKAGE.parent)}:{number}: {line.strip()}"
+        for path in PROSE
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found, f"say {REPLACED_WORDS[words]}: {found}"
