@@ -80,8 +80,8 @@ def config_options(config: Mapping[str, Any]) -> dict[str, Any]:
     known = {option.name for option in fields(GRPOConfig)}
     options = {}
     for name, value in config.items():
-        if name == "vllm_importance_sampling_clip_max" and name not in known:
-            options["vllm_importance_sampling_cap"] = value
+        if name == "vllm_importance_sampling_clip_max":
+            options[trl_compat.SAMPLING_CLIP_MAX] = value
         elif name in known:
             options[name] = value
         elif name != "vllm_importance_sampling_clip_min" and value:  # a falsy option is off where it does not exist
@@ -261,9 +261,7 @@ def _dense_log_probs(
     logps = log_p.gather(-1, input_ids[:, -logits_to_keep:].unsqueeze(-1)).squeeze(-1)  # [B, T]
     logps = logps.to(torch.promote_types(dtype, torch.float32))
     entropies = -(log_p.exp() * log_p).sum(-1).to(logps.dtype) if compute_entropy else None
-    if not trl_compat.RETURNS_AUX_LOSS:
-        return logps, entropies
-    return logps, entropies, outputs.aux_loss if compute_aux_loss else None
+    return trl_compat.logps_result(logps, entropies, outputs.aux_loss if compute_aux_loss else None)
 
 
 def initial_weights(case: Case, settings: Settings) -> dict[str, torch.Tensor]:

@@ -218,7 +218,8 @@ class FusedState:
         Args:
             call ([`LogpsArgs`]): its arguments.
             trl_method (`Callable`): TRL's own method.
-            trl_call (`Callable`): calls TRL's own method with all arguments.
+            trl_call (`Callable`):
+                Calls TRL's own method with all arguments. Returns log-probs, entropies and auxiliary loss.
         """
         trainer = self.trainer
         if self.deferral.leaves_out(call):
@@ -228,8 +229,7 @@ class FusedState:
         reason = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model))
         if reason is not None:
             logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
-            logps, entropies, *aux = trl_call()
-            result = PerTokenLogps(logps, entropies, aux[0] if aux else None)
+            result = PerTokenLogps(*trl_call())
         elif loss_call is not None:
             result = self._logps_of_loss(loss_call, call, trl_method)
         else:

@@ -13,9 +13,6 @@ from transformers.modeling_outputs import ModelOutput
 from trl_fused_grpo.parity.case import Customisation, Trainer
 
 
-Hook = Callable[..., Any]
-
-
 def _causal_lm(trainer: Trainer) -> Any:
     return trainer.model
 
