@@ -11,7 +11,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.training.checks import tell_what_has_no_effect
+from trl_fused_grpo.training.checks import log_what_has_no_effect
 from trl_fused_grpo.training.forecastable import why_no_forecast
 
 from .sampler import use_sampler
@@ -155,12 +155,12 @@ def test_the_log_says_why_old_log_probs_are_not_skipped_where_that_was_asked_for
 def test_the_log_says_that_the_schedule_needs_old_log_probs(tmp_path, warnings_logged):
     trainer = trainer_of(tmp_path, "dapo", "misaligned", "token_truncate")
     trainer.args.fused_skip_old_logps = True
-    tell_what_has_no_effect(trainer, lambda: "packed")
+    log_what_has_no_effect(trainer, lambda: "packed")
     assert "fused_skip_old_logps=True has no effect, because the weights move" in " ".join(warnings_logged())
     aligned = trainer_of(tmp_path, "dapo", "on-policy", "token_truncate")
     aligned.args.fused_skip_old_logps = True
     before = warnings_logged()
-    tell_what_has_no_effect(aligned, lambda: "packed")
+    log_what_has_no_effect(aligned, lambda: "packed")
     assert warnings_logged() == before
 
 

@@ -45,7 +45,7 @@ def check_backward(trainer: GRPOTrainer, backward: str) -> None:
         )
 
 
-def tell_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> None:
+def log_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> None:
     """
     Log once which options were asked for and have no effect, with the reason.
 
@@ -81,9 +81,9 @@ def check_kl_estimator(trainer: Any) -> None:
             f"use_liger_loss=False trains with TRL's own KL term, not with kl_estimator={name!r}: set "
             "use_liger_loss=True, or kl_estimator='k3'."
         )
-    elif (found := replaced_objective(trainer)) is not None:
+    elif (method := replaced_objective(trainer)) is not None:
         raise ValueError(
-            f"kl_estimator={name!r} does not reach {found}, which computes its KL term itself: set kl_estimator='k3'."
+            f"kl_estimator={name!r} does not reach {method}, which computes its KL term itself: set kl_estimator='k3'."
         )
     elif (computed := estimator_in_force(objective_of(trainer))) != name:
         logger.warning_once(

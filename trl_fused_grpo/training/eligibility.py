@@ -43,14 +43,14 @@ def replaced_objective(trainer: Any) -> str | None:
 
 def why_micro_batches_are_seen(trainer: Any) -> str | None:
     """Why the user's code may read or change a micro-batch between generation and backward, or `None`."""
-    found = replaced_method(trainer, MICRO_BATCH_METHODS) or watching_callback(trainer)
-    return f"{found} may read or change micro-batches" if found else None
+    reader = replaced_method(trainer, MICRO_BATCH_METHODS) or watching_callback(trainer)
+    return f"{reader} may read or change micro-batches" if reader else None
 
 
 def why_generation_is_seen(trainer: Any) -> str | None:
     """Why the user's code may read or change a generation batch before TRL splits it, or `None`."""
-    found = replaced_method(trainer, ("_generate_and_score_completions",))
-    return f"{found} may read or change generation batches" if found else None
+    reader = replaced_method(trainer, ("_generate_and_score_completions",))
+    return f"{reader} may read or change generation batches" if reader else None
 
 
 def why_not_fused(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel) -> str | None:
@@ -62,14 +62,14 @@ def why_not_fused(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel) ->
         model (`nn.Module`): the model that the method was given, in its wrappers.
         causal_lm (`PreTrainedModel`): the causal language model inside.
     """
-    found = replaced_behind(trainer, "_get_per_token_logps_and_entropies")
-    if found is not None:
-        return f"{found} was replaced"
+    method = replaced_behind(trainer, "_get_per_token_logps_and_entropies")
+    if method is not None:
+        return f"{method} was replaced"
     head: Any = causal_lm.get_output_embeddings()
     if has_adapter(head) and trl_compat.REFUSES_ADAPTER_ON_HEAD:
         return None  # TRL's own method would leave the adapter out
-    found = changed_head(model, causal_lm, head.modules())
-    return f"{found} may read or change what the model returns in TRL's own call" if found else None
+    reader = changed_head(model, causal_lm, head.modules())
+    return f"{reader} may read or change what the model returns in TRL's own call" if reader else None
 
 
 def why_padding_may_be_read(trainer: Any, is_generating: bool) -> str | None:
@@ -83,10 +83,10 @@ def why_padding_may_be_read(trainer: Any, is_generating: bool) -> str | None:
     """
     if not trl_compat.SCORES_PADDING:
         return None
-    found = replaced_method(trainer, (*MICRO_BATCH_METHODS, "_generate_and_score_completions"))
-    if found is None and not is_generating:
-        found = "the caller of the log-prob method"
-    return f"{found} may read log-probs of padding" if found else None
+    reader = replaced_method(trainer, (*MICRO_BATCH_METHODS, "_generate_and_score_completions"))
+    if reader is None and not is_generating:
+        reader = "the caller of the log-prob method"
+    return f"{reader} may read log-probs of padding" if reader else None
 
 
 def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
@@ -100,12 +100,12 @@ def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
     reason = why_micro_batches_are_seen(trainer)
     if reason is not None:
         return reason
-    found = gradient_hook(trainer.model)
-    if found is not None:
-        return f"{found} may see the gradient of each micro-batch"
-    found = replaced_backward(trainer.accelerator)
-    if found is not None:
-        return f"{found} may see the loss of each micro-batch"
+    hook = gradient_hook(trainer.model)
+    if hook is not None:
+        return f"{hook} may see the gradient of each micro-batch"
+    backward = replaced_backward(trainer.accelerator)
+    if backward is not None:
+        return f"{backward} may see the loss of each micro-batch"
     if layout != "packed":
         return f"the layout of the rows is {layout!r}, not 'packed'"
     if getattr(trainer, "aux_loss_enabled", False):
@@ -117,12 +117,12 @@ def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
 
 def why_forwards_differ(model: nn.Module) -> str | None:
     """Why two forwards of the same rows may give different numbers in training, or `None`."""
-    found = changed_module(model.modules())
-    if found is not None:
-        return f"{found} may make two forwards differ"
-    found = own_class(model.modules())
-    if found is not None:
-        return f"{found}, whose code is not known, may make two forwards differ"
+    changed = changed_module(model.modules())
+    if changed is not None:
+        return f"{changed} may make two forwards differ"
+    unknown = own_class(model.modules())
+    if unknown is not None:
+        return f"{unknown}, whose code is not known, may make two forwards differ"
     for name, module in model.named_modules():
         if isinstance(module, torch_compat.Dropout) and module.training and module.p > 0:
             return f"dropout ({name}) makes two forwards differ"
@@ -161,7 +161,7 @@ def why_old_logps_are_needed(trainer: Any, steps_left: int) -> str | None:
 
     Args:
         trainer (`GRPOTrainer`): before it generates.
-        steps_left (`int`): micro-batches until the weights move.
+        steps_left (`int`): micro-batches until the weights move; zero where that is not known.
     """
     if not corrects_sampling(trainer):
         return "vLLM's importance-sampling correction is off"  # TRL leaves them out itself where it can
@@ -170,9 +170,9 @@ def why_old_logps_are_needed(trainer: Any, steps_left: int) -> str | None:
     )
     if reason is not None:
         return reason
-    found = gradient_hook(trainer.model) or replaced_backward(trainer.accelerator)
-    if found is not None:
-        return f"{found} may move weights"
+    mover = gradient_hook(trainer.model) or replaced_backward(trainer.accelerator)
+    if mover is not None:
+        return f"{mover} may move weights"
     if steps_left < trainer.args.steps_per_generation * trainer.num_iterations:
         return "the weights move while a generation batch is in use"
     return None
@@ -187,6 +187,10 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
     """
     Why the reference's log-probs are computed during generation, as TRL does; `None` where they are computed
     afterwards, in the same rows and groups of micro-batches as the policy's.
+
+    Args:
+        trainer (`GRPOTrainer`): before it generates.
+        layout (`str`): the layout of the policy's rows.
     """
     if trainer.beta == 0.0:
         return "there is no reference"

@@ -72,7 +72,7 @@ class LogpsEngine:
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """A model in no wrapper but PEFT's."""
-        # `unwrap_model` looks for DeepSpeed on the disk each time, where it is not installed
+        # Where DeepSpeed is not installed, `unwrap_model` looks for it on the disk at every call
         bare = isinstance(model, PreTrainedModel) or model_compat.is_peft_model(model)
         return model if bare else self.trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
 
@@ -133,13 +133,13 @@ class LogpsEngine:
 
     def why_rows_are_seen(self, model: nn.Module) -> str | None:
         """Why the user's own code may see how rows are laid out in a model, or `None`."""
-        found = changed_module(self._modules_of(model))
-        return f"{found} may depend on where a token stands" if found else None
+        reader = changed_module(self._modules_of(model))
+        return f"{reader} may depend on where a token stands" if reader else None
 
     def _refuse(self, causal_lm: PreTrainedModel, options: LogpsOptions, error: RuntimeError) -> None:
         """
-        Remember that a model does not take a layout, and log it once. Every process decides alike, as nothing that is
-        looked at depends on the batch.
+        Remember that a model does not take a layout, and log it once. All processes decide alike, because the decision
+        does not depend on the batch.
 
         Raises:
             `ValueError`, [`CuSeqlensIgnoredError`]: when that layout was asked for.

@@ -18,9 +18,9 @@ def why_no_forecast(trainer: Any) -> str | None:
     """
     Why a batch of the training may have no forecast of its gradients, and what to change; `None` where each has one.
     """
-    found = replaced_objective(trainer)
-    if found is not None:
-        return f"what {found} does to the gradient is not known: remove it"
+    method = replaced_objective(trainer)
+    if method is not None:
+        return f"what {method} does to the gradient is not known: remove it"
     objective = objective_of(trainer)
     return (
         _why_objective_is_not_tokenwise(trainer, objective)

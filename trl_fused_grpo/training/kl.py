@@ -1,10 +1,8 @@
 """
-A KL estimator other than TRL's `"k3"`. TRL computes its loss without a KL term, and [`kl_term`] is added to it. A
-token's KL has the weight that TRL gives it.
+A KL estimator other than TRL's `"k3"`. TRL computes its loss with `beta=0.0`, and [`kl_term`] is added to it. A token's
+KL has the weight that TRL gives it.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,31 +29,18 @@ def replaces_kl(trainer: GRPOTrainer) -> bool:
     name = objective_of(trainer).kl_estimator
     if trainer.beta == 0.0 or name == "k3":
         return False
-    found = replaced_objective(trainer)
-    if found is not None:
-        raise ValueError(f"kl_estimator={name!r} does not reach {found}: set kl_estimator='k3'.")
+    method = replaced_objective(trainer)
+    if method is not None:
+        raise ValueError(f"kl_estimator={name!r} does not reach {method}: set kl_estimator='k3'.")
     return True
 
 
 def estimator_in_force(objective: GRPOObjective) -> str:
-    """
-    The estimator that is computed, by the name under which it is logged: times the importance ratio `k1` is `k4`.
-    """
+    """The estimator that is computed, by the name under which it is logged: `k1` times the importance ratio is `k4`."""
     name = objective.kl_estimator
     if name in ("k1", "k4"):
         return "k4" if objective.weighs_kl else "k1"
     return f"{name}_bias_corrected" if objective.weighs_kl else name
-
-
-@contextmanager
-def kl_left_out(trainer: GRPOTrainer) -> Generator[None, None, None]:
-    """While it lasts, TRL's loss has no KL term: the trainer's `beta` is zero."""
-    owner: Any = trainer
-    beta, owner.beta = owner.beta, 0.0
-    try:
-        yield
-    finally:
-        owner.beta = beta
 
 
 def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tensor:
@@ -72,15 +57,14 @@ def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tens
     if padding_counts(trainer):
         objective = replace(objective, reduction="padded_sequence_sum")
     is_training = trainer.model is not None and trainer.model.training
+    uses_global_normalizer = objective.uses_global_normalizer
     batch = GRPOBatch(
         mask=trl_compat.loss_mask(trainer, inputs),
         advantages=as_columns(inputs["advantages"]),
         old_per_token_logps=inputs.get("old_per_token_logps"),
         ref_per_token_logps=inputs["ref_per_token_logps"],
-        normalizer=trl_compat.global_normalizer(trainer, inputs) if objective.uses_global_normalizer else None,
-        accumulation=trainer.current_gradient_accumulation_steps
-        if is_training and not objective.uses_global_normalizer
-        else 1.0,
+        normalizer=trl_compat.global_normalizer(trainer, inputs) if uses_global_normalizer else None,
+        accumulation=1.0 if uses_global_normalizer or not is_training else trainer.current_gradient_accumulation_steps,
     )
     # Only the KL term is used: what masks the policy term does not matter
     kl = token_terms(replace(objective, off_policy_mask_threshold=None, top_entropy_quantile=1.0), batch, logps).kl

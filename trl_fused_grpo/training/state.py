@@ -1,4 +1,10 @@
-"""What a fused trainer keeps between TRL's calls of its methods, and what it does in them."""
+"""
+What a fused trainer keeps between TRL's calls of its methods, and what it does in them.
+
+`trainer.py` has the overrides; each calls a method here. Read on in the order of a training: `deferral.py`
+(log-probs that generation leaves out), `merging.py` (micro-batches that share a forward), `loss_request.py` (what the
+loss asks for) and `engine.py` (how log-probs are computed).
+"""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -24,14 +30,14 @@ from .checks import (
     check_kl_estimator,
     check_micro_batch,
     check_sharding,
-    tell_what_has_no_effect,
+    log_what_has_no_effect,
 )
 from .customisation import replaced_behind, replaced_method
 from .deferral import LogpsDeferral
 from .deferred_ratio import DeferredRatio
 from .eligibility import why_forwards_are_not_shared, why_not_fused, why_padding_may_be_read
 from .engine import LogpsEngine
-from .kl import kl_left_out, kl_term, replaces_kl
+from .kl import kl_term, replaces_kl
 from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps
 from .loss_request import build_call_request, build_loss_request, padding_counts
 from .merging import MicroBatchMerger, reducing_gradients
@@ -111,7 +117,7 @@ class FusedState:
             if model is not None:
                 check_head(trainer, output_projection(engine.causal_lm(model)))
                 engine.install(model)
-        tell_what_has_no_effect(trainer, lambda: engine.layout(trainer.model))
+        log_what_has_no_effect(trainer, lambda: engine.layout(trainer.model))
 
     def detach(self) -> None:
         """Undo what was done to models and to transformers' attention. Idempotent."""
@@ -134,8 +140,10 @@ class FusedState:
         Micro-batches until the weights move, the current one included. Zero outside a training step, where it is not
         known: a loop of the user's own may move them at any time.
         """
-        if not self._is_in_step or self.trainer.accelerator.sync_gradients:
-            return int(self._is_in_step)
+        if not self._is_in_step:
+            return 0
+        if self.trainer.accelerator.sync_gradients:
+            return 1
         return max(self.trainer.current_gradient_accumulation_steps - self._steps_done, 1)
 
     # Generation, and the micro-batches that it is split into
@@ -161,10 +169,10 @@ class FusedState:
         accelerator = self.trainer.accelerator
         backward = accelerator.backward
 
-        @wraps(backward)  # whether the user replaced it is seen through this
+        @wraps(backward)  # so that `replaced_backward` sees whether the user replaced it
         def backward_of_forward(loss: Tensor, **options: Any) -> None:
             is_padded = any(stats.layout == "padded" for stats in self.stats)
-            # Checkpointed layers compute their attention again
+            # Checkpointed layers compute their attention again, which must be as in forward
             with cudnn_attention_off() if is_padded else nullcontext():
                 run = partial(backward, **options)
                 self.merger.backward(loss, self.micro_batch, accelerator.sync_gradients, run)
@@ -204,7 +212,7 @@ class FusedState:
         with temporary_attr(self, "_loss", loss_call):
             if not replaces_kl(self.trainer):
                 return trl_loss(loss_call.inputs)
-            with kl_left_out(self.trainer):
+            with temporary_attr(self.trainer, "beta", 0.0):  # TRL's loss then has no KL term
                 loss = trl_loss(loss_call.inputs)
             assert loss_call.logps is not None, "TRL asked for log-probs"
             return loss + kl_term(self.trainer, loss_call.inputs, loss_call.logps)
@@ -224,8 +232,9 @@ class FusedState:
         trainer = self.trainer
         if self.deferral.leaves_out(call):
             return trl_compat.logps_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
-        is_own = replaced_method(trainer, ("_get_per_token_logps_and_entropies",)) is None
-        loss_call = self._loss if is_own else None
+        # An override of this method may ask for other rows than those of the loss
+        is_overridden = replaced_method(trainer, ("_get_per_token_logps_and_entropies",)) is not None
+        loss_call = None if is_overridden else self._loss
         reason = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model))
         if reason is not None:
             logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
@@ -276,7 +285,7 @@ class FusedState:
         if len(group) == 1:
             return group
         layout = self.engine.layout(model, reads_padding=padding_counts(self.trainer, loss_call.beta))
-        # Something may have been found out or replaced since the plan
+        # Since the plan, the model may have refused packed rows, or the user may have replaced something
         return group if why_forwards_are_not_shared(self.trainer, layout) is None else [loss_call.micro_batch]
 
     def _loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:

@@ -1,6 +1,6 @@
 """A trial of a model whose code is not known: are its results the same without TRL's padding?"""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ _ROWS_TRIED = 4
 
 def try_layout(
     causal_lm: PreTrainedModel,
-    modules: Iterable[nn.Module],
+    modules: Sequence[nn.Module],
     call: LogpsArgs,
     options: LogpsOptions,
     on_any_process: Callable[[bool], bool],
@@ -31,7 +31,7 @@ def try_layout(
 
     Args:
         causal_lm (`PreTrainedModel`): the causal language model.
-        modules (`Iterable[nn.Module]`): those of the model, wrappers included.
+        modules (`Sequence[nn.Module]`): those of the model, wrappers included.
         call ([`LogpsArgs`]): whose first rows are tried.
         options ([`LogpsOptions`]): with the layout to try.
         on_any_process (`Callable`): whether a condition holds on any process, so that all decide alike.
@@ -39,12 +39,12 @@ def try_layout(
     Raises:
         [`RowsRefusedError`]: when they differ, or when a difference could not be seen yet.
     """
-    found = own_class(modules) or row_reader(modules)
-    if found is None:
+    unknown = own_class(modules) or row_reader(modules)
+    if unknown is None:
         return
     gate = zero_weight(modules)
     if on_any_process(gate is not None):
-        raise RowsRefusedError(f"a weight of {gate or found} is still zero: what its code makes of rows is not seen")
+        raise RowsRefusedError(f"a weight of {gate or unknown} is still zero: what its code makes of rows is not seen")
     difference = _difference_from_padded(call, options)
     if difference is None:
         return
@@ -52,23 +52,23 @@ def try_layout(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     eps = torch.finfo(dtype or causal_lm.dtype).eps
     if on_any_process(not difference <= max(1e-3, 32 * eps)):
-        raise RowsRefusedError(f"{found}, whose code is not known, makes other log-probs of rows without it")
+        raise RowsRefusedError(f"{unknown}, whose code is not known, makes other log-probs of rows without it")
 
 
 def _difference_from_padded(call: LogpsArgs, options: LogpsOptions) -> Tensor | None:
     """The largest difference of log-probs, a scalar in nats. `None` where the model refuses the layout by itself."""
     ids, mask = call.input_ids[:_ROWS_TRIED], call.attention_mask[:_ROWS_TRIED]
     few = replace(call, input_ids=ids, attention_mask=mask, compute_entropy=False, compute_aux_loss=False)
-    scored = mask[:, -call.logits_to_keep :]
+    completion_mask = mask[:, -call.logits_to_keep :]
     with torch.no_grad(), random_states_kept(call.input_ids):
         try:
             logps = [
-                compute_logps(LogpsRequest(scored), replace(options, layout=layout), few, None).logps * scored
+                compute_logps(LogpsRequest(completion_mask), replace(options, layout=layout), few, None).logps
                 for layout in (options.layout, "padded")
             ]
         except (RowsRefusedError, CuSeqlensIgnoredError):
             return None  # the call that follows is refused too, and says why
-    return (logps[0] - logps[1]).abs().max()
+    return ((logps[0] - logps[1]) * completion_mask).abs().max()
 
 
 class RandomStates:
