@@ -141,7 +141,7 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
         return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
 
     def merged_loss():
-        fused._fused.merger.plan(batches, [2, 2, 2])
+        fused._fused.merger.set_plan(batches, [2, 2, 2])
         total = 0.0
         for step, batch in enumerate(batches):
             fused._fused._steps_done = step

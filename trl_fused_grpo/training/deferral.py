@@ -1,6 +1,7 @@
 """
-Log-probs that generation asks for and does not get. The old ones are left to the training forward. The reference's are
-computed later, in forwards with the same rows as the policy's, so that equal weights give equal bits.
+Log-probs that generation asks for and does not get. The old ones come from the training forward, see
+`deferred_ratio.py`. The reference's are computed after generation, in forwards with the same rows as the policy's, so
+that equal weights give equal bits.
 """
 
 from collections.abc import Callable, Generator
@@ -69,7 +70,10 @@ class LogpsDeferral:
             self.is_generating = self.defers_old = self._defers_reference = False
 
     def leaves_out(self, call: LogpsArgs) -> bool:
-        """Whether what a call returns is not used: TRL makes it while it generates, and it is computed later."""
+        """
+        Whether a call of TRL's generation gets zeros, because its log-probs are computed later. A call for the
+        reference's is kept for [`compute_reference`].
+        """
         # A reward function may call the method too, and uses the result
         if not self.is_generating or not trl_compat.is_asked_by_generation():
             return False

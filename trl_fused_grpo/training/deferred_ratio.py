@@ -1,6 +1,7 @@
 """
-vLLM's importance ratio, where generation leaves it to the training. On-policy, the training forward computes the same
-log-probs as a forward for old log-probs would. That forward is saved, and the ratio follows from the training forward.
+vLLM's importance ratio, where generation leaves it to the training. On-policy, a forward for old log-probs computes
+those of the training forward once more. So it is left out (`deferral.py`), and the ratio is computed here from the
+training forward, with the formula of `loss/importance_sampling.py`.
 """
 
 from typing import Any

@@ -40,7 +40,7 @@ def compute_logps(
         [`RowsRefusedError`], [`CuSeqlensIgnoredError`]: when the model cannot run with this layout.
         `ValueError`: when a forced layout does not fit the batch.
     """
-    # TRL selects the images of a row in its own way, and is asked for the whole batch at once
+    # Which images belong to a row only TRL's code knows, which gives them for the whole batch
     size = len(call.input_ids) if call.batch_size is None or trl_inputs is not None else call.batch_size
     share_prompts = options.share_prompts and not call.compute_aux_loss  # the auxiliary loss counts every token
     parts = split_rows(call.input_ids, call.attention_mask, call.logits_to_keep, size, options.layout, share_prompts)
@@ -48,7 +48,7 @@ def compute_logps(
     for rows in parts:
         sub_batch = SubBatch(logps_request, rows)
         if trl_inputs is None:
-            layout = _lay_out(options, call, rows, sub_batch.scored, share_prompts)
+            layout = _lay_out(options, call, rows, sub_batch.selected, share_prompts)
         else:
             layout = Layout("padded", trl_inputs())
         request = _fused_request(sub_batch, layout, options, call, rows, logps_request.entropy_grad)
@@ -58,10 +58,10 @@ def compute_logps(
     return _in_order(results, torch.cat(parts).argsort())
 
 
-def _lay_out(options: LogpsOptions, call: LogpsArgs, rows: Tensor, scored: Tensor, share_prompts: bool) -> Layout:
-    """The layout of the sequences `rows` `[b]`, of which the positions `scored` `[b, T]` are read."""
-    in_model = scored.any(1) | call.compute_aux_loss  # [b], the auxiliary loss counts every sequence
-    tensors = call.input_ids[rows], call.attention_mask[rows], call.logits_to_keep, scored, in_model
+def _lay_out(options: LogpsOptions, call: LogpsArgs, rows: Tensor, selected: Tensor, share_prompts: bool) -> Layout:
+    """The layout of the sequences `rows` `[b]`, of which the positions `selected` `[b, T]` are read."""
+    in_model = selected.any(1) | call.compute_aux_loss  # [b], the auxiliary loss counts every sequence
+    tensors = call.input_ids[rows], call.attention_mask[rows], call.logits_to_keep, selected, in_model
     padded_rows = layouts.Rows(*tensors, options.needs_last_column)
     try:
         if options.layout == "packed":
@@ -103,7 +103,7 @@ def _run(model: nn.Module, layout: Layout, request: FusedRequest, runs_sdpa: boo
     else:
         is_packed = layout.name == "packed"
         with watched_call(is_packed) as call:
-            # It goes through every layer, as cu_seqlens do: a checkpointed layer is computed again in the backward
+            # Every layer gets it, as it gets cu_seqlens: a checkpointed layer is computed again in the backward
             watched = {"watched": call} if is_packed and runs_sdpa else {}
             results = model(**layout.model_inputs, **watched, fused=request)
         if call.reason is not None:

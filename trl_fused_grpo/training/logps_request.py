@@ -15,7 +15,7 @@ from trl_fused_grpo.ops.linear_logps import FusedStats
 @dataclass(frozen=True)
 class LogpsRequest:
     """
-    Which positions of a batch get a log-probability.
+    Which positions of a batch get a log-probability, and which gradients are expected there.
 
     Args:
         mask (`Tensor`): `[B, T]`: the positions whose log-probability is read.
@@ -124,6 +124,8 @@ class LogpsOptions:
 @dataclass
 class PerTokenLogps:
     """
+    The log-probabilities of a batch, and what was computed with them.
+
     Args:
         logps (`Tensor`): `[B, T]`, nats.
         entropies (`Tensor`, *optional*): `[B, T]`, nats.

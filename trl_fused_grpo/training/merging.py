@@ -50,7 +50,7 @@ class MicroBatchMerger:
 
     def reset(self) -> None:
         """Forget all micro-batches, as at the start of a training."""
-        self.plan([], [])
+        self.set_plan([], [])
         self._losses: list[Tensor] = []
 
     def plan_generation(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -79,29 +79,29 @@ class MicroBatchMerger:
             if trainer.accelerator.num_processes > 1:  # every process must call the model at the same steps
                 table = torch.tensor([ends], device=trainer.accelerator.device)
                 ends = trainer.accelerator.gather(table).amin(0).tolist()
-        self.plan(batches, ends)
+        self.set_plan(batches, ends)
         return batches
 
-    def plan(self, batches: list[dict[str, Any]], ends: list[int]) -> None:
+    def set_plan(self, batches: list[dict[str, Any]], ends: list[int]) -> None:
         """
-        Prepare for a new generation batch.
+        Replace the plan by that of a new generation batch. Log-probs of the one before are dropped.
 
         Args:
             batches (`list[dict]`): its micro-batches.
             ends (`list[int]`):
-                For each, the index of the last one that may share a forward which begins there. None share one when it
-                is empty.
+                For each, the index of the last one that may share its forward. Where the list is empty, each has a
+                forward of its own.
         """
         self._batches, self._ends = batches, ends
         self._logps: dict[int, PerTokenLogps] = {}
         self._last = -1
 
-    def together(self, inputs: dict[str, Any], steps_left: int) -> list[dict[str, Any]]:
+    def group_of(self, inputs: dict[str, Any], steps_left: int) -> list[dict[str, Any]]:
         """
-        The micro-batches that share a forward which begins with `inputs`, these first.
+        The micro-batches that share a forward whose first one is `inputs`, in order.
 
         Args:
-            inputs (`dict`): a micro-batch of the trainer.
+            inputs (`dict`): a micro-batch of the trainer. One that is not of the generation batch is alone.
             steps_left (`int`): micro-batches until the accumulation window ends, this one included.
         """
         index = self._index_of(inputs)
@@ -121,7 +121,7 @@ class MicroBatchMerger:
         while index < len(self._batches):
             if steps_left == 0:
                 steps_left = self.trainer.args.gradient_accumulation_steps
-            groups.append(self.together(self._batches[index], steps_left))
+            groups.append(self.group_of(self._batches[index], steps_left))
             index += len(groups[-1])
             steps_left -= len(groups[-1])
         return groups
@@ -134,7 +134,7 @@ class MicroBatchMerger:
             self._last = max(self._logps)
 
     def take_logps(self, inputs: dict[str, Any]) -> PerTokenLogps | None:
-        """The log-probs that an earlier forward left for these inputs, or `None`. They are given out once."""
+        """Remove and return the log-probs that an earlier forward left for these inputs, or `None`."""
         index = self._index_of(inputs)
         return None if index is None else self._logps.pop(index, None)
 
@@ -200,11 +200,11 @@ def plan_merges(batches: list[dict[str, Any]], limit: int, share_prompts: bool) 
 
     Args:
         batches (`list[dict]`): the micro-batches, all of one width.
-        limit (`int`): most tokens of a forward of several.
+        limit (`int`): most tokens that several may have together.
         share_prompts (`bool`): whether a prompt counts once.
 
     Returns:
-        `list[int]`: for each micro-batch, the index of the last one that a forward which begins there may hold.
+        `list[int]`: for each micro-batch, the index of the last one that may share its forward.
     """
     names = ("prompt_ids", "prompt_mask", "completion_mask")
     prompt_ids, prompt_mask, completion_mask = (torch.cat([batch[name] for batch in batches]) for name in names)
@@ -214,13 +214,13 @@ def plan_merges(batches: list[dict[str, Any]], limit: int, share_prompts: bool) 
     prompt_lengths, lengths, has_holes = torch.stack([prompt_mask.sum(1), completion_mask.sum(1), holes]).tolist()
     if any(has_holes):
         return list(range(len(batches)))
-    partitions = torch.arange(count).split([len(batch["prompt_ids"]) for batch in batches])
+    sequences_of = torch.arange(count).split([len(batch["prompt_ids"]) for batch in batches])
 
     ends = []
     for start in range(len(batches)):
         tokens, seen, end = 0, set(), start
-        for index, partition in enumerate(partitions[start:], start):
-            for row in partition.tolist():
+        for index, sequences in enumerate(sequences_of[start:], start):
+            for row in sequences.tolist():
                 tokens += lengths[row] + (0 if prompts[row] in seen else prompt_lengths[row])
                 seen.add(prompts[row])
             if tokens > limit:
@@ -232,7 +232,7 @@ def plan_merges(batches: list[dict[str, Any]], limit: int, share_prompts: bool) 
 
 def _holes(prompt_mask: Tensor, completion_mask: Tensor) -> Tensor:
     """Which sequences `[B]`, bool, have holes in their masks `[B, P]` and `[B, T]`."""
-    scored, mask = completion_mask.bool(), torch.cat([prompt_mask, completion_mask], dim=1)
-    in_model = scored.any(1)
-    rows = Rows(mask, mask, completion_mask.shape[1], scored, in_model)  # token ids do not matter
+    selected, mask = completion_mask.bool(), torch.cat([prompt_mask, completion_mask], dim=1)
+    in_model = selected.any(1)
+    rows = Rows(mask, mask, completion_mask.shape[1], selected, in_model)  # token ids do not matter
     return rows.with_holes(mask.bool() & in_model.unsqueeze(1))

@@ -25,11 +25,11 @@ def rebalance(batches: list[dict[str, Any]], layout: LayoutName, share_prompts: 
     if layout == "padded" or len(batches) == 1:
         return batches
     size = len(batches[0]["completion_ids"])
-    rows = {k for k, v in batches[0].items() if isinstance(v, Tensor) and v.dim() > 0}
+    per_sequence = {k for k, v in batches[0].items() if isinstance(v, Tensor) and v.dim() > 0}
     others = {k for k, v in batches[0].items() if not isinstance(v, Tensor) and v is not None}
-    if others or any(len(batch[k]) != size for batch in batches for k in rows):
+    if others or any(len(batch[k]) != size for batch in batches for k in per_sequence):
         return batches
-    whole = {k: torch.cat([batch[k] for batch in batches]) for k in rows}
+    whole = {k: torch.cat([batch[k] for batch in batches]) for k in per_sequence}
     lengths = whole["prompt_mask"].sum(1) + whole["completion_mask"].sum(1)
     if layout == "aligned":
         partitions = lengths.argsort(stable=True).view(len(batches), size).tolist()
@@ -37,7 +37,7 @@ def rebalance(batches: list[dict[str, Any]], layout: LayoutName, share_prompts: 
         prompts = prompt_group_ids(whole["prompt_ids"], whole["prompt_mask"]) if share_prompts else None
         partitions = balanced_partitions(lengths.tolist(), len(batches), size, prompts)
     return [
-        {**batch, **{k: whole[k][torch.tensor(partition, device=whole[k].device)] for k in rows}}
+        {**batch, **{k: whole[k][torch.tensor(partition, device=whole[k].device)] for k in per_sequence}}
         for batch, partition in zip(batches, partitions, strict=True)
     ]
 

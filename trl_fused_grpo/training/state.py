@@ -281,7 +281,7 @@ class FusedState:
 
     def _sharing_forward(self, loss_call: _LossCall, model: nn.Module) -> list[dict[str, Any]]:
         """The micro-batches that share the forward of this one, itself first."""
-        group = self.merger.together(loss_call.micro_batch, self.steps_left)
+        group = self.merger.group_of(loss_call.micro_batch, self.steps_left)
         if len(group) == 1:
             return group
         layout = self.engine.layout(model, reads_padding=padding_counts(self.trainer, loss_call.beta))

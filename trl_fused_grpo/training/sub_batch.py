@@ -17,27 +17,27 @@ class SubBatch:
         rows (`Tensor`): `[b]`: which of its sequences these are.
 
     Attributes:
-        scored (`Tensor`): `[b, T]`, bool: the positions that are projected.
+        selected (`Tensor`): `[b, T]`, bool: the positions that are projected.
         positions (`Tensor`): `[N]`: the same, flat in `[b, T]`. Those that need no gradient come last.
         forecast ([`Forecast`], *optional*): the gradients expected at `positions`.
     """
 
     def __init__(self, logps_request: LogpsRequest, rows: Tensor):
-        self.scored = logps_request.mask[rows].bool()  # [b, T]
+        self.selected = logps_request.mask[rows].bool()  # [b, T]
         self.forecast: Forecast | None = None
         self._fill = None if logps_request.fill is None else logps_request.fill[rows]  # [b, T]
-        self._skipped: Tensor | None = None  # [b, T], positions of sequences that are left out of the model
+        self._skipped: Tensor | None = None  # [b, T], bool: positions of sequences that are left out of the model
         forecast = logps_request.forecast
         if forecast is None:
-            self.positions, _ = grad_rows_first(self.scored, None)
+            self.positions, _ = grad_rows_first(self.selected, None)
             return
-        needs_grad = self.scored & forecast.needs_grad[rows]
+        needs_grad = self.selected & forecast.needs_grad[rows]
         if logps_request.skip_zero_grad:
             kept = needs_grad.any(1, keepdim=True)  # [b, 1]
-            self._skipped, self.scored = self.scored & ~kept, self.scored & kept
+            self._skipped, self.selected = self.selected & ~kept, self.selected & kept
         # What needs no gradient comes last, so that it never enters a matmul of the backward
-        self.positions, grad_rows = grad_rows_first(self.scored, needs_grad)
-        width = self.scored.shape[1]
+        self.positions, grad_rows = grad_rows_first(self.selected, needs_grad)
+        width = self.selected.shape[1]
         in_batch = rows[self.positions // width] * width + self.positions % width  # [N], flat in [B, T]
         self.forecast = forecast.at(in_batch, grad_rows)
 
@@ -64,6 +64,6 @@ class SubBatch:
         return PerTokenLogps(logps, entropies, next(values, None), [stats])
 
     def _scatter(self, values: Tensor, fill: Tensor | None) -> Tensor:
-        shape = self.scored.shape
+        shape = self.selected.shape
         base = values.new_zeros(shape) if fill is None else fill.to(values.dtype)
         return base.flatten().index_put((self.positions,), values).view(shape)
