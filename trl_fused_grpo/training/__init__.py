@@ -1,1 +1,16 @@
-"""What depends on a `GRPOTrainer`: which log-probabilities to compute, when, and which faster path may be taken."""
+"""
+What depends on a `GRPOTrainer`: which log-probabilities to compute, when, and which faster path may be taken. A map of
+the folder, in the order in which a training comes through it:
+
+- `checks` refuses options, models and tensors that cannot be trained.
+- `state` has what the trainer's overrides call: generation, the plan of micro-batches, a training step, its loss.
+- `deferral` leaves log-probs out of the generation; `deferred_ratio` computes their importance ratios in training.
+- `merging` decides which micro-batches share a forward; `partitioning` decides which sequences go together.
+- `loss_request` says which positions a loss needs, with which gradients. `logps_request` has the types in between:
+  request, arguments, options, result.
+- `engine` chooses the layout and computes log-probs; `trial` tries out models of unknown code first. `logps` runs a
+  batch, `sub_batch` a part of it.
+- `kl` adds another KL estimator than TRL's.
+- `eligibility` and `forecastable` have the predicates `why_...`: may a faster path be taken? They ask `customisation`
+  (what the user replaced on the trainer) and `customised_model` (what on the model).
+"""
