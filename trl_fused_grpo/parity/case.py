@@ -146,7 +146,7 @@ class Case:
         mode (`str`):
             `"train"`, `"eval"`, or `"log-probs"` for the log-prob method without gradient alone.
         accumulation_windows (`int`):
-            How many gradient accumulation windows run. A window is the micro-batches of one optimizer step.
+            How many accumulation windows run. Each has the micro-batches of one optimizer step.
         update (`bool`):
             Whether weights move between accumulation windows.
         min_trl (`str`, *optional*):

@@ -108,14 +108,14 @@ def differing_metrics(
         `list[str]`:
             Sorted; `"name (missing)"` and `"name (extra)"` where only one side logs it.
     """
-    found = [f"{name} (missing)" for name in stock.keys() - fused.keys()]
-    found += [f"{name} (extra)" for name in fused.keys() - stock.keys()]
+    differing = [f"{name} (missing)" for name in stock.keys() - fused.keys()]
+    differing += [f"{name} (extra)" for name in fused.keys() - stock.keys()]
     for name in stock.keys() & fused.keys():
         same_count = len(stock[name]) == len(fused[name])
         compared = values and not name.startswith(names_only)
         if not same_count or (compared and not all(map(close, stock[name], fused[name]))):
-            found.append(name)
-    return sorted(found)
+            differing.append(name)
+    return sorted(differing)
 
 
 def close(a: float, b: float) -> bool:

@@ -56,8 +56,8 @@ def problems_of(case: Case, pair: Pair, figures: Figures) -> list[str]:
             worst = _worst(errors)
             _fill(figures, pair.stock, fused, errors)
         where = "" if tokens is None else f" (fused_max_tokens_per_forward={tokens})"
-        found = _problems_of_run(case, pair.stock, fused, errors)
-        problems += [problem + where for problem in found if problem not in problems]
+        of_run = _problems_of_run(case, pair.stock, fused, errors)
+        problems += [problem + where for problem in of_run if problem not in problems]
     return problems
 
 
@@ -127,12 +127,12 @@ def differing_entries(stock: list[dict[str, Any]], fused: list[dict[str, Any]]) 
         `list[str]`:
             `"name"`, `"name (missing)"` or `"name (extra)"`, sorted; `"entries"` when there are not as many.
     """
-    found = {"entries"} if len(stock) != len(fused) else set()
+    differing = {"entries"} if len(stock) != len(fused) else set()
     for expected, entry in zip(stock, fused, strict=False):
-        found |= {f"{name} (missing)" for name in expected.keys() - entry.keys()}
-        found |= {f"{name} (extra)" for name in entry.keys() - expected.keys()}
-        found |= {name for name in expected.keys() & entry.keys() if not same(expected[name], entry[name])}
-    return sorted(found)
+        differing |= {f"{name} (missing)" for name in expected.keys() - entry.keys()}
+        differing |= {f"{name} (extra)" for name in entry.keys() - expected.keys()}
+        differing |= {name for name in expected.keys() & entry.keys() if not same(expected[name], entry[name])}
+    return sorted(differing)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -259,10 +259,10 @@ def reward_logs(trainer: Trainer) -> None:
     """A reward function that calls `trainer.log`, which resets TRL's averages."""
     plain = trainer.reward_funcs[0]
 
-    def logging(**given: Any) -> list[float]:
+    def logging(**columns: Any) -> list[float]:
         if trainer.state.global_step:
             trainer.log({"mine": 1.0})
-        return plain(**given)
+        return plain(**columns)
 
     trainer.reward_funcs[0] = logging
 
@@ -271,10 +271,10 @@ def reward_fails(trainer: Trainer) -> None:
     """A reward function that is interrupted in the second generation."""
     plain, calls = trainer.reward_funcs[0], iter(range(100))
 
-    def failing(**given: Any) -> list[float]:
+    def failing(**columns: Any) -> list[float]:
         if next(calls) == 1:
             raise KeyboardInterrupt
-        return plain(**given)
+        return plain(**columns)
 
     trainer.reward_funcs[0] = failing
 

@@ -9,7 +9,7 @@ from trl_fused_grpo.parity.case import Trainer
 
 def serve_rollouts(trainer: Trainer, generations: list[dict[str, Any]]) -> None:
     """
-    Have a trainer generate what is given.
+    Have a trainer generate prepared completions.
 
     Args:
         trainer ([`GRPOTrainer`]):
@@ -29,8 +29,8 @@ def serve_rollouts(trainer: Trainer, generations: list[dict[str, Any]]) -> None:
         return answer(len(prompts))
 
     def single_turn(prompts: list[Any]) -> tuple[list, list, list | None, dict]:
-        given = answer(len(prompts))
-        return given["prompt_ids"], given["completion_ids"], given["logprobs"], {}
+        rollout = answer(len(prompts))
+        return rollout["prompt_ids"], rollout["completion_ids"], rollout["logprobs"], {}
 
     trainer.rollout_func = roll_out
     trainer._generate_single_turn = single_turn  # TRL 0.27 calls rollout_func only when vLLM runs
