@@ -39,13 +39,13 @@ def _regenerate(cls: type) -> None:
 
 def _descendants(cls: type) -> list[type]:
     """Subclasses of every depth, each after those that it inherits from."""
-    found: set[type] = set()
+    descendants: set[type] = set()
     to_visit = [cls]
     while to_visit:
-        new = [sub for sub in to_visit.pop().__subclasses__() if sub not in found]
-        found.update(new)
+        new = [sub for sub in to_visit.pop().__subclasses__() if sub not in descendants]
+        descendants.update(new)
         to_visit += new
-    return sorted(found, key=lambda sub: len(sub.__mro__))  # a class has more ancestors than any of them
+    return sorted(descendants, key=lambda sub: len(sub.__mro__))  # a class has more ancestors than any of them
 
 
 def _keep_flag_through_post_init(cls: Any) -> None:

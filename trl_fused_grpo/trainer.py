@@ -152,8 +152,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         """
         Loss of one micro-batch, a scalar: TRL's `_compute_loss` on fused log-probabilities.
 
-        Importance ratios, tool mask, normalizer, delta and bias-corrected KL go to the extended Liger loss, which
-        answers with the gradient that each token will receive.
+        The log-probabilities come with the gradient that each token is expected to receive, which
+        [`FusedLinearGRPOLoss`] forecasts from importance ratios, tool mask, normalizer and the options of the loss.
         """
         return self._compute_loss(model, inputs)
 

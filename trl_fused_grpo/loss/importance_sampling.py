@@ -104,7 +104,7 @@ class SamplingMetrics:
         self.ratios[place] = ratio.flatten() if correction.is_per_sequence else ratio[mask.bool()]
 
     def gathered(self, accelerator) -> dict[str, float]:
-        """The metrics of the generation batch over all processes, under TRL's names. Takes a collective."""
+        """The metrics of the generation batch over all processes, which must all call this, under TRL's names."""
         difference, ratio = torch.cat([*self.differences.values()]), torch.cat([*self.ratios.values()])
         zero = difference.new_zeros(())
         local = [difference.mean(), difference.max()] if len(difference) else [zero, zero]

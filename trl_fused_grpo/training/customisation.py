@@ -108,10 +108,11 @@ def watching_callback(trainer: Any) -> str | None:
     read gradients and move weights.
     """
     handler = trainer.callback_handler
-    for caller, name in ((handler, "call_event"), *((one, "on_substep_end") for one in [handler, *handler.callbacks])):
-        method = getattr(caller, name, None)
+    watchers = [(handler, "call_event"), *((one, "on_substep_end") for one in (handler, *handler.callbacks))]
+    for watcher, name in watchers:
+        method = getattr(watcher, name, None)
         if method is not None and not is_library_function(method):
-            return f"{type(caller).__name__}.{name}"
+            return f"{type(watcher).__name__}.{name}"
     return None
 
 

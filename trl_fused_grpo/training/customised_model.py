@@ -81,7 +81,7 @@ def _changed_in(modules: Iterable[nn.Module]) -> str | None:
     for cls in {*map(type, modules)}:
         if _has_replaced_forward(cls):
             return f"{cls.__name__}.forward"
-    for module in modules:  # there are thousands at every call of the model: most are passed over at once
+    for module in modules:  # thousands at every call of the model, most of them without a hook
         own = module.__dict__
         is_hooked = own[_FORWARD] or own[_FORWARD_PRE] or own[_BACKWARD] or own[_BACKWARD_PRE]
         if not (is_hooked or "forward" in own):
@@ -122,11 +122,11 @@ def zero_weight(modules: Iterable[nn.Module]) -> str | None:
     trial shows nothing of the code behind it. Biases are no gates, and PEFT's own zeros are known.
     """
     for module in modules:
-        waiting = [module] if _has_own_forward(type(module)) else []
-        while waiting:
-            part = waiting.pop()
+        parts = [module] if _has_own_forward(type(module)) else []
+        while parts:
+            part = parts.pop()
             for name, weight in part.named_parameters(recurse=False):
                 if weight.requires_grad and weight.numel() and "bias" not in name and not weight.any():
                     return f"{type(module).__name__} ({name})"
-            waiting += [child for child in part.children() if not type(child).__module__.startswith("peft.")]
+            parts += [child for child in part.children() if not type(child).__module__.startswith("peft.")]
     return None
