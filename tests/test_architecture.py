@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "loss": {"ops"},
     "modeling": {"ops", "_compat", "_utils"},
     "training": {"loss", "modeling", "ops", "_compat", "_utils", "config"},
-    "config": {"_compat"},
+    "config": {"loss"},
     "trainer": {"training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
     "patching": {"trainer"},
     "parity": {"", "_compat"},

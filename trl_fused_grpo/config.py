@@ -11,6 +11,8 @@ from typing import Any
 from trl import GRPOConfig
 from typing_extensions import Self
 
+from .loss.objective import KL_ESTIMATORS
+
 
 _FIELD = "use_liger_loss"
 _HELP = "Whether FusedGRPOTrainer computes the loss through the fused linear function, at parity with TRL's own path."
@@ -88,7 +90,6 @@ install_use_liger_loss()
 
 LAYOUTS = ("auto", "packed", "aligned", "padded")
 BACKWARD_MODES = ("auto", "forecast", "recompute")
-KL_ESTIMATORS = ("k1", "k2", "k3", "k4")
 
 
 @dataclass(frozen=True)
