@@ -29,9 +29,9 @@ def make(checkpoint: Path) -> list[list[Batch]]:
     indices = range(STEPS * ACCUMULATION)
     made = [[_micro_batch(model, generator, (rank, i) in MASKED) for i in indices] for rank in range(RANKS)]
     for start in indices[::ACCUMULATION]:
-        window = [batch for batches in made for batch in batches[start : start + ACCUMULATION]]
-        tokens = sum(batch["completion_mask"].sum() for batch in window)
-        for batch in window:
+        accumulated = [batch for batches in made for batch in batches[start : start + ACCUMULATION]]
+        tokens = sum(batch["completion_mask"].sum() for batch in accumulated)
+        for batch in accumulated:
             batch["num_items_in_batch"] = tokens.clone()
     return made
 

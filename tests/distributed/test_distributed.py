@@ -127,13 +127,13 @@ def one_process(folder: Path) -> Callable[[str], tuple[dict[str, Any], Batch]]:
     return of
 
 
-def _distances(ours: Batch, stock: Batch) -> dict[str, float]:
+def _distances(fused: Batch, stock: Batch) -> dict[str, float]:
     """Distance between each parameter's two movements, relative to the movement."""
-    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in stock.items()}
+    assert {name: value.shape for name, value in fused.items()} == {name: value.shape for name, value in stock.items()}
     moved = {name for name, value in stock.items() if value.any()}
     assert moved
-    assert not any(ours[name].any() for name in ours.keys() - moved)
-    return {name: ((ours[name] - stock[name]).norm() / stock[name].norm()).item() for name in moved}
+    assert not any(fused[name].any() for name in fused.keys() - moved)
+    return {name: ((fused[name] - stock[name]).norm() / stock[name].norm()).item() for name in moved}
 
 
 def _error(moved: Batch, truth: Batch) -> float:
@@ -164,10 +164,10 @@ def test_two_processes_train_under_the_wrapper_that_was_asked_for(run: Run, outc
 
 @_each(("fused", "misled"), *_FLOAT32_CASES)
 def test_trains_what_stock_trains(run: Run, outcome):
-    ours, stock = outcome(run), outcome(run, "stock")
-    distances = _distances(ours.moved, stock.moved)
+    fused, stock = outcome(run), outcome(run, "stock")
+    distances = _distances(fused.moved, stock.moved)
     assert max(distances.values()) <= TOLERANCE, distances
-    for mine, stocks in zip(ours.ranks, stock.ranks, strict=True):
+    for mine, stocks in zip(fused.ranks, stock.ranks, strict=True):
         assert mine["losses"] == _close(stocks["losses"])
         assert len(mine["logs"]) == len(stocks["logs"]) == STEPS
         for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
@@ -179,10 +179,10 @@ def test_trains_what_stock_trains(run: Run, outcome):
 
 @_each(("fused",), "shared-forward")
 def test_micro_batches_that_share_a_forward_train_what_stock_trains(run: Run, outcome):
-    ours, stock = outcome(run), outcome(run, "stock")
-    distances = _distances(ours.moved, stock.moved)
+    fused, stock = outcome(run), outcome(run, "stock")
+    distances = _distances(fused.moved, stock.moved)
     assert max(distances.values()) <= TOLERANCE, distances
-    for mine, stocks in zip(ours.ranks, stock.ranks, strict=True):
+    for mine, stocks in zip(fused.ranks, stock.ranks, strict=True):
         assert mine["losses"] == _close(stocks["losses"])  # each in its own step
         waited = torch.tensor(mine["waited"]).view(STEPS, ACCUMULATION)
         assert waited[:, :-1].all()
@@ -196,23 +196,23 @@ def test_micro_batches_that_share_a_forward_train_what_stock_trains(run: Run, ou
 def test_gradients_are_those_of_all_rows(run: Run, outcome, one_process):
     """The rows of both ranks move every parameter, the head or the embedding tied to it among them."""
     seen, moved = one_process(run.case)
-    ours = outcome(run)
-    distances = _distances(ours.moved, moved)
+    fused = outcome(run)
+    distances = _distances(fused.moved, moved)
     assert ("model.embed_tokens.weight" if run.case == "tied" else "lm_head.weight") in distances
     assert max(distances.values()) <= TOLERANCE, distances
-    assert torch.tensor(ours.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
+    assert torch.tensor(fused.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
 
 
 @_each(("fused",), *HEADS)
 def test_a_head_with_an_adapter_trains_as_in_one_process(run: Run, outcome, one_process):
     """PEFT's modules around the head gather what they hold, whichever of them the engine has wrapped."""
     seen, moved = one_process(run.case)
-    ours = outcome(run)
-    distances = _distances(ours.moved, moved)
+    fused = outcome(run)
+    distances = _distances(fused.moved, moved)
     parts = ["modules_to_save.default"] if HEADS[run.case].saved else ["lora_A.default", "lora_B.default"]
     assert [f"base_model.model.lm_head.{part}.weight" in distances for part in parts] == [True] * len(parts)
     assert max(distances.values()) <= TOLERANCE, distances
-    assert torch.tensor(ours.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
+    assert torch.tensor(fused.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.name) for run in REFUSED if run.trainer == "fused"])
@@ -223,10 +223,10 @@ def test_what_an_engine_cannot_train_is_refused_in_the_constructor(run: Run, out
         pytest.skip("this PEFT does not tie adapters")
     if run.case == "saved-head-tied" and not trl_compat.FSDP2_FORBIDS_TIES_OF_HEADS:
         pytest.skip("torch and Accelerate take it")
-    ours, stock = outcome(run), outcome(run, "dense")
+    fused, stock = outcome(run), outcome(run, "dense")
     assert stock.each_rank("was_built") == [True] * RANKS
-    assert ours.each_rank("was_built") == [False] * RANKS
-    for error in ours.each_rank("error"):
+    assert fused.each_rank("was_built") == [False] * RANKS
+    for error in fused.each_rank("error"):
         assert re.match(r"ValueError: the adapter on the output projection of \w+ cannot train: .*FSDP.*: .", error)
 
 
@@ -250,12 +250,12 @@ def test_old_and_reference_log_probs_agree_with_stock(run: Run, outcome):
 def test_mixed_precision_leaves_log_probs_in_float32(run: Run, outcome, one_process):
     """Accelerate has FSDP2 round what a forward returns. Rounded gradients would also differ from the forecast."""
     _, truth = one_process(run.case)
-    ours, stock = outcome(run), outcome(run, "stock")
-    policy_and_reference = torch.tensor(ours.ranks[0]["logps"][0])
+    fused, stock = outcome(run), outcome(run, "stock")
+    policy_and_reference = torch.tensor(fused.ranks[0]["logps"][0])
     assert not torch.equal(policy_and_reference, policy_and_reference.bfloat16().float())
-    recomputed, rows = torch.tensor(ours.each_rank("recomputed")).sum((0, 1)).tolist()
+    recomputed, rows = torch.tensor(fused.each_rank("recomputed")).sum((0, 1)).tolist()
     assert recomputed / rows < 0.05
-    assert _error(ours.moved, truth) < 1.1 * _error(stock.moved, truth)
+    assert _error(fused.moved, truth) < 1.1 * _error(stock.moved, truth)
 
 
 @_each(("fused",), "untied", "tied", "lora", *HEADS)

@@ -47,7 +47,7 @@ class LowRankProblem:
         self.targets = torch.randint(V, (N,), generator=generator).to(device)
         self.grads = randn(N)
 
-    def ours(self, backward="auto", forecast=None):
+    def fused(self, backward="auto", forecast=None):
         t = {**self.leaves, **self.frozen}
         low_rank = (LowRank(t["a0"], t["b0"], 0.5), LowRank(t["a1"], t["b1"], 0.3))
         head = LMHead(t["weight"], t.get("bias"), logit_scale=1.2, softcap=9.0, low_rank=low_rank)
@@ -70,7 +70,7 @@ class LowRankProblem:
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_low_rank_terms_are_exact_and_trained(backward, train_weight, bias):
     problem = LowRankProblem(bias, train_weight)
-    values, stats = problem.ours(backward, KnownGradients(problem.grads) if backward == "forecast" else None)
+    values, stats = problem.fused(backward, KnownGradients(problem.grads) if backward == "forecast" else None)
     errors = [relative_error(value, truth) for value, truth in zip(values, problem.truth(), strict=True)]
     assert max(errors) <= 2e-6, errors
     assert (stats.backward, stats.recomputed) == (backward, 0 if backward == "forecast" else N)
@@ -83,7 +83,7 @@ def test_a_frozen_weight_beside_low_rank_terms_costs_no_gradient_of_its_size(mon
         chunked_linear, "add_matmul", lambda a, b, out: (shapes.append(tuple(out.shape)), add(a, b, out))
     )
     problem = LowRankProblem()
-    problem.ours(forecast=KnownGradients(problem.grads))
+    problem.fused(forecast=KnownGradients(problem.grads))
     assert set(shapes) == {(V, R + 3)}
 
 
@@ -91,7 +91,7 @@ def test_low_rank_terms_without_gradient_run_as_two_matmuls():
     problem = LowRankProblem(bias=False)
     for name in ("a0", "b0", "a1", "b1"):
         problem.frozen[name] = problem.leaves.pop(name).detach()
-    values, stats = problem.ours()
+    values, stats = problem.fused()
     assert stats.backward == "frozen"
     errors = [relative_error(value, truth) for value, truth in zip(values, problem.truth(), strict=True)]
     assert max(errors) <= 2e-6, errors
@@ -256,15 +256,15 @@ def pair(folder, config, kind="llama", **options):
 @pytest.mark.parametrize("kind", ["llama", "tied"])
 def test_lora_on_the_head_trains_in_the_trainer(tmp_path, kind, old_logps):
     inputs = make_inputs(**({"old_per_token_logps": -9.0 * torch.ones(4, 8)} if old_logps else {}))
-    dense, ours = pair(tmp_path, lora("lm_head", "q_proj"), kind)
+    dense, fused = pair(tmp_path, lora("lm_head", "q_proj"), kind)
     loss, gradients = loss_and_gradients(dense, inputs)
-    our_loss, our_gradients = loss_and_gradients(ours, inputs)
-    assert (ours.fused_stats.backward, ours.fused_stats.recomputed) == ("forecast", 0)
-    assert relative_error(our_loss, loss) < 1e-5
-    assert gradients.keys() == our_gradients.keys()
+    fused_loss, fused_gradients = loss_and_gradients(fused, inputs)
+    assert (fused.fused_stats.backward, fused.fused_stats.recomputed) == ("forecast", 0)
+    assert relative_error(fused_loss, loss) < 1e-5
+    assert gradients.keys() == fused_gradients.keys()
     assert sum("lm_head.lora_" in name for name in gradients) == 2
     for name, gradient in gradients.items():
-        assert relative_error(our_gradients[name], gradient) < 1e-5, name
+        assert relative_error(fused_gradients[name], gradient) < 1e-5, name
 
 
 def test_every_module_that_holds_weights_of_the_head_runs_through_its_own_call(tmp_path):
@@ -305,13 +305,13 @@ def test_without_the_flag_trl_decides_about_adapters_on_the_head(tmp_path):
 
 def test_a_trained_copy_of_the_head_trains_in_the_trainer(tmp_path):
     config = lora("q_proj", modules_to_save=["lm_head"])
-    (loss, gradients), (our_loss, our_gradients) = [
+    (loss, gradients), (fused_loss, fused_gradients) = [
         loss_and_gradients(t, make_inputs()) for t in pair(tmp_path, config)
     ]
-    assert relative_error(our_loss, loss) < 1e-5
+    assert relative_error(fused_loss, loss) < 1e-5
     assert any("lm_head.modules_to_save" in name for name in gradients)
-    assert gradients.keys() == our_gradients.keys()
-    assert all(relative_error(our_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
+    assert gradients.keys() == fused_gradients.keys()
+    assert all(relative_error(fused_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
 
 
 PROMPTS = {
@@ -324,10 +324,10 @@ PROMPTS = {
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompt_learning_trains_in_the_trainer(tmp_path, name):
     trainers = pair(tmp_path, PROMPTS[name])
-    (loss, gradients), (our_loss, our_gradients) = [loss_and_gradients(t, make_inputs()) for t in trainers]
-    assert relative_error(our_loss, loss) < 1e-5
-    assert gradients.keys() == our_gradients.keys() != set()
-    assert all(relative_error(our_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
+    (loss, gradients), (fused_loss, fused_gradients) = [loss_and_gradients(t, make_inputs()) for t in trainers]
+    assert relative_error(fused_loss, loss) < 1e-5
+    assert gradients.keys() == fused_gradients.keys() != set()
+    assert all(relative_error(fused_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_is_projected_whole(tmp_path):
@@ -391,9 +391,9 @@ def test_a_quantized_base_model_trains_with_a_normal_head(tmp_path):
         for layer in trainer.model.get_base_model().model.layers:
             layer.mlp.down_proj = QuantizedLinear(layer.mlp.down_proj)
         results.append(loss_and_gradients(trainer, make_inputs()))
-    (loss, gradients), (our_loss, our_gradients) = results
-    assert relative_error(our_loss, loss) < 1e-5
-    assert all(relative_error(our_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
+    (loss, gradients), (fused_loss, fused_gradients) = results
+    assert relative_error(fused_loss, loss) < 1e-5
+    assert all(relative_error(fused_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
 
 
 def test_a_quantized_head_is_refused():
@@ -412,7 +412,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 @pytest.mark.parametrize("backward", ["forecast", "recompute"])
 def test_low_rank_terms_on_a_gpu(backward, dtype):
     problem = LowRankProblem(dtype=dtype, device="cuda")
-    values, stats = problem.ours(backward, KnownGradients(problem.grads) if backward == "forecast" else None)
+    values, stats = problem.fused(backward, KnownGradients(problem.grads) if backward == "forecast" else None)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     errors = [relative_error(value, truth) for value, truth in zip(values, problem.truth(), strict=True)]
     assert max(errors) <= tolerance, errors

@@ -60,9 +60,9 @@ def test_the_padding_makes_a_difference_to_such_a_model(tmp_path, make_model):
         for prompt, completion in (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
     )
     with torch.no_grad():  # before the longer ones: dynamic factors remember them
-        cut, *_ = stock._get_per_token_logps_and_entropies(stock.model, ids, mask, 4)
-    cut = cut[inputs["completion_mask"][:, :4].bool()]
-    assert relative_error(cut, log_probs(stock, inputs)) > 1e-3
+        truncated, *_ = stock._get_per_token_logps_and_entropies(stock.model, ids, mask, 4)
+    truncated = truncated[inputs["completion_mask"][:, :4].bool()]
+    assert relative_error(truncated, log_probs(stock, inputs)) > 1e-3
 
 
 def test_one_token_stands_for_the_last_column_where_it_is_not_there(tmp_path, make_model, monkeypatch):
