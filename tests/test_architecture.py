@@ -104,6 +104,7 @@ REPLACED_WORDS = {
     "deal(s|t|ing)|hands? over": "partition",
     "borders?": "cu_seqlens",
     "live rows|dead (rows|sequences)": "rows that need a gradient, zero-grad",
+    "questions?|folds?|pays|owes|theatre": "request, sum, takes",
     "sheltered|_Forgotten|keeps_sequence|is_uncertain|vespo_phi|where_counted|live_first": "see CONTRIBUTING.md",
     "fused_way|fused_pass_tokens|fused_skip_dead_sequences": "the options in docs/options.md",
 }

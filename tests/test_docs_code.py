@@ -305,15 +305,17 @@ def test_the_drawing_of_the_design_names_modules_that_exist():
 
 @functools.cache
 def messages():
-    """Every string of the package, what an f-string inserts as `{}`."""
-    found = []
+    """Every string of the package but docstrings, what an f-string inserts as `{}`."""
+    texts = []
     for path in (ROOT / "trl_fused_grpo").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        for node in nodes:
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
+                texts.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+                texts.append(node.value)
+    return texts
 
 
 def quoted_messages():
