@@ -1,1 +1,7 @@
-"""Every fact about a version of TRL, transformers, PEFT or accelerate, and every private name of theirs."""
+"""
+Every fact about a version of TRL, transformers, PEFT or accelerate, and the private names of theirs that this package
+builds upon.
+
+`required` checks these names at import. `trl` has what depends on TRL or accelerate, `models` what depends on
+transformers or PEFT, `torch` private names of torch.
+"""

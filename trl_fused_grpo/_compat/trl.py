@@ -184,7 +184,7 @@ REFUSES_ADAPTER_ON_HEAD = hasattr(sys.modules[GRPOTrainer.__module__], "BaseTune
 def adapter_on_head_allowed() -> Generator[None, None, None]:
     """
     Lift TRL's refusal of a PEFT adapter on the output projection (TRL >= 1.15), while it lasts: TRL's own log-probs
-    would leave the adapter out, ours do not.
+    would leave the adapter out, the fused ones do not.
     """
     if not REFUSES_ADAPTER_ON_HEAD:
         yield
@@ -215,7 +215,7 @@ def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:
 
 
 def leave_layers(args: Any) -> None:
-    """Train with the fused loss alone where `use_liger_kernel` asks for layer kernels that cannot run. Told once."""
+    """Train with the fused loss alone where `use_liger_kernel` asks for layer kernels that cannot run. Logged once."""
     logger.warning_once(
         "use_liger_kernel=True: the loss is fused, but the model's layers stay as they are, because Liger's kernels "
         "for them need a GPU."

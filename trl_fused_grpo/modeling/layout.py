@@ -82,7 +82,7 @@ def packed(rows: Rows, share_prompts: bool) -> Layout:
     input_ids, width = rows.input_ids, rows.input_ids.shape[1]
     start = width - rows.completion_length
     mask, kept, owner = _tokens_to_pack(rows, share_prompts)
-    # The one time that the device is waited for
+    # The only synchronisation with the device
     counts = torch.stack([kept.sum(1), mask.sum(1), rows.with_holes(mask).long(), kept[:, -1].long()])
     lengths, key_lengths, holes, ends = counts.tolist()
     if any(holes) or not any(lengths):
@@ -152,7 +152,7 @@ def _running_number(mask: Tensor) -> Tensor:
 
 
 def _where(mask: Tensor, number: Tensor, count: int) -> Tensor:
-    """Flat positions of the `count` true entries `[count]`, from their running `number`: no wait for the device."""
+    """Flat positions of the `count` true entries `[count]`, from their running `number`, without a synchronisation."""
     places = torch.where(mask, number, count).flatten()
     index = torch.empty(count + 1, dtype=torch.long, device=mask.device)
     return index.scatter_(0, places, torch.arange(len(places), device=mask.device))[:count]
@@ -173,7 +173,7 @@ def aligned(rows: Rows, needs_mask: bool) -> Layout:
     size, padded_width = input_ids.shape
     holes = rows.with_holes(attention_mask.bool()) & rows.wanted
     order = attention_mask.sort(dim=1, descending=True, stable=True)
-    # The one time that the device is waited for
+    # The only synchronisation with the device
     counts = torch.stack([attention_mask.sum(1), order.indices[:, 0], holes.long()])
     lengths, starts, any_holes = (max(values) for values in counts.tolist())
     if any_holes:

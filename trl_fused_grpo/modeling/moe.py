@@ -1,4 +1,4 @@
-"""The load-balancing loss of a Mixture-of-Experts model, from the function from which stock has it."""
+"""The load-balancing loss of a Mixture-of-Experts model, through the function that stock calls."""
 
 import inspect
 import sys
