@@ -35,7 +35,7 @@ from .trial import RandomStates, try_layout
 
 logger = logging.get_logger(__name__)
 
-_FORCE = 'If it does not, fused_layout="packed" asks for rows without padding all the same.'
+_HOW_TO_FORCE = 'If it does not, fused_layout="packed" asks for rows without padding all the same.'
 
 
 class LogpsEngine:
@@ -122,7 +122,7 @@ class LogpsEngine:
             return "padded"  # equal weights are to give equal bits
         reason = None if self.options.forces_layout else keeps_padding or self.why_rows_are_seen(model)
         if reason is not None:
-            logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_FORCE}")
+            logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_HOW_TO_FORCE}")
             return "padded"
         conditions = (is_multimodal, reads_padding, self._refusals.get(causal_lm))
         return choose(self.options.fused_layout, unwrapped, causal_lm, *conditions)
