@@ -120,7 +120,7 @@ class LogpsEngine:
         is_reference = model is self.trainer.ref_model and model is not policy
         if is_reference and self.layout(policy, is_multimodal, reads_padding=reads_padding) == "padded":
             return "padded"  # equal weights are to give equal bits
-        reason = None if self.options.forces_layout else keeps_padding or self._why_rows_are_seen(model)
+        reason = None if self.options.forces_layout else keeps_padding or self.why_rows_are_seen(model)
         if reason is not None:
             logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_FORCE}")
             return "padded"
@@ -131,7 +131,7 @@ class LogpsEngine:
         """Whether a prompt stands in a packed row once."""
         return self.options.fused_share_prompts and supports_shared_prefix(self.causal_lm(model))
 
-    def _why_rows_are_seen(self, model: nn.Module) -> str | None:
+    def why_rows_are_seen(self, model: nn.Module) -> str | None:
         """Why the user's own code may see how rows are laid out in a model, or `None`."""
         found = changed_module(self._modules_of(model))
         return f"{found} may depend on where a token stands" if found else None
