@@ -80,8 +80,8 @@ def config_options(config: Mapping[str, Any]) -> dict[str, Any]:
     known = {option.name for option in fields(GRPOConfig)}
     options = {}
     for name, value in config.items():
-        if name == "vllm_importance_sampling_clip_max" and name not in known:
-            options["vllm_importance_sampling_cap"] = value
+        if name == "vllm_importance_sampling_clip_max":
+            options[trl_compat.SAMPLING_CLIP_MAX] = value
         elif name in known:
             options[name] = value
         elif name != "vllm_importance_sampling_clip_min" and value:  # a falsy option is off where it does not exist

@@ -11,24 +11,18 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from transformers import PreTrainedModel
 
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 
 from .customisation import is_library_function, is_library_module
 
 
 # Modules of torch's whose output for a token depends on other tokens
-_MIX_TOKENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, _BatchNorm, _InstanceNorm, nn.GroupNorm)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
+_MIX_TOKENS = (
+    *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.GroupNorm),
+    *(torch_compat.BatchNorm, torch_compat.InstanceNorm),
 )
 _is_library_forward = functools.lru_cache(maxsize=4096)(is_library_function)
 
@@ -36,8 +30,7 @@ _is_library_forward = functools.lru_cache(maxsize=4096)(is_library_function)
 def gradient_hook(model: nn.Module) -> str | None:
     """A hook of the user's on the gradient of a parameter, in words, or `None`."""
     for name, parameter in model.named_parameters():
-        hooks = [*(parameter._backward_hooks or {}).values()]
-        hooks += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        hooks = torch_compat.gradient_hooks(parameter)
         # torch's `register_multi_grad_hook` holds the user's function in a hook of its own
         hooks += [function for hook in hooks for function in _functions_held(hook)]
         if not all(map(is_library_function, hooks)):
@@ -76,7 +69,7 @@ def changed_module(modules: Iterable[nn.Module]) -> str | None:
     What the user hooked or replaced in these modules, in words, or `None`. Such code may depend on where a token
     stands.
     """
-    for hooks in _GLOBAL_HOOKS:
+    for hooks in torch_compat.GLOBAL_HOOKS:
         if not all(map(is_library_function, hooks.values())):
             return "a hook on every module"
     return _changed_in(modules)
@@ -92,7 +85,7 @@ def _changed_in(modules: Iterable[nn.Module]) -> str | None:
         hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
         if not (hooked or own["_backward_pre_hooks"] or "forward" in own):
             continue
-        hooks = [hook for name in _HOOKS for hook in own[name].values()]
+        hooks = [hook for name in torch_compat.HOOKS for hook in own[name].values()]
         if not all(map(is_library_function, hooks)):
             return f"a hook on {type(module).__name__}"
         if "forward" in own and not is_library_function(own["forward"], type(module).forward):

@@ -23,9 +23,9 @@ Several of them ask [`why_micro_batches_are_seen`], [`why_generation_is_seen`] a
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.output_projection import has_adapter
 
@@ -124,7 +124,7 @@ def why_forwards_differ(model: nn.Module) -> str | None:
     if found is not None:
         return f"{found}, whose code is not known, may make two forwards differ"
     for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+        if isinstance(module, torch_compat.Dropout) and module.training and module.p > 0:
             return f"dropout ({name}) makes two forwards differ"
         if getattr(module, "neftune_noise_alpha", None):
             return "NEFTune's noise makes two forwards differ"
@@ -207,7 +207,7 @@ def why_not_balanced(trainer: Any) -> str | None:
         return "bnpo divides by the tokens of each micro-batch"
     if trainer.top_entropy_quantile < 1.0:
         return "the entropy quantile is taken in each micro-batch"
-    if getattr(trainer, "_entropy_bonus_enabled", False):
+    if trl_compat.has_entropy_bonus(trainer):
         return "the entropy bonus is a mean over each micro-batch"
     if getattr(trainer, "aux_loss_enabled", False):
         return "the auxiliary loss is computed in each micro-batch"

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
@@ -78,7 +79,7 @@ class LogpsEngine:
     def causal_lm(self, model: nn.Module) -> PreTrainedModel:
         """The causal language model inside its wrappers, looked up at every call: FSDP and PEFT replace it."""
         unwrapped = self.unwrapped(model)
-        return model_compat.without_adapter(getattr(unwrapped, "_orig_mod", unwrapped))  # torch.compile
+        return model_compat.without_adapter(torch_compat.without_compiler(unwrapped))
 
     def list_modules_anew(self) -> None:
         """
