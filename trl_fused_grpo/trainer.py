@@ -176,12 +176,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         **multimodal,
     ):
         trl_method = super()._get_per_token_logps_and_entropies
-        rows = (model, input_ids, attention_mask, logits_to_keep)
-        flags = {"batch_size": batch_size, "compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        trl_call = partial(trl_compat.call_trl_logps, trl_method, *rows, **flags, **multimodal)
-        if not self.use_liger_loss:
-            return trl_compat.logps_result(*trl_call())
         images = {name: value for name, value in multimodal.items() if value is not None}
-        options = (batch_size, compute_entropy, compute_aux_loss, images)
-        call = LogpsArgs(*rows, *options)
-        return self._fused.per_token_logps(call, trl_method, trl_call)
+        flags = (batch_size, compute_entropy, compute_aux_loss)
+        call = LogpsArgs(model, input_ids, attention_mask, logits_to_keep, *flags, images)
+        if not self.use_liger_loss:
+            return trl_compat.logps_result(*trl_compat.call_trl_logps(trl_method, **vars(call)))
+        return self._fused.per_token_logps(call, trl_method)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -64,15 +65,14 @@ def test_a_call_within_a_call_leaves_them_to_the_outer_one():
     assert registered() == STOCK
 
 
-def test_what_the_user_registers_during_a_call_stays(monkeypatch):
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
-
+def test_what_the_user_registers_during_a_call_stays():
     def own(*args, **kwargs):
         return sdpa_attention_forward(*args, **kwargs)
 
-    with watched_call(packed=True):
-        AttentionInterface.register("sdpa", own)
-    assert registered() == (own, *STOCK[1:])
+    with mock.patch.dict(AttentionInterface._global_mapping):
+        with watched_call(packed=True):
+            AttentionInterface.register("sdpa", own)
+        assert registered() == (own, *STOCK[1:])
 
 
 def test_uninstalling_twice_is_uninstalling_once():

@@ -100,7 +100,7 @@ def test_the_auxiliary_loss_does_not_count_that_token(tmp_path):
         router_aux_loss_coef=0.5,
         rope_scaling={"rope_type": "dynamic", "factor": 4.0},
     )
-    options = {"stock": {"router_aux_loss_coef": 0.5}}
+    options = {"shared": {"router_aux_loss_coef": 0.5}}
     assert_trains_as_stock(*make_pair(tmp_path, from_config(config), **options), short_rows(4))
 
 

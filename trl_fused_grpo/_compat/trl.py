@@ -62,21 +62,53 @@ def logps_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | Non
     return (logps, entropies, aux_loss) if RETURNS_AUX_LOSS else (logps, entropies)
 
 
-def call_trl_logps(method: Callable, *args: Any, compute_aux_loss: bool, **kwargs: Any) -> tuple[Any, Any, Any]:
+def call_trl_logps(
+    method: Callable,
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    logits_to_keep: int,
+    batch_size: int | None,
+    compute_entropy: bool,
+    compute_aux_loss: bool,
+    multimodal: dict[str, Any],
+) -> tuple[Any, Any, Any]:
     """
-    Call TRL's own log-prob method.
-
-    Args:
-        method (`Callable`): TRL's `_get_per_token_logps_and_entropies`, bound.
-        args, kwargs: its arguments; TRL 1.14 takes all but the first four by name only.
-        compute_aux_loss (`bool`): whether to ask for the auxiliary loss, where this TRL knows one.
+    Call TRL's own log-prob method, bound, with its arguments. An auxiliary loss is asked for where this TRL knows one.
 
     Returns:
         `tuple`: log-probs, entropies and auxiliary loss; each may be `None` but the first.
     """
-    flags = {"compute_aux_loss": compute_aux_loss} if RETURNS_AUX_LOSS else {}
-    logps, entropies, *aux_loss = method(*args, **kwargs, **flags)
+    flags = {"batch_size": batch_size, "compute_entropy": compute_entropy}  # TRL 1.14 takes them by name only
+    if RETURNS_AUX_LOSS:
+        flags["compute_aux_loss"] = compute_aux_loss
+    logps, entropies, *aux_loss = method(model, input_ids, attention_mask, logits_to_keep, **flags, **multimodal)
     return logps, entropies, aux_loss[0] if aux_loss else None
+
+
+def metrics_of(trainer: Any, mode: str = "train") -> dict[str, list[float]]:
+    """The metrics that a trainer will log in a mode, `"train"` or `"eval"`: a list of values for each name."""
+    return trainer._metrics[mode]
+
+
+def step_of(trainer: Any) -> int:
+    """The number of training steps, one a micro-batch, that a trainer has done."""
+    return trainer._step
+
+
+def buffered_micro_batches(trainer: Any) -> list[dict[str, Any]]:
+    """The micro-batches of the generation batch in use; none before the first."""
+    return trainer._buffered_inputs or []
+
+
+def has_entropy_bonus(trainer: Any) -> bool:
+    """Whether the loss has an entropy bonus (TRL >= 1.8)."""
+    return getattr(trainer, "_entropy_bonus_enabled", False)
+
+
+def last_entropy(trainer: Any) -> float:
+    """The mean entropy that decides whether an adaptive entropy bonus is on, of a trainer that has a bonus."""
+    return trainer._last_world_entropy
 
 
 # TRL >= 1.15 has a fused head of its own, whose entropies always carry a gradient
@@ -90,7 +122,7 @@ def entropies_as_trl(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor |
     Entropies with a gradient where TRL's have one: from TRL 1.15 on always, from 1.8 on with an entropy bonus, before
     never.
     """
-    carry = _HAS_FUSED_HEAD or getattr(trainer, "_entropy_bonus_enabled", False)
+    carry = _HAS_FUSED_HEAD or has_entropy_bonus(trainer)
     return entropies if entropies is None or carry else entropies.detach()
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from trl_fused_grpo._compat import trl as trl_compat
+
 from .case import Case, Rollout, Trainer
 from .tiny import batches
 from .tiny.serve import serve_batches, serve_rollouts
@@ -97,10 +99,11 @@ def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Ou
 
 
 def _collect_metrics(trainer: Trainer, mode: str, outcome: Outcome) -> None:
-    for name, values in trainer._metrics[mode].items():
+    metrics = trl_compat.metrics_of(trainer, mode)
+    for name, values in metrics.items():
         if values and not name.startswith(_NOT_COMPARED):
             outcome.metrics.setdefault(name, []).append(math.fsum(values) / len(values))
-    trainer._metrics[mode].clear()
+    metrics.clear()
 
 
 def _examples(trainer: Trainer, count: int) -> list[dict[str, str]]:

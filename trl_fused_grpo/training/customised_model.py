@@ -21,8 +21,8 @@ from .customisation import is_library_function, is_library_module
 
 # Modules of torch's whose output for a token depends on other tokens
 _MIX_TOKENS = (
-    *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase),
-    *(torch_compat.BatchNorm, torch_compat.InstanceNorm, nn.GroupNorm),
+    *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.GroupNorm),
+    *(torch_compat.BatchNorm, torch_compat.InstanceNorm),
 )
 _FORWARD, _FORWARD_PRE, _BACKWARD, _BACKWARD_PRE = torch_compat.HOOKS
 _is_library_forward = functools.lru_cache(maxsize=4096)(is_library_function)

@@ -46,7 +46,7 @@ class DeferredRatio:
     def mark(self, output: dict[str, Any]) -> None:
         """Mark a generation batch whose old log-probs and ratios the training will compute."""
         self._metrics = SamplingMetrics()
-        logged = self.trainer._metrics["train"]
+        logged = trl_compat.metrics_of(self.trainer)
         for name in SAMPLING_METRICS:  # TRL has just logged them, from log-probs that were not computed
             if logged.get(name):
                 logged[name].pop()
@@ -68,7 +68,7 @@ class DeferredRatio:
             return
         trainer = self.trainer
         steps = int(trainer.args.steps_per_generation)
-        place = trainer._step % (steps * trainer.num_iterations)
+        place = trl_compat.step_of(trainer) % (steps * trainer.num_iterations)
         # Later iterations see the same sequences again, which count once in the metrics
         inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), place if place < steps else None)
         if place == steps - 1:
@@ -102,15 +102,15 @@ class DeferredRatio:
 
     def _log(self) -> None:
         for name, value in self._metrics.gathered(self.trainer.accelerator).items():
-            self.trainer._metrics["train"][name].append(value)
+            trl_compat.metrics_of(self.trainer)[name].append(value)
         self._metrics = SamplingMetrics(is_logged=True)
 
     def _unused_micro_batches(self) -> list[dict[str, Any]]:
         """The micro-batches of the last generation batch that the training has not come to yet."""
         trainer = self.trainer
-        batches: list[dict[str, Any]] = trainer._buffered_inputs or []
+        batches: list[dict[str, Any]] = trl_compat.buffered_micro_batches(trainer)
         steps = int(trainer.args.steps_per_generation or 1)
-        iteration, place = divmod(trainer._step % (steps * trainer.num_iterations), steps)
+        iteration, place = divmod(trl_compat.step_of(trainer) % (steps * trainer.num_iterations), steps)
         if iteration == place == 0:
             return []  # the next step generates
         return batches if iteration < trainer.num_iterations - 1 else batches[place:]

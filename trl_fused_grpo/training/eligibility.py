@@ -211,7 +211,7 @@ def why_not_balanced(trainer: Any) -> str | None:
         return "bnpo divides by the tokens of each micro-batch"
     if trainer.top_entropy_quantile < 1.0:
         return "the entropy quantile is taken in each micro-batch"
-    if getattr(trainer, "_entropy_bonus_enabled", False):
+    if trl_compat.has_entropy_bonus(trainer):
         return "the entropy bonus is a mean over each micro-batch"
     if getattr(trainer, "aux_loss_enabled", False):
         return "the auxiliary loss is computed in each micro-batch"

@@ -7,6 +7,7 @@ reason why not, as in `eligibility.py`, and after a colon what to change.
 
 from typing import Any
 
+from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.objective import GRPOObjective
 
@@ -79,7 +80,7 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, layout: str) -> str | 
         return "the auxiliary loss counts every sequence"
     if trainer.beta != 0.0:
         return f"with beta={trainer.beta} every sequence receives a gradient from the KL term"
-    if getattr(trainer, "_entropy_bonus_enabled", False):
+    if trl_compat.has_entropy_bonus(trainer):
         return "every sequence receives a gradient from the entropy bonus"
     reason = why_no_forecast(trainer)
     if reason is not None:

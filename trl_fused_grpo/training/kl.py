@@ -71,6 +71,6 @@ def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tens
     assert kl is not None, "beta is not zero"
     sums = torch.stack([(kl.detach() * batch.mask).sum(), batch.mask.sum()])
     total, count = trainer.accelerator.reduce(sums, reduction="sum").tolist()
-    metrics = trainer._metrics["train" if is_training else "eval"]
+    metrics = trl_compat.metrics_of(trainer, "train" if is_training else "eval")
     metrics[f"kl/{estimator_in_force(objective)}"].append(total / max(count, 1.0))
     return objective.beta * (kl * token_weights(objective, batch)).sum()

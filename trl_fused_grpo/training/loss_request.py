@@ -138,8 +138,8 @@ def _with_ratio_from_training(
 
 def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:
     """Coefficient of the entropy bonus in this step. TRL's adaptive bonus is off above its target."""
-    if not getattr(trainer, "_entropy_bonus_enabled", False):
+    if not trl_compat.has_entropy_bonus(trainer):
         return 0.0
     args: Any = trainer.args
-    is_off = trainer.use_adaptive_entropy and trainer._last_world_entropy > args.entropy_target
+    is_off = trainer.use_adaptive_entropy and trl_compat.last_entropy(trainer) > args.entropy_target
     return 0.0 if is_off else trainer.entropy_coef

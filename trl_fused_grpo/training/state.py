@@ -190,7 +190,7 @@ class FusedState:
             local = torch.tensor(counts, dtype=torch.float32, device=accelerator.device)
             counts = accelerator.reduce(local, reduction="sum").tolist()
         recomputed, rows = counts
-        self.trainer._metrics["train"]["fused/rows_recomputed"].append(recomputed / max(rows, 1))
+        trl_compat.metrics_of(self.trainer)["fused/rows_recomputed"].append(recomputed / max(rows, 1))
 
     # The loss of a micro-batch
 
@@ -217,17 +217,13 @@ class FusedState:
             assert loss_call.logps is not None, "TRL asked for log-probs"
             return loss + kl_term(self.trainer, loss_call.inputs, loss_call.logps)
 
-    def per_token_logps(
-        self, call: LogpsArgs, trl_method: Callable, trl_call: Callable[[], tuple[Any, ...]]
-    ) -> tuple[Tensor | None, ...]:
+    def per_token_logps(self, call: LogpsArgs, trl_method: Callable) -> tuple[Tensor | None, ...]:
         """
         What TRL's log-prob method returns.
 
         Args:
             call ([`LogpsArgs`]): its arguments.
             trl_method (`Callable`): TRL's own method.
-            trl_call (`Callable`):
-                Calls TRL's own method with all arguments. Returns log-probs, entropies and auxiliary loss.
         """
         trainer = self.trainer
         if self.deferral.leaves_out(call):
@@ -238,7 +234,7 @@ class FusedState:
         reason = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model))
         if reason is not None:
             logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
-            result = PerTokenLogps(*trl_call())
+            result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         elif loss_call is not None:
             result = self._logps_of_loss(loss_call, call, trl_method)
         else:
