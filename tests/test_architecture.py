@@ -110,8 +110,12 @@ REPLACED_WORDS = {
     "sheltered|_Forgotten|keeps_sequence|is_uncertain|vespo_phi|where_counted|live_first": "see CONTRIBUTING.md",
     "fused_way|fused_pass_tokens|fused_skip_dead_sequences": "the options in docs/options.md",
 }
-PROSE = [*MODULES, *(PACKAGE.parent / "docs").glob("*.md"), *(PACKAGE.parent / "tests").rglob("*.py")]
-PROSE += [PACKAGE.parent / name for name in ("README.md", "CONTRIBUTING.md")]
+PROSE = [
+    *MODULES,
+    *(path for folder in ("tests", "benchmarks", "examples") for path in (PACKAGE.parent / folder).rglob("*.py")),
+    *(path for folder in ("docs", "benchmarks") for path in (PACKAGE.parent / folder).glob("*.md")),
+    *(PACKAGE.parent / name for name in ("README.md", "CONTRIBUTING.md")),
+]
 
 
 @pytest.mark.parametrize("words", REPLACED_WORDS, ids=REPLACED_WORDS.get)

@@ -59,7 +59,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             return
         if isinstance(model, PreTrainedModel):
             output_projection(model)  # refuses with more to say than TRL's constructor
-        with trl_compat.liger_flag_lowered(config), trl_compat.adapter_on_head_allowed():
+        with trl_compat.without_liger_flag(config), trl_compat.adapter_on_head_allowed():
             super().__init__(*args, **kwargs)
         self._fused.attach(layer_kernels)
 
@@ -79,7 +79,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         - While rows with TRL's padding run on CUDA, cuDNN's attention is off. Undone after each call.
         - While a training step runs, the accelerator's `backward` is replaced, and with another `kl_estimator` than
           TRL's the trainer's `beta` is zero within the loss. Undone after each.
-        - In the constructor `args.use_liger_kernel` is lowered, and TRL's check for an adapter on the output projection
+        - In the constructor `args.use_liger_kernel` is off, and TRL's check for an adapter on the output projection
           is lifted. Undone at its end.
         - With `use_liger_kernel=True` on a GPU, Liger's layers replace the model's, and `args.liger_kernel_config`
           leaves Liger's cross-entropy out. This stays, as Liger's layers do in stock.
@@ -129,7 +129,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         if self._buffered_inputs is not before:
             batches: Any = self._buffered_inputs
             self._buffered_inputs = batches = self._fused.plan(batches)
-            inputs = batches[self._step % int(self.args.steps_per_generation or 1)]
+            inputs = batches[self._step % trl_compat.steps_per_generation(self)]
         self._fused.micro_batch = inputs
         return inputs
 

@@ -74,7 +74,7 @@ def test_a_layout_that_was_asked_for_raises(tmp_path, name):
         seeded(fused, inputs)
 
 
-@pytest.mark.skipif(trl_compat.SCORES_PADDING, reason="this TRL's log-probs of padding may be read")
+@pytest.mark.skipif(trl_compat.COMPUTES_LOGPS_OF_PADDING, reason="this TRL's log-probs of padding may be read")
 def test_only_sub_batches_with_holes_are_padded(tmp_path, layouts):
     fused, stock = pair(tmp_path, fused_share_prompts=False)
     inputs = short_rows()

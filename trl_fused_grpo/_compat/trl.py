@@ -101,6 +101,16 @@ def buffered_micro_batches(trainer: Any) -> list[dict[str, Any]]:
     return trainer._buffered_inputs or []
 
 
+def steps_per_generation(trainer: Any) -> int:
+    """Micro-batches in a generation batch."""
+    return int(trainer.args.steps_per_generation or 1)
+
+
+def has_aux_loss(trainer: Any) -> bool:
+    """Whether the loss has the auxiliary loss of a Mixture-of-Experts model (TRL >= 1.7)."""
+    return getattr(trainer, "aux_loss_enabled", False)
+
+
 def has_entropy_bonus(trainer: Any) -> bool:
     """Whether the loss has an entropy bonus (TRL >= 1.8)."""
     return getattr(trainer, "_entropy_bonus_enabled", False)
@@ -134,9 +144,9 @@ OBJECTIVE_METHODS = tuple(
 )
 
 # TRL < 1.15: log-probs come from the logits of the model's own forward
-SCORES_THROUGH_LOGITS = not _HAS_FUSED_HEAD
+LOGPS_FROM_LOGITS = not _HAS_FUSED_HEAD
 # TRL < 1.14: log-probs of padding are computed too, later they are zero
-SCORES_PADDING = Version("1.14.0") > TRL
+COMPUTES_LOGPS_OF_PADDING = Version("1.14.0") > TRL
 
 # TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
 _RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
@@ -166,7 +176,7 @@ def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
 def temperature_of(trainer: GRPOTrainer) -> float:
     """Temperature of the log-probs: TRL >= 1.15 gives it to the head when the trainer is made."""
     args: Any = trainer.args
-    return trainer.temperature if SCORES_THROUGH_LOGITS else args.temperature
+    return trainer.temperature if LOGPS_FROM_LOGITS else args.temperature
 
 
 def global_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
@@ -194,7 +204,7 @@ def sampling_clip_range(trainer: GRPOTrainer) -> tuple[float | None, float | Non
 
 
 @contextmanager
-def liger_flag_lowered(args: GRPOConfig) -> Generator[None, None, None]:
+def without_liger_flag(args: GRPOConfig) -> Generator[None, None, None]:
     """
     Hide `use_liger_kernel` from TRL's constructor.
 

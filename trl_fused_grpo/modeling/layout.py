@@ -43,7 +43,7 @@ class Rows:
     Args:
         input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
         completion_length (`int`): `T`.
-        scored (`Tensor`): `[B, T]`, bool: the tokens whose log-probability is read.
+        selected (`Tensor`): `[B, T]`, bool: the tokens whose log-probability is read.
         wanted (`Tensor`): `[B]`, bool: the sequences that the model must see; others may be left out.
         needs_last_column (`bool`):
             Whether the longest position must be that of TRL's padded rows, see [`layout_choice.Traits`].
@@ -52,7 +52,7 @@ class Rows:
     input_ids: Tensor
     attention_mask: Tensor
     completion_length: int
-    scored: Tensor
+    selected: Tensor
     wanted: Tensor
     needs_last_column: bool = False
 
@@ -63,7 +63,7 @@ class Rows:
         """
         start = mask.shape[1] - self.completion_length
         begins = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]  # [B]
-        behind = self.scored[:, 0 if start else 1 :] & ~mask[:, max(start - 1, 0) : -1]  # [B, T]
+        behind = self.selected[:, 0 if start else 1 :] & ~mask[:, max(start - 1, 0) : -1]  # [B, T]
         return (begins > 1) | behind.any(1)
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
+from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.moe import why_no_aux_loss
@@ -99,7 +100,7 @@ def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:
     Raises:
         `ValueError`: with the reason and the option to change.
     """
-    if not getattr(trainer, "aux_loss_enabled", False):
+    if not trl_compat.has_aux_loss(trainer):
         return
     reason = why_no_aux_loss(causal_lm)
     if reason is not None:

@@ -60,7 +60,7 @@ def changed_head(model: nn.Module, causal_lm: PreTrainedModel, heads: Iterable[n
     wrappers = [model]
     for name in path.split(".") if path else ():
         wrappers.append(getattr(wrappers[-1], name))
-    if trl_compat.SCORES_THROUGH_LOGITS and not is_library_function(type(causal_lm).forward):
+    if trl_compat.LOGPS_FROM_LOGITS and not is_library_function(type(causal_lm).forward):
         return f"{type(causal_lm).__name__}.forward"
     return _changed_in([*wrappers, *heads])
 

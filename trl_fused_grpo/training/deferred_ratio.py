@@ -67,7 +67,7 @@ class DeferredRatio:
         if DEFERRED not in inputs:
             return
         trainer = self.trainer
-        steps = int(trainer.args.steps_per_generation)
+        steps = trl_compat.steps_per_generation(trainer)
         place = trl_compat.step_of(trainer) % (steps * trainer.num_iterations)
         # Later iterations see the same sequences again, which count once in the metrics
         inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), place if place < steps else None)
@@ -80,7 +80,7 @@ class DeferredRatio:
         they are when the next training begins.
         """
         batches = self._unused_micro_batches()
-        first = int(self.trainer.args.steps_per_generation or 1) - len(batches)
+        first = trl_compat.steps_per_generation(self.trainer) - len(batches)
         marked = [(place, batch) for place, batch in enumerate(batches, first) if DEFERRED in batch]
         is_logged = self._metrics.is_logged
         for place, batch in marked:
@@ -109,7 +109,7 @@ class DeferredRatio:
         """The micro-batches of the last generation batch that the training has not come to yet."""
         trainer = self.trainer
         batches: list[dict[str, Any]] = trl_compat.buffered_micro_batches(trainer)
-        steps = int(trainer.args.steps_per_generation or 1)
+        steps = trl_compat.steps_per_generation(trainer)
         iteration, place = divmod(trl_compat.step_of(trainer) % (steps * trainer.num_iterations), steps)
         if iteration == place == 0:
             return []  # the next step generates

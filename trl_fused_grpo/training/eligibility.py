@@ -81,7 +81,7 @@ def why_padding_may_be_read(trainer: Any, is_generating: bool) -> str | None:
         trainer (`GRPOTrainer`): whose log-prob method was called.
         is_generating (`bool`): whether TRL called it during generation: the result is stored with the micro-batches.
     """
-    if not trl_compat.SCORES_PADDING:
+    if not trl_compat.COMPUTES_LOGPS_OF_PADDING:
         return None
     reader = replaced_method(trainer, (*MICRO_BATCH_METHODS, "_generate_and_score_completions"))
     if reader is None and not is_generating:
@@ -108,7 +108,7 @@ def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
         return f"{backward} may see the loss of each micro-batch"
     if layout != "packed":
         return f"the layout of the rows is {layout!r}, not 'packed'"
-    if getattr(trainer, "aux_loss_enabled", False):
+    if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss is computed in each micro-batch"
     if trainer.is_deepspeed_enabled and trl_compat.DEEPSPEED_STEPS_WITH_BACKWARD:
         return "this version of Accelerate steps DeepSpeed's engine at every backward"
@@ -213,6 +213,6 @@ def why_not_balanced(trainer: Any) -> str | None:
         return "the entropy quantile is taken in each micro-batch"
     if trl_compat.has_entropy_bonus(trainer):
         return "the entropy bonus is a mean over each micro-batch"
-    if getattr(trainer, "aux_loss_enabled", False):
+    if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss is computed in each micro-batch"
     return None

@@ -76,7 +76,7 @@ def _why_ratio_couples_tokens(trainer: Any) -> str | None:
 
 def why_zero_grad_sequences_are_not_skipped(trainer: Any, layout: str) -> str | None:
     """Why `fused_skip_zero_grad_sequences` cannot leave a sequence out of the model, or `None`."""
-    if getattr(trainer, "aux_loss_enabled", False):
+    if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss counts every sequence"
     if trainer.beta != 0.0:
         return f"with beta={trainer.beta} every sequence receives a gradient from the KL term"

@@ -285,7 +285,7 @@ class FusedState:
         return group if why_forwards_are_not_shared(self.trainer, layout) is None else [loss_call.micro_batch]
 
     def _loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:
-        has_aux_loss = getattr(self.trainer, "aux_loss_enabled", False)
+        has_aux_loss = trl_compat.has_aux_loss(self.trainer)
         skip_zero_grad = self.engine.options.fused_skip_zero_grad_sequences and not has_aux_loss
         beta = None if self._loss is None else self._loss.beta
         return build_loss_request(self.trainer, inputs, skip_zero_grad, beta)
