@@ -158,3 +158,10 @@ def test_the_log_says_what_the_bias_correction_makes_of_an_estimator(tmp_path, w
 def test_the_default_is_trls_own_term(tmp_path):
     trainer = make_trainer(tmp_path, beta=0.2)
     assert not state_module.replaces_kl(trainer)
+
+
+def test_a_loss_type_that_is_not_known_keeps_trls_estimator(tmp_path):
+    trainer = make_trainer(tmp_path, FusedGRPOTrainer, beta=0.1, kl_estimator="k2")
+    trainer.loss_type = "of a newer release"
+    with pytest.raises(ValueError, match="how loss_type='of a newer release' is averaged: set kl_estimator='k3'"):
+        checks.check_kl_estimator(trainer)

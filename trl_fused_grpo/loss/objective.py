@@ -94,7 +94,7 @@ class GRPOObjective:
 
     @property
     def effective_reduction(self) -> str:
-        """The reduction option, or where it is `None` that of the loss type."""
+        """The reduction option, or where it is `None` that of the loss type; empty for an unknown loss type."""
         return self.reduction or _REDUCTION_OF.get(self.loss_type, "")
 
     @property
