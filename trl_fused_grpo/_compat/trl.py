@@ -46,15 +46,20 @@ _PACKAGE = __name__.partition(".")[0]
 def is_asked_by_generation() -> bool:
     """Whether a call of the log-prob method comes from TRL's own generation, not from the user's code in it."""
     frame = sys._getframe()
-    while frame is not None and _is_between_trl_and_its_method(frame.f_globals.get("__name__", "")):
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module != profiling_decorator.__module__ and not is_own_module(module):
+            break
         frame = frame.f_back
     return frame is not None and frame.f_code is _GENERATION_CODE
 
 
-def _is_between_trl_and_its_method(module: str) -> bool:
-    root, _, rest = module.partition(".")
-    # The package's comparisons stand for the user's code
-    return module == profiling_decorator.__module__ or (root == _PACKAGE and not rest.startswith("parity"))
+def is_own_module(name: str) -> bool:
+    """
+    Whether a module is this package's. The cases in `parity` do what users do, so that their code counts as the user's.
+    """
+    root, _, rest = name.partition(".")
+    return root == _PACKAGE and not rest.startswith("parity")
 
 
 def logps_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None) -> tuple[Tensor | None, ...]:

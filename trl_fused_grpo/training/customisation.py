@@ -33,12 +33,8 @@ MICRO_BATCH_METHODS = (
 
 
 def is_library_module(name: str) -> bool:
-    """
-    Whether a module belongs to a library or to this package. The cases in `parity` do what users do, so that their code
-    counts as the user's.
-    """
-    root, _, rest = name.partition(".")
-    return root in LIBRARIES or (root == _PACKAGE and not rest.startswith("parity"))
+    """Whether a module belongs to a library or to this package."""
+    return name.partition(".")[0] in LIBRARIES or trl_compat.is_own_module(name)
 
 
 def is_library_function(function: Any, stop: Any = None) -> bool:
