@@ -8,12 +8,14 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from trl import GRPOTrainer
 
+from tests.layout_pairs import log_probs
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling import checkpointing, layout
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
+from trl_fused_grpo.training import engine
 from trl_fused_grpo.training.partitioning import balanced_partitions
 
 
@@ -242,3 +244,12 @@ def test_partitioning_keeps_sequences_of_a_prompt_together(data):
     if size % group == 0 or group % size == 0:  # no prompt needs to be split, or no part to be shared
         copies = sum(len({prompts[index] for index in partition}) for partition in partitions)
         assert copies == max(groups, parts if group % size == 0 else groups)
+
+
+@pytest.mark.parametrize("name", ["packed", "aligned", "padded"])
+def test_a_layout_is_chosen_once_a_call(tmp_path, name, monkeypatch):
+    trainer = make_trainer(tmp_path, fused_layout=name)
+    chosen, choose = [], engine.choose
+    monkeypatch.setattr(engine, "choose", lambda *args: chosen.append(choose(*args)) or chosen[-1])
+    log_probs(trainer, make_inputs())
+    assert chosen == [name]

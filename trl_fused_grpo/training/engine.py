@@ -177,10 +177,10 @@ class LogpsEngine:
         rows = (call.input_ids, call.attention_mask, call.logits_to_keep, call.multimodal)
         trl_inputs = (lambda: trl_compat.multimodal_model_inputs(trl_method, *rows)) if call.multimodal else None
         with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
-            if causal_lm not in self._tried:
-                self._try_out(causal_lm, call, self._logps_options(logps_request, call, keeps_padding))
             while True:
                 options = self._logps_options(logps_request, call, keeps_padding)
+                if not self._passes_trial(causal_lm, call, options):
+                    continue
                 if options.layout == "padded":
                     if logps_request.micro_batch is not None:  # they share a forward, but are not to share padding
                         call = replace(call, batch_size=logps_request.micro_batch)
@@ -210,15 +210,17 @@ class LogpsEngine:
             runs_sdpa=model_compat.attention_implementation(causal_lm.config) == "sdpa",
         )
 
-    def _try_out(self, causal_lm: PreTrainedModel, call: LogpsArgs, options: LogpsOptions) -> None:
-        """Try a model of unknown code once. Where the layout changes its results, rows keep TRL's padding."""
-        if options.layout == "padded" or options.forces_layout:
-            return
+    def _passes_trial(self, causal_lm: PreTrainedModel, call: LogpsArgs, options: LogpsOptions) -> bool:
+        """Whether a layout stands the trial of a model of unknown code, once. If not, rows keep TRL's padding."""
+        if causal_lm in self._tried or options.layout == "padded" or options.forces_layout:
+            return True
         self._tried.add(causal_lm)
         try:
             try_layout(causal_lm, self._modules_of(call.model), call, options, self._on_any_process)
         except RowsRefusedError as error:
             self._refuse(causal_lm, options, error)
+            return False
+        return True
 
     def _on_any_process(self, condition: bool) -> bool:
         accelerator = self.trainer.accelerator
