@@ -151,7 +151,7 @@ class FusedGRPOConfig(GRPOConfig):
     """
     [`~trl.GRPOConfig`] with the fused loss on, and its further options.
 
-    A trainer reads them when it is made and when a training begins.
+    A trainer reads the `fused_*` options when it is made and when a training begins.
 
     Args:
         use_liger_loss (`bool`, *optional*, defaults to `True`):

@@ -23,7 +23,6 @@ from trl.extras.profiling import profiling_decorator as profiling_decorator
 from .required import SAMPLING_CLIP_MAX as SAMPLING_CLIP_MAX
 from .required import TRANSFORMERS
 from .required import TRL as TRL
-from .required import check_trl as check_trl
 
 
 logger = logging.get_logger(__name__)

@@ -86,12 +86,12 @@ def check_kl_estimator(trainer: Any) -> None:
         raise ValueError(
             f"kl_estimator={name!r} does not reach {method}, which computes its KL term itself: set kl_estimator='k3'."
         )
-    elif not objective_of(trainer).effective_reduction:
+    elif not (objective := objective_of(trainer)).effective_reduction:
         raise ValueError(
             f"kl_estimator={name!r} does not know how loss_type={trainer.loss_type!r} is averaged: set "
             "kl_estimator='k3'."
         )
-    elif (computed := estimator_in_force(objective_of(trainer))) != name:
+    elif (computed := estimator_in_force(objective)) != name:
         logger.warning_once(
             f"use_bias_correction_kl=True multiplies the KL term by the importance ratio: kl_estimator={name!r} then "
             f"is {computed!r} and is logged as kl/{computed}. For {name!r} itself set use_bias_correction_kl=False."
