@@ -7,6 +7,11 @@ from torch import Tensor, nn
 from trl_fused_grpo._compat import models as model_compat
 
 
+# The keyword arguments that tell the layers of a model about packed sequences
+PACKED_ARGUMENTS = (
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("shared_prefix_kv", "watched"),
+)
 _FURTHER_OPTIONS = [name for name in model_compat.SDPA_ARGUMENTS if name not in ("dropout", "scaling", "is_causal")]
 
 
@@ -18,15 +23,20 @@ class WatchedCall:
 
     Args:
         packed (`bool`): whether the rows are packed; otherwise they are aligned.
+        lengths (`list[int]`, *optional*): tokens of each sequence in a packed row.
 
     Attributes:
         layers (`int`): attention layers that were called with packed sequences.
+        state_layers (`set`): `id` of each layer with a state that ran on rows of its own.
+        sequence_rows (`dict`): these rows, by device, see [`state_layers.SequenceRows`].
         windows (`set`): the sliding windows of the masks that the model asked for; `None` is a mask without.
         reason (`str`, *optional*): why the rows must have TRL's padding.
     """
 
-    def __init__(self, packed: bool):
-        self.packed, self.layers = packed, 0
+    def __init__(self, packed: bool, lengths: list[int] | None = None):
+        self.packed, self.lengths, self.layers = packed, lengths or [], 0
+        self.state_layers: set[int] = set()
+        self.sequence_rows: dict[Any, Any] = {}
         self.windows: set[int | None] = set()
         self.reason: str | None = None
         self._has_built_masks = False

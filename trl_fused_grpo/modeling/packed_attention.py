@@ -7,15 +7,17 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 
 from .attention_watch import WatchedCall
@@ -30,7 +32,7 @@ _lock = threading.RLock()  # backward lets go of watched calls in autograd's thr
 
 
 @contextmanager
-def watched_call(packed: bool) -> Generator[WatchedCall, None, None]:
+def watched_call(packed: bool, lengths: list[int] | None = None) -> Generator[WatchedCall, None, None]:
     """
     While it lasts, what models ask of attention is watched. Where rows are packed, models build no attention masks:
     keyword arguments say where the sequences begin ([`cu_seqlens_arguments`]).
@@ -38,13 +40,38 @@ def watched_call(packed: bool) -> Generator[WatchedCall, None, None]:
     Until the call that it yields is let go, our functions stand in transformers' tables. Give the call to the model as
     `watched` where rows are packed: layers that are computed again in backward hold it as long as they need them.
     """
-    call = WatchedCall(packed)
+    call = WatchedCall(packed, lengths)
     _install_while_alive(call)
     token = _call.set(call)
     try:
         yield call
     finally:
         _call.reset(token)
+
+
+@contextmanager
+def text_model_alone(causal_lm: PreTrainedModel, arguments: Sequence[str]) -> Generator[None, None, None]:
+    """
+    While it lasts, the parts of a composite model beside its text model, such as a vision tower, run as they always do:
+    they are not watched, and do not get these keyword `arguments`, which describe rows of text.
+    """
+    tokens = []
+
+    def enter(module, args, kwargs):
+        tokens.append(_call.set(None))
+        return args, {name: value for name, value in kwargs.items() if name not in arguments}
+
+    def leave(*_):
+        _call.reset(tokens.pop())
+
+    parts = architecture.modules_beside_text(causal_lm) if architecture.is_composite(causal_lm) else []
+    hooks = [part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for part in parts]
+    hooks += [part.register_forward_hook(leave, always_call=True) for part in parts]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
