@@ -28,33 +28,39 @@ class Format:
             Names of the inputs that tell image tokens from words.
         sizes (`tuple[tuple[int, int], ...]`):
             Height and width of the images in turn, in patches.
+        merged (`int`):
+            How many patches have one token.
     """
 
     make: Callable[[Sequence[tuple[int, int]], torch.Generator], dict[str, Any]]
     type_ids: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int], ...] = _SIZES
+    merged: int = 4
 
     def size(self, image: int) -> tuple[int, int]:
         """Of the image with this number in its prompt."""
         return self.sizes[image % len(self.sizes)]
 
 
-def _patches(patch: int = _PATCH) -> Callable[..., dict[str, Any]]:
+def _patches(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
     """Qwen and GLM: the patches of all images, each in two frames."""
-
-    def make(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
-        count = sum(height * width for height, width in sizes)
-        return {
-            "pixel_values": torch.randn(count, 3 * 2 * patch * patch, generator=generator),
-            "image_grid_thw": torch.tensor([[1, height, width] for height, width in sizes]).view(-1, 3),
-        }
-
-    return make
+    count = sum(height * width for height, width in sizes)
+    return {
+        "pixel_values": torch.randn(count, 3 * 2 * _PATCH * _PATCH, generator=generator),
+        "image_grid_thw": torch.tensor([[1, height, width] for height, width in sizes]),
+    }
 
 
 def _pixels(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
-    """Gemma-3, LLaVA, InternVL: images of one size."""
+    """Gemma-3, LLaVA, Llama-4: images of one size."""
     return {"pixel_values": torch.randn(len(sizes), 3, 4 * _PATCH, 4 * _PATCH, generator=generator)}
+
+
+def _tiles(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
+    """InternVL: an image is cut into tiles of one size."""
+    tiles = sum(height * width for height, width in sizes) // 16
+    pixels = torch.randn(tiles, 3, 4 * _PATCH, 4 * _PATCH, generator=generator)
+    return {"pixel_values": pixels, "num_tiles": [tiles]}
 
 
 def _padded_pixels(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
@@ -81,9 +87,11 @@ def _placed_patches(sizes: Sequence[tuple[int, int]], generator: torch.Generator
 
 
 FORMATS = {
-    "patches": Format(_patches(), ("mm_token_type_ids",)),
+    "patches": Format(_patches, ("mm_token_type_ids",)),
     "pixels": Format(_pixels, sizes=_SIZES[:1]),
     "typed-pixels": Format(_pixels, ("token_type_ids",), sizes=_SIZES[:1]),
+    "patch-pixels": Format(_pixels, sizes=_SIZES[:1], merged=1),
+    "tiles": Format(_tiles),
     "padded-pixels": Format(_padded_pixels),
     "placed-patches": Format(_placed_patches, ("mm_token_type_ids",)),
 }
@@ -92,9 +100,11 @@ FORMATS = {
 def with_images(prompts: list[list[int]], images: Sequence[int], name: str) -> list[list[int]]:
     """Prompts with their images' tokens after the first word, in the format of a name."""
 
+    form = FORMATS[name]
+
     def tokens(count: int) -> list[int]:
-        sizes = [FORMATS[name].size(image) for image in range(count)]
-        each = [[IMAGE_ID + 2, *[IMAGE_ID] * (height * width // 4), IMAGE_ID + 3] for height, width in sizes]
+        sizes = [form.size(image) for image in range(count)]
+        each = [[IMAGE_ID + 2, *[IMAGE_ID] * (height * width // form.merged), IMAGE_ID + 3] for height, width in sizes]
         return [token for image in each for token in image]
 
     return [[*words[:1], *tokens(count), *words[1:]] for words, count in zip(prompts, images, strict=True)]
@@ -130,7 +140,9 @@ def image_inputs(
         sizes = [form.size(image) for image in range(count)]
         each.append(each[0] if is_copy else form.make(sizes, generator) if count else {})
     made = [inputs for inputs in each if inputs]
-    inputs = {key: _joined([inputs[key] for inputs in made]) for key in made[0]}
+    inputs = {key: _joined([inputs[key] for inputs in made]) for key in made[0] if key != "num_tiles"}
+    if "num_tiles" in made[0]:
+        inputs["num_tiles"] = [sum(inputs.get("num_tiles", [0])) for inputs in each]
     is_image = (input_ids == IMAGE_ID).long()  # [B, P + T]
     return {"num_images": list(images), **inputs, **{key: is_image.clone() for key in form.type_ids}}
 
