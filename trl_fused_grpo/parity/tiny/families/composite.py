@@ -127,5 +127,6 @@ COMPOSITE_FAMILIES = {
             "eoi_token_index": IMAGE_ID + 3,
             "tie_word_embeddings": False,
         },
+        stock_fails=EXPERT_FAMILIES["llama4"].stock_fails,
     ),
 }

@@ -4,7 +4,7 @@ from typing import Any
 
 from .experts import GROUPED
 from .family import EXPERTS, IMAGE_ID, Family
-from .state import DELTA_AND_ATTENTION
+from .state import DELTA_AND_ATTENTION, SLOW_DECAY
 
 
 _TOKENS = {
@@ -91,6 +91,7 @@ ROPE_FAMILIES = {
         images="patches",
         vision=_QWEN3_TOWER,
         composite=_TOKENS,
+        weights=SLOW_DECAY,
     ),
     "qwen3.5-moe": Family(
         "Qwen3_5MoeConfig",
@@ -99,6 +100,7 @@ ROPE_FAMILIES = {
         images="patches",
         vision=_QWEN3_TOWER,
         composite=_TOKENS,
+        weights=SLOW_DECAY,
     ),
     "glm4.1v": Family(
         "Glm4vConfig",

@@ -63,6 +63,8 @@ class Family:
             Configuration of the vision tower; `options` is then that of the text model.
         composite (`dict`):
             Options of the whole model beside these two.
+        weights (`dict[str, float]`):
+            Values of parameters by the ends of their names, where transformers' own would hide something.
         flat (`tuple[str, ...]`):
             Ends of the names of parameters whose gradient is zero but for rounding.
     """
@@ -78,6 +80,7 @@ class Family:
     has_aux_loss: bool = False
     vision: dict[str, Any] | None = None
     composite: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     flat: tuple[str, ...] = ()
 
     def tiny(self) -> PretrainedConfig:

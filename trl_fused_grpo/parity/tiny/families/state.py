@@ -5,6 +5,8 @@ from .family import ATTENTION, EXPERTS, Family
 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
 _MAMBA_AND_ATTENTION = {"layer_types": ["mamba", "attention"]}
+# By transformers' own values a state is gone after one token, and what reaches it wrongly would not show
+SLOW_DECAY = {"A_log": -1.5}
 DELTA_AND_ATTENTION = {
     "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 16,
@@ -61,8 +63,13 @@ STATE_FAMILIES = {
             **EXPERTS,
         },
         has_aux_loss=True,
+        weights=SLOW_DECAY,
     ),
-    "olmo-hybrid": Family("OlmoHybridConfig", {**DELTA_AND_ATTENTION, "head_dim": None, "linear_num_key_heads": 4}),
+    "olmo-hybrid": Family(
+        "OlmoHybridConfig",
+        {**DELTA_AND_ATTENTION, "head_dim": None, "linear_num_key_heads": 4},
+        weights=SLOW_DECAY,
+    ),
     "nemotron-h": Family(
         "NemotronHConfig",
         {
@@ -137,5 +144,6 @@ STATE_FAMILIES = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
         },
+        weights=SLOW_DECAY,
     ),
 }
