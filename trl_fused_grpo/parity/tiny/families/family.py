@@ -98,4 +98,5 @@ class Family:
         options = {name: value for name, value in {**SHAPE, **self.options}.items() if name not in removed}
         if self.vision is None:
             return cls(**options)
-        return cls(text_config=options, vision_config=self.vision, **self.composite)
+        vision = {"initializer_range": SHAPE["initializer_range"], **self.vision}
+        return cls(text_config=options, vision_config=vision, **self.composite)

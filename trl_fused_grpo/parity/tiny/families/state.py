@@ -52,6 +52,7 @@ STATE_FAMILIES = {
             **EXPERTS,
         },
         has_aux_loss=True,
+        weights={"A_log": -1.0},
     ),
     "qwen3-next": Family(
         "Qwen3NextConfig",
@@ -107,8 +108,9 @@ STATE_FAMILIES = {
     "zamba2": Family(
         "Zamba2Config",
         {
-            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "hybrid"],
+            "num_hidden_layers": 3,
+            "initializer_range": 0.1,  # by 0.2, float32 itself is too far from float64
             "mamba_d_state": 16,
             "n_mamba_heads": 8,
             "adapter_rank": 8,
@@ -116,6 +118,7 @@ STATE_FAMILIES = {
             "num_key_value_heads": 4,
             "use_mamba_kernels": False,
         },
+        weights={"A_log": -1.0, "dt_bias": 0.0},
     ),
     "minimax": Family(
         "MiniMaxConfig",
