@@ -12,7 +12,9 @@ from typing import Any
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import use_adapter
 
 from .required import TRANSFORMERS as TRANSFORMERS
@@ -54,6 +56,22 @@ def attention_implementation(config: Any) -> str:
 def takes_attention_interface(causal_lm: PreTrainedModel) -> bool:
     """Whether a model says that all of its attention goes through transformers' attention interface."""
     return causal_lm._supports_attention_backend
+
+
+# The name under which a modeling file of transformers has the attention of models that load as `"eager"`; its layers
+# look it up when they are called, also where they give it to transformers' table as the default
+EAGER_ATTENTION = "eager_attention_forward"
+
+
+def flash_implementations() -> list[str]:
+    """The names under which transformers' function for FlashAttention stands in its table, kernels of the Hub too."""
+
+    def is_flash(function: Any) -> bool:
+        function = inspect.unwrap(function)
+        # transformers < 5 registers a kernel of the Hub as a `functools.partial`
+        return getattr(function, "func", function) is flash_attention_forward
+
+    return [name for name, function in ALL_ATTENTION_FUNCTIONS.items() if is_flash(function)]
 
 
 def is_stateful(causal_lm: PreTrainedModel) -> bool:

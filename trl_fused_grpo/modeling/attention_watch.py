@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trl_fused_grpo._compat import models as model_compat
@@ -22,12 +23,14 @@ class WatchedCall:
     Attributes:
         layers (`int`): attention layers that were called with packed sequences.
         windows (`set`): the sliding windows of the masks that the model asked for; `None` is a mask without.
+        mask_dtype (`torch.dtype`, *optional*): of the masks that it asked for, where they are numbers.
         reason (`str`, *optional*): why the rows must have TRL's padding.
     """
 
     def __init__(self, packed: bool):
         self.packed, self.layers = packed, 0
         self.windows: set[int | None] = set()
+        self.mask_dtype: torch.dtype | None = None
         self.reason: str | None = None
         self._has_built_masks = False
 
@@ -35,8 +38,9 @@ class WatchedCall:
         """Remember the first reason. The model runs on to its end: hooks of FSDP and ZeRO count its layers."""
         self.reason = self.reason or reason
 
-    def read_mask(self, mask_function: Any) -> None:
+    def read_mask(self, mask_function: Any, dtype: torch.dtype | None = None) -> None:
         """Look at a mask that the model asks for: its sliding window, and whether it hides anything else."""
+        self.mask_dtype = dtype
         parts = model_compat.mask_parts(mask_function)
         kinds = dict(parts)
         if "unknown" in kinds:

@@ -70,8 +70,7 @@ class FusedRequest:
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
         """Run backbone and head; return log-probabilities `[N]`, entropies `[N]` and, if asked, the aux loss."""
         config = causal_lm.config.get_text_config()
-        if model_compat.attention_implementation(config) == "sdpa":
-            self.attention_layers = config.num_hidden_layers
+        self.attention_layers = config.num_hidden_layers
         # PEFT passes the arguments it knows on, set or not; not every backbone knows them
         model_inputs = {name: value for name, value in model_inputs.items() if value is not None}
         if self.aux_loss or getattr(config, "output_router_logits", False):

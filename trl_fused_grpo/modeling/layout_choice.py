@@ -86,24 +86,28 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     attention = model_compat.attention_implementation(config)
     if not model_compat.takes_attention_interface(causal_lm):
         return "its attention does not go through transformers' attention interface"
-    if attention not in ("sdpa", "flash_attention_2", "flash_attention_3"):
+    if attention not in ("sdpa", "eager", *model_compat.flash_implementations()):
         return f"attn_implementation={attention!r} knows no sequence boundaries"
     layer_types = set(getattr(config, "layer_types", None) or ())
     if model_compat.is_stateful(causal_lm) or not layer_types <= ATTENTION_LAYERS:
         return "it has layers that carry a state from token to token"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "its attention scores are soft-capped"
-    if traits(causal_lm).has_sinks:
-        return "its attention has sinks"
-    # Dropout in SDPA is seen when it is called; other attention is not watched
-    if attention != "sdpa" and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
+    if attention == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        return "SDPA does not cap its attention scores"
+    if attention == "sdpa" and traits(causal_lm).has_sinks:
+        return "SDPA leaves out the sinks of its attention"
+    if (
+        attention in model_compat.flash_implementations()
+        and getattr(config, "attention_dropout", 0.0)
+        and causal_lm.training
+    ):
         return "it drops out attention"
     return None
 
 
 def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
-    """Whether sequences of a packed row may attend to a prompt elsewhere in it: under SDPA, which is replaced."""
-    return model_compat.attention_implementation(causal_lm.config) == "sdpa"
+    """Whether sequences of a packed row may attend to a prompt elsewhere in it: where our function gathers keys."""
+    implementation = model_compat.attention_implementation(causal_lm.config)
+    return implementation in ("sdpa", "eager", *model_compat.flash_implementations())
 
 
 def choose(

@@ -81,6 +81,14 @@ class _GatherKV(torch.autograd.Function):
         return total(grad_keys), total(grad_values), None
 
 
+def gathered_keys(key: Tensor, value: Tensor, shared: SharedPrefixKV | None) -> tuple[Tensor, Tensor]:
+    """Keys and values `[1, key heads, S, D]` as each sequence sees them `[1, key heads, K, D]`."""
+    if shared is None:
+        return key, value
+    keys, values = _GatherKV.apply(*(t.squeeze(0).transpose(0, 1) for t in (key, value)), shared)
+    return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+
+
 def varlen_attention(
     module: nn.Module | None,
     query: Tensor,  # [1, heads, S, D]
@@ -108,9 +116,8 @@ def varlen_attention(
     if torch.is_autocast_enabled(device_type):
         # As autocast does for SDPA: under float32 weights, norms and rotations leave float32 queries and keys
         query, key, value = (t.to(torch.get_autocast_dtype(device_type)) for t in (query, key, value))
-    queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [S, heads, D]
-    if shared_prefix_kv is not None:
-        keys, values = _GatherKV.apply(keys, values, shared_prefix_kv)  # [K, key heads, D]
+    key, value = gathered_keys(key, value, shared_prefix_kv)
+    queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [S or K, heads, D]
     if not _flash_takes(query, value):
         lengths, key_lengths = cu_seq_lens_q.diff().tolist(), cu_seq_lens_k.diff().tolist()
         parts = queries.split(lengths), keys.split(key_lengths), values.split(key_lengths)
@@ -145,7 +152,7 @@ def _one_sequence(
     """Attention of one sequence through torch's SDPA; returns `[1, s, heads, D]`."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (queries, keys, values))  # [1, heads, s or k, D]
     needs_mask = q.shape[2] < k.shape[2] or (sliding_window is not None and k.shape[2] > sliding_window)
-    mask = _causal_mask(q.shape[2], k.shape[2], sliding_window, q.device) if needs_mask else None
+    mask = causal_mask(q.shape[2], k.shape[2], sliding_window, q.device) if needs_mask else None
     output = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -176,7 +183,7 @@ def _widest_head(device: torch.device) -> int:
     return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192
 
 
-def _causal_mask(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Which of its `keys` each of the last `length` tokens of a sequence attends to `[length, keys]`."""
     distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (distance >= 0) & (distance < (keys if window is None else window))

@@ -207,7 +207,6 @@ class LogpsEngine:
             share_prompts=self.shares_prompts(call.model),
             forces_layout=self.options.forces_layout,
             needs_last_column=needs_last_column,
-            runs_sdpa=model_compat.attention_implementation(causal_lm.config) == "sdpa",
         )
 
     def _passes_trial(self, causal_lm: PreTrainedModel, call: LogpsArgs, options: LogpsOptions) -> bool:

@@ -52,7 +52,7 @@ def compute_logps(
         else:
             layout = Layout("padded", trl_inputs())
         request = _fused_request(sub_batch, layout, options, call, rows, logps_request.entropy_grad)
-        values = _run(call.model, layout, request, options.runs_sdpa)
+        values = _run(call.model, layout, request)
         request.stats.layout = layout.name
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
     return _in_order(results, torch.cat(parts).argsort())
@@ -95,16 +95,16 @@ def _fused_request(
     )
 
 
-def _run(model: nn.Module, layout: Layout, request: FusedRequest, runs_sdpa: bool) -> tuple[Tensor, ...]:
+def _run(model: nn.Module, layout: Layout, request: FusedRequest) -> tuple[Tensor, ...]:
     """Call the model, and raise where its attention does not fit the layout."""
     if layout.name == "padded":
         with cudnn_attention_off():
             results = model(**layout.model_inputs, fused=request)
     else:
         is_packed = layout.name == "packed"
-        with watched_call(is_packed) as call:
+        with watched_call(is_packed, model) as call:
             # Every layer gets it, as it gets cu_seqlens: a checkpointed layer is computed again in the backward
-            watched = {"watched": call} if is_packed and runs_sdpa else {}
+            watched = {"watched": call} if is_packed else {}
             results = model(**layout.model_inputs, **watched, fused=request)
         if call.reason is not None:
             raise RowsRefusedError(call.reason)

@@ -107,7 +107,6 @@ class LogpsOptions:
         share_prompts (`bool`): whether a prompt stands in a packed row once.
         forces_layout (`bool`): whether the layout was asked for, so that no other may stand in for it.
         needs_last_column (`bool`): see [`layout_choice.Traits`].
-        runs_sdpa (`bool`): whether attention goes through SDPA, where it is watched.
     """
 
     temperature: float
@@ -118,7 +117,6 @@ class LogpsOptions:
     share_prompts: bool
     forces_layout: bool = False
     needs_last_column: bool = False
-    runs_sdpa: bool = True
 
 
 @dataclass
