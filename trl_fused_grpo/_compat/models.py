@@ -183,6 +183,10 @@ SDPA_ARGUMENTS = [
     if argument.kind is not argument.VAR_KEYWORD
 ]
 
+# Whether transformers' attention through SDPA refuses soft-capped scores; before transformers 5.14 or so it leaves out
+# the cap without a word
+SDPA_REFUSES_SOFTCAP = "softcap" in sdpa_attention_forward.__code__.co_consts
+
 
 def _mask_codes() -> dict[Any, str]:
     masks: Any = masking_utils  # whatever they are made with, their code is the same

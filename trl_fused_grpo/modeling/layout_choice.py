@@ -86,20 +86,21 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     attention = model_compat.attention_implementation(config)
     if not model_compat.takes_attention_interface(causal_lm):
         return "its attention does not go through transformers' attention interface"
-    if attention not in ("sdpa", "eager", *model_compat.flash_implementations()):
+    is_flash = attention in model_compat.flash_implementations()
+    if attention not in ("sdpa", "eager") and not is_flash:
         return f"attn_implementation={attention!r} knows no sequence boundaries"
     layer_types = set(getattr(config, "layer_types", None) or ())
-    if model_compat.is_stateful(causal_lm) or not layer_types <= ATTENTION_LAYERS:
+    if model_compat.is_stateful(causal_lm) or not layer_types <= {*ATTENTION_LAYERS, "chunked_attention"}:
         return "it has layers that carry a state from token to token"
-    if attention == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+    if is_flash and "chunked_attention" in layer_types:
+        return "FlashAttention knows no chunks of a sequence"
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+    if attention == "sdpa" and is_capped and model_compat.SDPA_REFUSES_SOFTCAP:
         return "SDPA does not cap its attention scores"
     if attention == "sdpa" and traits(causal_lm).has_sinks:
         return "SDPA leaves out the sinks of its attention"
-    if (
-        attention in model_compat.flash_implementations()
-        and getattr(config, "attention_dropout", 0.0)
-        and causal_lm.training
-    ):
+    # Dropout in the others is seen when they are called
+    if is_flash and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
         return "it drops out attention"
     return None
 

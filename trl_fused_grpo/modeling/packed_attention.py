@@ -22,9 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from trl_fused_grpo._compat import models as model_compat
 
-from .attention_watch import WatchedCall
-from .eager_attention import eager_attention
-from .varlen_attention import gathered_keys, varlen_attention
+from .attention_watch import Chunk, WatchedCall
+from .eager_attention import EagerLayer, eager_attention
+from .varlen_attention import chunked, gathered_keys, varlen_attention
 
 
 _call: ContextVar[WatchedCall | None] = ContextVar("watched_call", default=None)
@@ -182,47 +182,62 @@ def _modeling_files(model: nn.Module) -> list[ModuleType]:
     return _FILES[model]
 
 
-class _Attention(NamedTuple):
+class _Layer(NamedTuple):
     """One call of an attention layer over packed sequences: its watched call and the arguments after the mask."""
 
     call: WatchedCall | None
+    module: nn.Module
     options: dict[str, Any]
 
-    def window(self, module: nn.Module) -> int | None:
+    def masked(self) -> tuple[dict[str, Any], int | None]:
+        """The arguments, where chunks are sequences if the layer's mask has them, and its sliding window in tokens."""
         passed = self.options.get("sliding_window")
-        return passed if self.call is None else self.call.window(module, passed)
+        window = passed if self.call is None else self.call.window(self.module, passed)
+        if not isinstance(window, Chunk):
+            return self.options, window
+        memo = self.memo
+        if window not in memo:  # the same in every layer
+            memo[window] = chunked(self.options, window.tokens)
+        return {**self.options, **memo[window]}, None
+
+    @property
+    def memo(self) -> dict[Any, Any]:
+        return {} if self.call is None else self.call.memo
 
 
 @functools.cache
 def _watched_sdpa(original: Callable) -> Callable:
-    def packed(layer: _Attention, module: nn.Module, *tensors: Tensor) -> Tensor:
-        return varlen_attention(module, *tensors, **{**layer.options, "sliding_window": layer.window(module)})
+    def packed(layer: _Layer, *tensors: Tensor) -> Tensor:
+        options, window = layer.masked()
+        return varlen_attention(layer.module, *tensors, **{**options, "sliding_window": window})
 
     return _watched_attention(original, packed)
 
 
 @functools.cache
 def _watched_eager(original: Callable) -> Callable:
-    def packed(layer: _Attention, module: nn.Module, *tensors: Tensor) -> Tensor:
+    def packed(layer: _Layer, *tensors: Tensor) -> Tensor:
+        options, window = layer.masked()
         mask_dtype = None if layer.call is None else layer.call.mask_dtype
-        return eager_attention(original, module, *tensors, layer.options, layer.window(module), mask_dtype)
+        eager = EagerLayer(original, layer.module, options, window, mask_dtype, layer.memo)
+        return eager_attention(eager, *tensors)
 
     return _watched_attention(original, packed)
 
 
 @functools.cache
 def _watched_flash(original: Callable) -> Callable:
-    def packed(layer: _Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def packed(layer: _Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = gathered_keys(key, value, layer.options.pop("shared_prefix_kv", None))
-        return original(module, query, key, value, None, **layer.options)[0]
+        return original(layer.module, query, key, value, None, **layer.options)[0]
 
     return _watched_attention(original, packed)
 
 
 def _watched_attention(original: Callable, packed: Callable[..., Tensor]) -> Callable:
     """
-    One of transformers' attention functions, watched, with another one for `packed` rows, which takes the layer's
-    [`_Attention`], its module, query, key and value, and returns `[1, S, heads, D]`.
+    One of transformers' attention functions, watched, with another one for `packed` rows, which takes the [`_Layer`],
+    query, key and value, and returns `[1, S, heads, D]`.
     """
     names = list(inspect.signature(original).parameters)[5:]
 
@@ -240,7 +255,7 @@ def _watched_attention(original: Callable, packed: Callable[..., Tensor]) -> Cal
             running.layers += 1
             if watched is None:
                 cu_seqlens.watched = running  # layers of a model that drops `watched` hold the call by this
-        return packed(_Attention(call, options), module, query, key, value), None
+        return packed(_Layer(call, module, options), query, key, value), None
 
     return attention
 
