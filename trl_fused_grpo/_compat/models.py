@@ -13,7 +13,9 @@ from typing import Any
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import use_adapter
 
 from .required import TRANSFORMERS as TRANSFORMERS
@@ -41,6 +43,22 @@ def takes_attention_interface(text_model: nn.Module) -> bool:
         return True
     files = {sys.modules.get(type(module).__module__) for module in text_model.modules()}
     return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+
+
+# The name under which a modeling file of transformers has the attention of models that load as `"eager"`; its layers
+# look it up when they are called, also where they give it to transformers' table as the default
+EAGER_ATTENTION = "eager_attention_forward"
+
+
+def flash_implementations() -> list[str]:
+    """The names under which transformers' function for FlashAttention stands in its table, kernels of the Hub too."""
+
+    def is_flash(function: Any) -> bool:
+        function = inspect.unwrap(function)
+        # transformers < 5 registers a kernel of the Hub as a `functools.partial`
+        return getattr(function, "func", function) is flash_attention_forward
+
+    return [name for name, function in ALL_ATTENTION_FUNCTIONS.items() if is_flash(function)]
 
 
 def is_stateful(causal_lm: PreTrainedModel) -> bool:
@@ -151,6 +169,10 @@ SDPA_ARGUMENTS = [
     for name, argument in list(inspect.signature(sdpa_attention_forward).parameters.items())[5:]
     if argument.kind is not argument.VAR_KEYWORD
 ]
+
+# Whether transformers' attention through SDPA refuses soft-capped scores; before transformers 5.14 or so it leaves out
+# the cap without a word
+SDPA_REFUSES_SOFTCAP = "softcap" in sdpa_attention_forward.__code__.co_consts
 
 
 def _mask_codes() -> dict[Any, str]:

@@ -20,7 +20,7 @@ from .state_layers import state_layers
 logger = logging.get_logger(__name__)
 
 # Kinds of layers whose tokens attend to those before them, and kinds that see one token at a time
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
 # Kinds of layers that carry a state, some beside attention
 STATE_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
 _TRAITS: WeakKeyDictionary[PreTrainedModel, "Traits"] = WeakKeyDictionary()
@@ -93,7 +93,8 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     attention = model_compat.attention_implementation(config)
     if not model_compat.takes_attention_interface(architecture.text_model(causal_lm)):
         return "its attention does not go through transformers' attention interface"
-    if attention not in ("sdpa", "flash_attention_2", "flash_attention_3"):
+    is_flash = attention in model_compat.flash_implementations()
+    if attention not in ("sdpa", "eager") and not is_flash:
         return f"attn_implementation={attention!r} knows no sequence boundaries"
     types = architecture.layer_types(config)
     carries_state = model_compat.is_stateful(causal_lm) or types & STATE_LAYERS
@@ -101,23 +102,27 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
         return "it has layers that carry a state from token to token, which are not known"
     if not types <= ATTENTION_LAYERS | STATE_LAYERS:
         return f"it has layers of a kind that is not known ({min(types - ATTENTION_LAYERS - STATE_LAYERS)})"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "its attention scores are soft-capped"
-    if traits(causal_lm).has_sinks:
-        return "its attention has sinks"
-    # Dropout in SDPA is seen when it is called; other attention is not watched
-    if attention != "sdpa" and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
+    if is_flash and "chunked_attention" in types:
+        return "FlashAttention knows no chunks of a sequence"
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+    if attention == "sdpa" and is_capped and model_compat.SDPA_REFUSES_SOFTCAP:
+        return "SDPA does not cap its attention scores"
+    if attention == "sdpa" and traits(causal_lm).has_sinks:
+        return "SDPA leaves out the sinks of its attention"
+    # Dropout in the others is seen when they are called
+    if is_flash and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
         return "it drops out attention"
     return None
 
 
 def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
     """
-    Whether sequences of a packed row may attend to a prompt elsewhere in it: under SDPA, which is replaced, and where
+    Whether sequences of a packed row may attend to a prompt elsewhere in it: where our function gathers keys, and where
     no layer carries the state of the prompt on.
     """
     implementation = model_compat.attention_implementation(causal_lm.config.get_text_config())
-    return implementation == "sdpa" and not state_layers(causal_lm)
+    gathers = implementation in ("sdpa", "eager", *model_compat.flash_implementations())
+    return gathers and not state_layers(causal_lm)
 
 
 def choose(

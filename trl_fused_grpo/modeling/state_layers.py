@@ -212,8 +212,8 @@ def _run_unpacked(layer: nn.Module, original: Callable, *args: Any, **kwargs: An
 
 def _rows_of(call: WatchedCall, layer: nn.Module) -> SequenceRows:
     parameter = next(layer.parameters())
-    if parameter.device not in call.sequence_rows:
+    if parameter.device not in call.memo:
         # ZeRO-3 gathers weights whenever a module is called, so that it must be called as often on every process
         most_groups = 1 if hasattr(parameter, "ds_id") else None
-        call.sequence_rows[parameter.device] = SequenceRows(call.lengths, parameter.device, most_groups)
-    return call.sequence_rows[parameter.device]
+        call.memo[parameter.device] = SequenceRows(call.lengths, parameter.device, most_groups)
+    return call.memo[parameter.device]

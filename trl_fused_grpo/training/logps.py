@@ -161,7 +161,7 @@ def run_model(model: nn.Module, layout: Layout, request: Callable) -> tuple[Tens
             results = model(**layout.model_inputs, fused=request)
     else:
         lengths = None if layout.row is None else layout.row.lengths
-        with watched_call(lengths is not None, lengths) as call:
+        with watched_call(lengths is not None, model, lengths) as call:
             # Every layer gets it, as it gets cu_seqlens: a checkpointed layer is computed again in the backward
             watched = {} if lengths is None else {"watched": call}
             results = model(**layout.model_inputs, **watched, fused=request)
