@@ -193,6 +193,29 @@ def _mask_codes() -> dict[Any, str]:
 _MASK_CODES = _mask_codes()
 
 
+def _made_with(mask_function: Any) -> dict[str, Any]:
+    """What a mask function of transformers was made with: its free variables."""
+    code = getattr(mask_function, "__code__", None)
+    if code is None or not code.co_freevars:
+        return {}
+    cells = (cell.cell_contents for cell in mask_function.__closure__)
+    return dict(zip(code.co_freevars, cells, strict=True))
+
+
+def within_one_sequence(mask_function: Any) -> Any:
+    """
+    A mask function without what transformers adds where positions begin anew: that sequences do not see each other, and
+    (transformers >= 5.22) that places are counted from the beginning of each. It is right within each sequence alone.
+    """
+    kind, made_with = _MASK_CODES.get(getattr(mask_function, "__code__", None)), _made_with(mask_function)
+    if kind == "remapped":
+        return within_one_sequence(made_with["mask_function"])
+    if kind != "and":
+        return mask_function
+    parts = [part for part in made_with["mask_functions"] if _MASK_CODES.get(part.__code__) != "sequences"]
+    return masking_utils.and_masks(*map(within_one_sequence, parts))
+
+
 def mask_parts(mask_function: Any) -> list[tuple[str, Any]]:
     """
     What a mask function of transformers is the intersection of.
@@ -202,12 +225,8 @@ def mask_parts(mask_function: Any) -> list[tuple[str, Any]]:
             `("causal", None)`, `("window", tokens)`, `("chunk", tokens)`, `("sequences", None)`, `("padding", None)`;
             anything else as `("unknown", name)`.
     """
-    code = getattr(mask_function, "__code__", None)
-    kind = _MASK_CODES.get(code, "unknown")
-    made_with = {}
-    if code is not None and code.co_freevars:
-        cells = (cell.cell_contents for cell in mask_function.__closure__)
-        made_with = dict(zip(code.co_freevars, cells, strict=True))
+    kind = _MASK_CODES.get(getattr(mask_function, "__code__", None), "unknown")
+    made_with = _made_with(mask_function)
     if kind == "and":
         return [part for function in made_with["mask_functions"] for part in mask_parts(function)]
     if kind == "remapped":

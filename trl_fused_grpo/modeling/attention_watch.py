@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from trl_fused_grpo._compat import models as model_compat
 
+from .sequence_masks import are_sequence_masks
+
 
 # The keyword arguments that tell the layers of a model about packed sequences
 PACKED_ARGUMENTS = (
@@ -35,10 +37,11 @@ class WatchedCall:
     Args:
         packed (`bool`): whether the rows are packed; otherwise they are aligned.
         lengths (`list[int]`, *optional*): tokens of each sequence in a packed row.
+        has_images (`bool`): whether the row has images, whose tokens a mask may treat in its own way.
+        shares_prompts (`bool`): whether sequences in the row attend to a prompt elsewhere in it.
 
     Attributes:
-        layers (`int`): attention layers that were called with packed sequences.
-        state_layers (`set`): `id` of each layer with a state that ran on rows of its own.
+        needs_own_prompts (`bool`): whether the row must not share prompts.
         windows (`set`):
             Of the masks that the model asked for: sliding windows, [`Chunk`]s, or `None` for a mask without.
         memo (`dict`): what is made once for all layers.
@@ -46,9 +49,15 @@ class WatchedCall:
         reason (`str`, *optional*): why the rows must have TRL's padding.
     """
 
-    def __init__(self, packed: bool, lengths: list[int] | None = None):
-        self.packed, self.lengths, self.layers = packed, lengths or [], 0
-        self.state_layers: set[int] = set()
+    def __init__(
+        self,
+        packed: bool,
+        lengths: list[int] | None = None,
+        has_images: bool = False,
+        shares_prompts: bool = False,
+    ):
+        self.packed, self.lengths = packed, lengths or []
+        self.has_images, self.shares_prompts, self.needs_own_prompts = has_images, shares_prompts, False
         self.windows: set[int | Chunk | None] = set()
         self.memo: dict[Any, Any] = {}
         self.mask_dtype: torch.dtype | None = None
@@ -64,6 +73,9 @@ class WatchedCall:
         self.mask_dtype = dtype
         parts = model_compat.mask_parts(mask_function)
         kinds = dict(parts)
+        if self.needs_sequence_masks(mask_function):
+            self.needs_own_prompts |= self.shares_prompts  # the rule counts places in the row
+            return
         if "unknown" in kinds:
             self.refuse(f"its mask is more than causality and a window ({kinds['unknown']})")
         elif "causal" not in kinds:
@@ -72,6 +84,10 @@ class WatchedCall:
             self.refuse("its mask has chunks and a window")
         window = min((tokens for kind, tokens in parts if kind == "window"), default=None)
         self.windows.add(Chunk(kinds["chunk"]) if "chunk" in kinds else window)
+
+    def needs_sequence_masks(self, mask_function: Any) -> bool:
+        """Whether the mask of packed rows with images is more than causality, windows and chunks."""
+        return self.packed and self.has_images and "unknown" in dict(model_compat.mask_parts(mask_function))
 
     def note_built(self, mask: Any) -> None:
         """Note whether transformers built the mask or left it to the attention function."""
@@ -83,6 +99,8 @@ class WatchedCall:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if options.get("dropout"):
             self.refuse("its attention drops out")
+        elif self.has_images and are_sequence_masks(attention_mask, self.lengths):
+            pass
         elif attention_mask is not None and (self.packed or (self.windows and not self._has_built_masks)):
             self.refuse("its layers make masks of their own")
         elif attention_mask is None and query.shape[2] > 1 and not is_causal:

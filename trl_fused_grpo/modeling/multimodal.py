@@ -102,7 +102,7 @@ class MultimodalInputs:
                 model_inputs[name] = _gather(self.of_batch[name], batch, row)
         if position_ids is not None:
             model_inputs["position_ids"] = _gather(position_ids, batch, row)
-        return replace(layout, model_inputs=model_inputs)
+        return replace(layout, model_inputs=model_inputs, row=replace(row, has_images=True))
 
     def position_ids(self, causal_lm: PreTrainedModel) -> Tensor | None:
         """

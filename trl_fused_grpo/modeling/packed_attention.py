@@ -24,8 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 
-from .attention_watch import Chunk, WatchedCall
+from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall
 from .eager_attention import EagerLayer, eager_attention
+from .sequence_masks import are_sequence_masks, attend_with_masks, build_sequence_masks
 from .varlen_attention import chunked, gathered_keys, varlen_attention
 
 
@@ -39,24 +40,20 @@ _FILES: weakref.WeakKeyDictionary[nn.Module, list[ModuleType]] = weakref.WeakKey
 
 
 @contextmanager
-def watched_call(
-    packed: bool, model: nn.Module | None = None, lengths: list[int] | None = None
-) -> Generator[WatchedCall, None, None]:
+def watched_call(call: WatchedCall, model: nn.Module | None = None) -> Generator[WatchedCall, None, None]:
     """
     While it lasts, what models ask of attention is watched. Where rows are packed, models build no attention masks:
     keyword arguments say where the sequences begin ([`cu_seqlens_arguments`]).
 
-    Until the call that it yields is let go, our functions stand in transformers' tables. Give the call to the model as
+    Until the `call` is let go, our functions stand in transformers' tables. Give the call to the model as
     `watched` where rows are packed: layers that are computed again in backward hold it as long as they need them.
 
     Args:
-        packed (`bool`): whether the rows are packed; otherwise they are aligned.
+        call ([`WatchedCall`]): what is seen goes there.
         model (`nn.Module`, *optional*):
             In its wrappers or bare. Our functions stand in its modeling files too, which have the attention of models
             that load as `"eager"`.
-        lengths (`list[int]`, *optional*): tokens of each sequence in a packed row.
     """
-    call = WatchedCall(packed, lengths)
     _install_while_alive(call, model)
     token = _call.set(call)
     try:
@@ -281,10 +278,11 @@ def _watched_attention(original: Callable, packed: Callable[..., Tensor]) -> Cal
             call.look_at(module, query, attention_mask, options)
         if cu_seqlens is None:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
-        if running is not None:
-            running.layers += 1
-            if watched is None:
-                cu_seqlens.watched = running  # layers of a model that drops `watched` hold the call by this
+        if running is not None and watched is None:
+            cu_seqlens.watched = running  # layers of a model that drops `watched` hold the call by this
+        if call is not None and are_sequence_masks(attention_mask, call.lengths):
+            own = {name: option for name, option in options.items() if name not in PACKED_ARGUMENTS}
+            return attend_with_masks(original, module, query, key, value, attention_mask, call.lengths, own), None
         return packed(_Layer(call, module, options), query, key, value), None
 
     return attention
@@ -299,7 +297,10 @@ def _watched_mask(original: Callable, replaces: bool = False) -> Callable:
         call = _call.get()
         if call is None:
             return original(*args, **kwargs)
-        call.read_mask(kwargs.get("mask_function", causal_mask_function), kwargs.get("dtype"))
+        mask_function = kwargs.get("mask_function", causal_mask_function)
+        call.read_mask(mask_function, kwargs.get("dtype"))
+        if replaces and not args and call.needs_sequence_masks(mask_function):
+            return build_sequence_masks(original, call.lengths, kwargs)
         built = None if call.packed and replaces else original(*args, **kwargs)
         call.note_built(built)
         return built

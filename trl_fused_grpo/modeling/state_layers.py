@@ -198,7 +198,6 @@ def _run_unpacked(layer: nn.Module, original: Callable, *args: Any, **kwargs: An
     call = _layer_call.get()
     if call is None:
         return original(*args, **kwargs)
-    call.state_layers.add(id(layer))
     kwargs = {name: value for name, value in kwargs.items() if name not in PACKED_ARGUMENTS}
     rows = _rows_of(call, layer)
     columns = [rows.unpack(value) for value in (*args, *kwargs.values())]

@@ -29,7 +29,7 @@ from trl_fused_grpo.modeling.state_layers import install_unpacking, uninstall_un
 
 from .checks import check_token_ids
 from .customised_model import changed_module
-from .logps import RowsRefusedError, compute_logps
+from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
 from .trial import RandomStates, try_layout, try_packing
@@ -54,6 +54,7 @@ class LogpsEngine:
         self._refusals: WeakKeyDictionary[nn.Module, dict[bool, Refusal]] = WeakKeyDictionary()
         self._tried: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
         self._modules: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+        self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
 
     def read_options(self) -> None:
@@ -184,6 +185,8 @@ class LogpsEngine:
         with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
             while True:
                 options = self._logps_options(logps_request, call, keeps_padding)
+                if images is not None and causal_lm in self._unshared_with_images:
+                    options = replace(options, share_prompts=False)
                 if not self._passes_trial(causal_lm, call, options, images):
                     continue
                 if options.layout == "padded":
@@ -195,6 +198,8 @@ class LogpsEngine:
                 before = RandomStates(call.input_ids)
                 try:
                     return compute_logps(logps_request, options, call, images)
+                except PromptsNotSharedError:
+                    self._unshared_with_images.add(causal_lm)
                 except (RowsRefusedError, CuSeqlensIgnoredError) as error:
                     self._refuse(causal_lm, options, error, images is not None)
                 before.restore()
@@ -234,6 +239,9 @@ class LogpsEngine:
             if "padding" not in tried and images is None and not options.forces_layout:
                 tried.add("padding")
                 try_layout(causal_lm, self._modules_of(call.model), call, options, self._on_any_process)
+        except PromptsNotSharedError:
+            self._unshared_with_images.add(causal_lm)
+            return False
         except (RowsRefusedError, CuSeqlensIgnoredError) as error:
             self._refuse(causal_lm, options, error, images is not None)
             return False

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from trl_fused_grpo.modeling import layout as layouts
+from trl_fused_grpo.modeling.attention_watch import WatchedCall
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.modeling.layout import HolesError, Layout
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
@@ -23,6 +24,10 @@ logger = logging.get_logger(__name__)
 
 class RowsRefusedError(RuntimeError):
     """A model treats rows in a way that is right only with TRL's padding."""
+
+
+class PromptsNotSharedError(RuntimeError):
+    """A model with images treats rows in a way that is right only where each sequence has its own prompt."""
 
 
 def compute_logps(
@@ -156,17 +161,20 @@ def run_model(model: nn.Module, layout: Layout, request: Callable) -> tuple[Tens
     Raises:
         [`RowsRefusedError`], [`CuSeqlensIgnoredError`]: when it does not.
     """
-    if layout.row is None and layout.name == "padded":
+    if layout.name == "padded":
         with cudnn_attention_off():
             results = model(**layout.model_inputs, fused=request)
     else:
-        lengths = None if layout.row is None else layout.row.lengths
-        with watched_call(lengths is not None, model, lengths) as call:
+        row = layout.row
+        described = () if row is None else (row.lengths, row.has_images, row.shares_prompts)
+        with watched_call(WatchedCall(row is not None, *described), model) as call:
             # Every layer gets it, as it gets cu_seqlens: a checkpointed layer is computed again in the backward
-            watched = {} if lengths is None else {"watched": call}
+            watched = {} if row is None else {"watched": call}
             results = model(**layout.model_inputs, **watched, fused=request)
         if call.reason is not None:
             raise RowsRefusedError(call.reason)
+        if call.needs_own_prompts:
+            raise PromptsNotSharedError
     return tuple(result.real for result in results)
 
 

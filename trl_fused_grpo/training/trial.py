@@ -22,6 +22,7 @@ from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 
 _ROWS_TRIED = 4
 _FIRST_TOKENS = 8  # of a sequence: what leaks into it over a boundary is seen there best
+_MOST_ROUNDING = 0.1  # of hidden states, relative: more than this is no rounding
 _NOISE = 8  # how many times the rounding error a difference must be to count as one
 
 
@@ -72,7 +73,7 @@ def try_packing(
         alone = [hidden_states([row], alone_options)[0] for row in tried]
     errors = [_relative_error(mine, other) for mine, other in zip(together, alone, strict=True)]
     eps = torch.finfo(_compute_dtype(call, options)).eps
-    limit = max(_NOISE * errors[0], 4 * eps)
+    limit = max(_NOISE * min(errors[0], _MOST_ROUNDING, 1000 * eps), 4 * eps)
     if on_any_process(not min(errors[1:]) <= limit):
         raise CuSeqlensIgnoredError(
             "its hidden states change when other sequences stand before them in the row "
