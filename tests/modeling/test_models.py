@@ -1,48 +1,78 @@
 """One tiny model of each family and each kind of head: loss and every gradient are stock TRL's."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 from trl_fused_grpo import read_lm_head
+from trl_fused_grpo._compat.models import PADDING_MATTERS, TRANSFORMERS
 from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS
 from trl_fused_grpo.parity import MODEL_CASES, Settings, compare
+from trl_fused_grpo.parity.cases.model import families
 from trl_fused_grpo.parity.run_case import make_data, run_case
-from trl_fused_grpo.parity.tiny import tiny_model
+from trl_fused_grpo.parity.tiny import model_config, tiny_model
 from trl_fused_grpo.parity.tiny.families import FAMILIES, VARIANTS, Family
 from trl_fused_grpo.parity.trainers import fused_trainer, initial_weights, load_weights, stock_trainer
 
 
 CASES = {case.name: case for case in MODEL_CASES}
+FAMILY_CASES = [case.name for case in families()]
+
+
+def compared(case, folder):
+    """The result of a case, which is equal; the test is skipped where transformers or stock has not got so far."""
+    result = compare(case, Settings(folder))
+    if result.verdict == "skipped":
+        pytest.skip(result.reason)
+    assert result.verdict == "equal", result.reason
+    assert result.recomputed == 0
+    return result
+
+
+def built(name):
+    """A tiny model; the test is skipped where transformers lacks it."""
+    try:
+        return tiny_model(name)
+    except ImportError as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_stocks(tmp_path, name):
-    result = compare(CASES[name], Settings(tmp_path))
-    assert result.verdict == "equal", result.reason
-    assert result.recomputed == 0
+    compared(CASES[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_loss_and_gradients_are_stocks_on_policy(tmp_path, name):
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_rows_are_laid_out_at_best(tmp_path, name):
+    """On-policy, and every row has a prompt of its own."""
     case = CASES[name]
-    result = compare(dataclasses.replace(case, data=dataclasses.replace(case.data, old=None)), Settings(tmp_path))
-    assert result.verdict == "equal", result.reason
-    assert result.recomputed == 0
+    data = dataclasses.replace(case.data, old=None, repeated_prompts=False)
+    layout = compared(dataclasses.replace(case, data=data), tmp_path).layout
+    is_padded = model_config(case.model).model_type in PADDING_MATTERS
+    assert layout == ("padded" if is_padded else case.layout)
+
+
+@pytest.mark.skipif(Version("5.23.0") > TRANSFORMERS, reason="families that are newer than this transformers")
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+def test_no_family_is_skipped_with_the_newest_transformers(name):
+    assert model_config(name)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_the_head_finds_its_scale_and_softcap(name):
     family = {**FAMILIES, **VARIANTS}[name]
-    head = read_lm_head(tiny_model(name))
+    head = read_lm_head(built(name))
     assert (head.logit_scale, head.softcap) == (family.scale, family.softcap)
 
 
 def played(folder, case):
-    """What the fused trainer makes of a case."""
+    """What the fused trainer makes of a case; the test is skipped where transformers lacks the model."""
+    built(case.model)
     settings = Settings(folder)
     start = initial_weights(case, settings)
     data = make_data(case, load_weights(stock_trainer(case, settings), start), seed=0)
@@ -50,7 +80,7 @@ def played(folder, case):
 
 
 @pytest.mark.skipif(not RETURNS_AUX_LOSS, reason="this TRL has no auxiliary loss")
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "jamba"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "jamba", "deepseek-v3", "qwen3.5-moe"])
 def test_experts_are_balanced(tmp_path, name):
     assert ("aux_loss" in played(tmp_path, CASES[name]).metrics) == FAMILIES[name].has_aux_loss
 
@@ -58,8 +88,25 @@ def test_experts_are_balanced(tmp_path, name):
 # What a case is there for must receive a gradient, or the case shows nothing
 SHOWN = {
     "qwen2.5-vl": "visual.blocks",
+    "qwen3-vl": "deepstack_merger",
+    "qwen3.5": "A_log",
+    "glm4.5v": "visual.merger",
     "gemma3-vl": "vision_tower",
+    "gemma3n": "per_layer_model_projection",
+    "gemma4": "vision_tower",
+    "gemma4-text": "per_layer_model_projection",
+    "mistral3": "vision_tower",
+    "llava": "vision_tower",
+    "internvl": "vision_tower",
     "mamba2": "A_log",
+    "nemotron-h": "A_log",
+    "granite-4": "A_log",
+    "qwen3-next": "A_log",
+    "olmo-hybrid": "A_log",
+    "kimi-linear": "A_log",
+    "zamba2": "adapter_list",
+    "lfm2": "conv.conv",
+    "deepseek-v3": "kv_a_proj",
     "gpt-oss": "sinks",
     "head-bias": "lm_head.bias",
     "head-lora": "lm_head.lora_B",
@@ -80,11 +127,32 @@ def test_a_family_that_transformers_lacks_is_skipped(tmp_path, monkeypatch):
     assert (result.verdict, result.reason) == ("skipped", "this transformers has no NoSuchConfig")
 
 
-def test_parameters_with_a_flat_gradient_are_frozen(tmp_path):
-    outcome = played(tmp_path, dataclasses.replace(CASES["gemma3-vl"], frozen=()))
-    flat = [gradient for name, gradient in outcome.tensors.items() if name.endswith(FAMILIES["gemma3-vl"].flat)]
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.flat])
+def test_parameters_with_a_flat_gradient_are_frozen(tmp_path, name):
+    outcome = played(tmp_path, dataclasses.replace(CASES[name], frozen=()))
+    flat = [gradient for key, gradient in outcome.tensors.items() if key.endswith(FAMILIES[name].flat)]
     assert flat
     assert all(gradient.norm() < 1e-8 * outcome.norm for gradient in flat)
+
+
+def failing(*args, **kwargs):
+    raise RuntimeError("there is no such thing as a hat")
+
+
+def test_a_case_is_skipped_where_stock_fails_as_it_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[compare.__module__], "stock_trainer", failing)
+    result = compare(dataclasses.replace(CASES["llama"], stock_fails="no such thing"), Settings(tmp_path))
+    assert (result.verdict, result.reason) == (
+        "skipped",
+        "stock itself fails: RuntimeError: there is no such thing as a hat",
+    )
+    for other in ("", "no such word"):
+        assert compare(dataclasses.replace(CASES["llama"], stock_fails=other), Settings(tmp_path)).verdict == "failed"
+
+
+def test_a_case_is_not_skipped_where_the_fused_trainer_fails_so(tmp_path):
+    settings = Settings(tmp_path, fused_class=failing)
+    assert compare(dataclasses.replace(CASES["llama"], stock_fails="no such thing"), settings).verdict == "failed"
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,18 @@ from .required import TRANSFORMERS as TRANSFORMERS
 
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 
+# transformers < 5.21: the state of Zamba2 and Nemotron-H depends on which tokens lie in one chunk of columns (5.13 is
+# known to, 5.21 not to; what lies between is laid out like the former)
+_CHUNKS_MATTER = Version("5.21.0") > TRANSFORMERS
+
 # Families whose own forward depends on where the padding is: OPT counts positions from the mask, RecurrentGemma lets
-# padding into its state; so do LFM2 and Zamba2 before transformers 5, where Phi-MoE makes rotary tables for as many
-# positions as there are columns
-PADDING_MATTERS = {"opt", "recurrent_gemma", *(("lfm2", "zamba2", "phimoe") if _TRANSFORMERS_4 else ())}
+# padding into its state; so does LFM2 before transformers 5, where Phi-MoE makes rotary tables for as many positions as
+# there are columns
+PADDING_MATTERS = {
+    *("opt", "recurrent_gemma"),
+    *(("lfm2", "phimoe") if _TRANSFORMERS_4 else ()),
+    *(("zamba2", "nemotron_h") if _CHUNKS_MATTER else ()),
+}
 
 
 def attention_implementation(config: Any) -> str:

@@ -168,6 +168,8 @@ class Case:
             where stock fails so.
         compare_bf16 (`bool`):
             Whether bfloat16 is compared. `False` where rounding changes discrete choices, such as an expert's routing.
+        compare_liger (`bool`):
+            Whether TRL's Liger loss is compared, where there is one.
         customised ([`Customisation`], *optional*):
             Compares whole runs of `trainer.train()` with this change made to both trainers, see [`run_training`].
     """
@@ -192,6 +194,7 @@ class Case:
     layout: str | None = None
     stock_fails: str = ""
     compare_bf16: bool = True
+    compare_liger: bool = True
     customised: Customisation | None = None
 
 

@@ -286,7 +286,7 @@ def _norm_ratio(outcome: Outcome, stock: Outcome) -> float | None:
 def _compare_liger(
     case: Case, settings: Settings, start: dict[str, torch.Tensor], data: Data, stock: Outcome, result: Result
 ) -> None:
-    if not has_liger_loss() or case.mode != "train":
+    if not (has_liger_loss() and case.compare_liger and case.mode == "train"):
         return
     try:
         trainer = load_weights(stock_liger_trainer(case, settings), start)

@@ -1,6 +1,6 @@
 """Families of a text model with a vision tower, whose image tokens have positions like words."""
 
-from .experts import EXPERT_FAMILIES, GROUPED, LATENT
+from .experts import GROUPED, LATENT
 from .family import EOS_ID, IMAGE_ID, SLIDING, VOCAB_SIZE, Family
 
 
@@ -109,24 +109,5 @@ COMPOSITE_FAMILIES = {
         images="tiles",
         vision={**_TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
         composite={"image_token_id": IMAGE_ID, "image_seq_length": 4, "tie_word_embeddings": False},
-    ),
-    "llama4-vl": Family(
-        "Llama4Config",
-        EXPERT_FAMILIES["llama4"].options,
-        images="pixels",
-        vision={
-            **_TOWER,
-            "intermediate_size": 128,  # four patches of the tower in one
-            "projector_input_dim": 32,
-            "projector_output_dim": 32,
-            "vision_output_dim": 32,
-        },
-        composite={
-            "image_token_index": IMAGE_ID,
-            "boi_token_index": IMAGE_ID + 2,
-            "eoi_token_index": IMAGE_ID + 3,
-            "tie_word_embeddings": False,
-        },
-        stock_fails=EXPERT_FAMILIES["llama4"].stock_fails,
     ),
 }

@@ -60,6 +60,7 @@ def _axes(*sections: int, **options: Any) -> dict[str, Any]:
 
 _QWEN3 = {"head_dim": 16, "rope_scaling": _axes(4, 2, 2)}
 _QWEN35 = {**DELTA_AND_ATTENTION, "rope_parameters": _axes(2, 1, 1, partial_rotary_factor=0.5)}
+_GLM = {"rope_scaling": _axes(2, 1, 1), "partial_rotary_factor": 0.5}
 _SMALL_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, **EXPERTS}
 
 ROPE_FAMILIES = {
@@ -104,7 +105,7 @@ ROPE_FAMILIES = {
     ),
     "glm4.1v": Family(
         "Glm4vConfig",
-        {"rope_scaling": _axes(2, 1, 1, partial_rotary_factor=0.5), "tie_word_embeddings": False},
+        {**_GLM, "tie_word_embeddings": False},
         images="patches",
         vision=_GLM_TOWER,
         composite=_GLM_TOKENS,
@@ -113,7 +114,7 @@ ROPE_FAMILIES = {
         "Glm46VConfig",
         {
             "model_type": "glm4v_text",
-            "rope_scaling": _axes(2, 1, 1, partial_rotary_factor=0.5),
+            **_GLM,
             "tie_word_embeddings": False,
         },
         images="patches",
@@ -126,7 +127,7 @@ ROPE_FAMILIES = {
             **GROUPED,
             "first_k_dense_replace": 1,
             "head_dim": 16,
-            "rope_scaling": _axes(2, 1, 1, partial_rotary_factor=0.5),
+            **_GLM,
             "tie_word_embeddings": False,
         },
         images="patches",

@@ -40,7 +40,6 @@ EXPERT_FAMILIES = {
             "moe_layers": [1],
             "no_rope_layers": [1, 0],
             "attention_chunk_size": 8,
-            "floor_scale": 4,
         },
         stock_fails="has no attribute 'last_hidden_state'",  # TRL >= 1.15 looks for the backbone under its prefix
     ),

@@ -94,6 +94,9 @@ class Family:
         cls = getattr(transformers, self.config, None)
         if cls is None:
             raise ImportError(f"this transformers has no {self.config}")
+        model_type = self.options.get("model_type")
+        if model_type is not None and model_type not in transformers.CONFIG_MAPPING:
+            raise ImportError(f"this transformers has no {model_type}")
         removed = {name for name, value in self.options.items() if value is None}
         options = {name: value for name, value in {**SHAPE, **self.options}.items() if name not in removed}
         if self.vision is None:

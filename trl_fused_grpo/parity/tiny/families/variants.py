@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from .attention import ATTENTION_FAMILIES
+from .experts import EXPERT_FAMILIES
 from .family import ALTERNATING, SLIDING, VOCAB_SIZE, Family
 
 
@@ -33,6 +34,10 @@ VARIANTS = {
         {"max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     ),
     "attention-dropout": Family("LlamaConfig", {"attention_dropout": 0.3}),
+    # Its layers without rotary positions scale queries by the column, every four columns
+    "llama4-tuned": replace(
+        EXPERT_FAMILIES["llama4"], options={**EXPERT_FAMILIES["llama4"].options, "floor_scale": 4}, layout="padded"
+    ),
     "doge": Family("DogeConfig", {"keep_window_size": 6}),
     "phimoe": Family(
         "PhimoeConfig",
