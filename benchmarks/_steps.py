@@ -80,6 +80,7 @@ class StepBenchmark:
             "max_completion_length": lengths.longest,
             "learning_rate": 0.0,
             "weight_decay": 0.0,
+            **architecture.trainer,
             **options,
         }
         self.group = min(GROUP, rows)
@@ -103,16 +104,16 @@ class StepBenchmark:
 
     def make_up_sampler(self) -> None:
         """The sampler's log-probs, by ours or, where that fails, by stock."""
-        for fused in (True, False):
-            try:
-                trainer = self.build(Contender("sampler", fused=fused))
-                with self.shared.running(trainer):
-                    self.rollout.add_sampler_logps(trainer, self.seed)
-                return
-            except Exception:
-                if not fused:
-                    raise
-                clear_memory()
+        try:
+            self._make_up_sampler(fused=True)
+        except Exception:
+            clear_memory()
+            self._make_up_sampler(fused=False)
+
+    def _make_up_sampler(self, fused: bool) -> None:
+        trainer = self.build(Contender("sampler", fused=fused))
+        with self.shared.running(trainer):
+            self.rollout.add_sampler_logps(trainer, self.seed)
 
     def compare(self, runners: list[Runner]) -> list[dict[str, Any]]:
         """Run all contenders in turns, the first of which is the reference; one record each."""

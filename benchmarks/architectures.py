@@ -35,7 +35,7 @@ FORCED_TARGET = 1.0  # rows as TRL pads them are never slower than stock
 NORM_RTOL = {"cuda": 1e-2, "cpu": 1e-5}
 
 app = typer.Typer(add_completion=False)
-console = Console(width=150)
+console = Console(width=170)
 
 
 def run_model(
@@ -47,6 +47,7 @@ def run_model(
         model = make_architecture(name, size, device, layers)
         lengths = LENGTHS.get(size, Lengths())
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
+        attention = model.config.get_text_config()._attn_implementation
         options = {"vllm_importance_sampling_mode": mode}
         benchmark = StepBenchmark(model, architecture, lengths, ROWS, device, size, seed, options)
         del model
@@ -55,11 +56,13 @@ def run_model(
             f"[bold]{name}[/]: {parameters:.0f} million parameters, {rollout.tokens} tokens in {rollout.width} columns"
         )
         records = benchmark.compare(wanted(repeats, stock_repeats, architecture.forced))
-        about = {"millions": round(parameters), **tokens_and_padding(rollout)}
+        about = {"millions": round(parameters), "attention": attention, **tokens_and_padding(rollout)}
     except Exception as error:
         console.print(f"[red]{name} failed[/]")
         traceback.print_exc(limit=-5)
-        return [{"model": name, "name": "stock", "micro_batch": None, "failed": f"{type(error).__name__}: {error}"[:300]}]
+        return [
+            {"model": name, "name": "stock", "micro_batch": None, "failed": f"{type(error).__name__}: {error}"[:300]}
+        ]
     for record in records:
         record |= {"model": name, **about, "layers": layers}
         judge(record, records[0], architecture.target, device)
@@ -88,7 +91,20 @@ def judge(record: dict[str, Any], stock: dict[str, Any], target: float | None, d
 def print_records(records: list[dict[str, Any]]) -> None:
     """One row per contender."""
     table = Table(title="Whole optimizer steps")
-    columns = ("model", "trainer", "layout", "ms", "all", "time", "target", "met", "peak GiB", "memory", "norm", "distance")
+    columns = (
+        "model",
+        "trainer",
+        "layout",
+        "ms",
+        "all",
+        "time",
+        "target",
+        "met",
+        "peak GiB",
+        "memory",
+        "norm",
+        "distance",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column in columns[:3] else "right", no_wrap=True)
 
@@ -97,7 +113,7 @@ def print_records(records: list[dict[str, Any]]) -> None:
 
     for record in records:
         if "failed" in record:
-            table.add_row(record["model"], record["name"], "[red]failed", record["failed"][:40])
+            table.add_row(record["model"], record["name"], "[red]failed")
             continue
         times = record["all_ms"]
         met = record.get("met")
@@ -117,6 +133,9 @@ def print_records(records: list[dict[str, Any]]) -> None:
             number(record, "distance", ".1e"),
         )
     console.print(table)
+    for record in records:
+        if "failed" in record:
+            print(f"{record['model']}, {record['name']}: {record['failed']}")
 
 
 @app.command()
