@@ -39,7 +39,9 @@ class Batch:
         empty_micro_batches (`tuple[int, ...]`):
             Micro-batches in which every completion token is masked.
         images (`str`, *optional*):
-            Model family whose images are in the prompts.
+            Format of the images in the prompts, a name in [`tiny.images.FORMATS`].
+        repeated_prompts (`bool`):
+            Whether the rows of the first group have the same prompt, with the same images.
     """
 
     old: Literal["policy", "far", "drifted"] | None = None
@@ -51,6 +53,7 @@ class Batch:
     empty_rows: tuple[int, ...] = ()
     empty_micro_batches: tuple[int, ...] = ()
     images: str | None = None
+    repeated_prompts: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,11 @@ class Case:
             Whether the fused trainer gets a wrong forecast.
         fused (`Mapping[str, Any]`):
             `FusedGRPOConfig` options of the fused trainer.
+        layout (`str`, *optional*):
+            How the fused trainer lays out the rows, where a test holds it: `"packed"`, `"aligned"` or `"padded"`.
+        stock_fails (`str`):
+            Part of the message with which stock itself fails on some versions. The case is skipped there, and only
+            where stock fails so.
         compare_bf16 (`bool`):
             Whether bfloat16 is compared. `False` where rounding changes discrete choices, such as an expert's routing.
         customised ([`Customisation`], *optional*):
@@ -181,6 +189,8 @@ class Case:
     recomputed: Literal["none", "some", "any"] = "none"
     wrong_forecast: bool = False
     fused: Mapping[str, Any] = field(default_factory=dict)
+    layout: str | None = None
+    stock_fails: str = ""
     compare_bf16: bool = True
     customised: Customisation | None = None
 

@@ -1,6 +1,8 @@
 """Takes one trainer through a case by its own training, evaluation or log-prob step, and collects the outcome."""
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +11,7 @@ from transformers import set_seed
 
 from trl_fused_grpo._compat import trl as trl_compat
 
-from .case import Case, Rollout, Trainer
+from .case import Case, Rollout, SkippedError, Trainer
 from .tiny import batches
 from .tiny.serve import serve_batches, serve_rollouts
 
@@ -63,6 +65,24 @@ def make_data(case: Case, trainer: Trainer, seed: int) -> Data:
     """Completions or micro-batches of a case, see [`tiny.batches`]."""
     make = batches.rollout if isinstance(case.data, Rollout) else batches.micro_batches
     return make(case, trainer, seed)
+
+
+@contextmanager
+def stock_may_fail(case: Case) -> Generator[None, None, None]:
+    """
+    Within the context, stock runs.
+
+    Raises:
+        [`SkippedError`]:
+            When stock fails as the case says.
+    """
+    try:
+        yield
+    except Exception as error:
+        message = " ".join(str(error).split())
+        if not case.stock_fails or case.stock_fails not in message:
+            raise
+        raise SkippedError(f"stock itself fails: {type(error).__name__}: {message[:120]}") from error
 
 
 def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Outcome:

@@ -247,6 +247,7 @@ def _dense_log_probs(
     compute_entropy: bool = False,
     compute_aux_loss: bool = False,
     num_images: list[int] | None = None,
+    num_tiles: list[int] | None = None,
     **images: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     dtype = next(model.parameters()).dtype

@@ -18,7 +18,7 @@ from trl_fused_grpo.modeling.layout import Rows
 
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
 from .engine import LogpsEngine
-from .logps_request import PerTokenLogps
+from .logps_request import PerTokenLogps, images_of
 from .partitioning import prompt_group_ids, rebalance
 
 
@@ -64,7 +64,8 @@ class MicroBatchMerger:
             `list[dict]`: the micro-batches, as they were or with their sequences partitioned anew.
         """
         trainer, options = self.trainer, self.engine.options
-        layout, shares_prompts = self.engine.layout(trainer.model), self.engine.shares_prompts(trainer.model)
+        layout = self.engine.layout(trainer.model, is_multimodal=any(map(images_of, batches)))
+        shares_prompts = self.engine.shares_prompts(trainer.model)
         if options.fused_balance and _is_possible("fused_balance", why_not_balanced(trainer)):
             rebalanced = rebalance(batches, layout, shares_prompts)
             self.is_rebalanced, batches = rebalanced is not batches, rebalanced

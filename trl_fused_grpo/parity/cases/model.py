@@ -9,10 +9,16 @@ NOISE = 0.05  # families initialize biases and norms to constants, which hide er
 
 
 def families() -> list[Case]:
-    return [_of_family(name, family) for name, family in FAMILIES.items()]
+    """Of each family; one with images has a case with them and one, named `-text`, without."""
+    cases = []
+    for name, family in FAMILIES.items():
+        if family.images is not None:
+            cases.append(_of_family(name, name, family, family.images))
+        cases.append(_of_family(f"{name}-text" if family.images else name, name, family, None))
+    return cases
 
 
-def _of_family(name: str, family: Family) -> Case:
+def _of_family(name: str, model: str, family: Family, images: str | None) -> Case:
     about = [family.config.removesuffix("Config")]
     if family.has_aux_loss:
         about.append("auxiliary loss" if trl_compat.RETURNS_AUX_LOSS else "this TRL adds no auxiliary loss")
@@ -20,16 +26,18 @@ def _of_family(name: str, family: Family) -> Case:
         about.append(f"logits times {family.scale:g}")
     if family.softcap is not None:
         about.append("softcap")
-    if family.vision:
-        about.append("images")
+    if family.images is not None:
+        about.append("images" if images else "text alone")
     return Case(
         name,
         ", ".join(about),
-        {"router_aux_loss_coef": 0.3} if family.has_aux_loss and trl_compat.RETURNS_AUX_LOSS else {},
-        Batch(old="far", images=name if family.vision else None),
-        model=name,
+        {"router_aux_loss_coef": 0.3 if family.has_aux_loss else 0.0} if trl_compat.RETURNS_AUX_LOSS else {},
+        Batch(old="far", images=images, repeated_prompts=True),
+        model=model,
         frozen=family.flat,
         noise=NOISE,
+        layout=family.image_layout if images else family.layout,
+        stock_fails=family.stock_fails,
         compare_bf16=not family.has_aux_loss,
     )
 

@@ -1,14 +1,14 @@
 """Makes the data of a case: micro-batches and completions with padding on both sides, clipped ratios, masks."""
 
-from inspect import signature
 from typing import Any
 
 import torch
 
+from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.case import Batch, Case, Rollout, Trainer
 
 from .families import EOS_ID, FIRST_WORD_ID, IMAGE_ID, MARKER_ID, PAD_ID, VOCAB_SIZE
-from .images import image_inputs, with_images
+from .images import IMAGES, REPEATED_IMAGES, image_inputs, with_images
 from .serve import copy_to
 
 
@@ -70,12 +70,8 @@ def log_probs(trainer: Trainer, inputs: dict[str, Any]) -> tuple[torch.Tensor, t
 
 def _images_for(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
     """A micro-batch's images, as far as the log-prob method of this TRL has arguments for them."""
-    taken = signature(trainer._get_per_token_logps_and_entropies).parameters.values()
-    names = {parameter.name for parameter in taken}
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
-    images = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
     device = trainer.accelerator.device
-    return {n: copy_to(inputs[n], device) for n in images if n in inputs and (takes_all or n in names)}
+    return {name: copy_to(inputs[name], device) for name in trl_compat.MULTIMODAL_INPUTS if name in inputs}
 
 
 def micro_batches(case: Case, trainer: Trainer, seed: int) -> list[dict[str, torch.Tensor]]:
@@ -141,12 +137,17 @@ def _tokens(spec: Batch, index: int, generator: torch.Generator) -> dict[str, to
     inputs: dict[str, torch.Tensor] = {}
     end = IMAGE_ID if spec.images else VOCAB_SIZE
     prompts = [_words(n, generator, end) for n in PROMPT_LENGTHS]
-    inputs["prompt_ids"], inputs["prompt_mask"] = _padded(with_images(prompts) if spec.images else prompts, left=True)
+    copies = GROUP if spec.repeated_prompts else 1
+    prompts[:copies] = prompts[:1] * copies
+    images = REPEATED_IMAGES if spec.repeated_prompts else IMAGES
+    if spec.images:
+        prompts = with_images(prompts, images, spec.images)
+    inputs["prompt_ids"], inputs["prompt_mask"] = _padded(prompts, left=True)
     completions = [_words(n, generator, end) for n in COMPLETION_LENGTHS]
     inputs["completion_ids"], inputs["completion_mask"] = _padded(completions, left=False)
     if spec.images:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        inputs |= image_inputs(spec.images, ids, generator)
+        inputs |= image_inputs(spec.images, images, copies, ids, generator)
     for row in spec.empty_rows:
         inputs["completion_ids"][row] = PAD_ID
         inputs["completion_mask"][row] = 0

@@ -1,5 +1,7 @@
-"""Prompts with images, in the format of each model family."""
+"""Prompts with images, in the format in which each model family gets them from its processor."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,22 +10,119 @@ from .families import IMAGE_ID
 
 
 IMAGES = (2, 1, 1, 0, 1, 0)  # in each prompt
-TOKENS = 4  # of an image
+REPEATED_IMAGES = (1, 1, 1, 0, 2, 0)  # where the first three prompts are one
+# In patches of 4 x 4 pixels, of the images in turn. Merged two by two, they have 4 and 8 tokens
+_SIZES = ((4, 4), (4, 8))
+_PATCH = 4
 
 
-def with_images(prompts: list[list[int]]) -> list[list[int]]:
-    """Prompts with their images' tokens after the first word."""
-    image = [IMAGE_ID + 2, *[IMAGE_ID] * TOKENS, IMAGE_ID + 3]
-    return [[*words[:1], *image * count, *words[1:]] for words, count in zip(prompts, IMAGES, strict=True)]
+@dataclass(frozen=True)
+class Format:
+    """
+    How a model family gets images.
+
+    Attributes:
+        make (`Callable`):
+            Takes the sizes of the images in patches and a generator; returns the inputs that go with the pixels.
+        type_ids (`tuple[str, ...]`):
+            Names of the inputs that tell image tokens from words.
+        sizes (`tuple[tuple[int, int], ...]`):
+            Height and width of the images in turn, in patches.
+        merged (`int`):
+            How many patches have one token.
+    """
+
+    make: Callable[[Sequence[tuple[int, int]], torch.Generator], dict[str, Any]]
+    type_ids: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = _SIZES
+    merged: int = 4
+
+    def size(self, image: int) -> tuple[int, int]:
+        """Of the image with this number in its prompt."""
+        return self.sizes[image % len(self.sizes)]
 
 
-def image_inputs(family: str, input_ids: torch.Tensor, generator: torch.Generator) -> dict[str, Any]:
+def _patches(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
+    """Qwen and GLM: the patches of all images, each in two frames."""
+    count = sum(height * width for height, width in sizes)
+    return {
+        "pixel_values": torch.randn(count, 3 * 2 * _PATCH * _PATCH, generator=generator),
+        "image_grid_thw": torch.tensor([[1, height, width] for height, width in sizes]),
+    }
+
+
+def _pixels(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
+    """Gemma-3, LLaVA, Llama-4: images of one size."""
+    return {"pixel_values": torch.randn(len(sizes), 3, 4 * _PATCH, 4 * _PATCH, generator=generator)}
+
+
+def _tiles(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
+    """InternVL: an image is cut into tiles of one size."""
+    tiles = sum(height * width for height, width in sizes) // 16
+    pixels = torch.randn(tiles, 3, 4 * _PATCH, 4 * _PATCH, generator=generator)
+    return {"pixel_values": pixels, "num_tiles": [tiles]}
+
+
+def _padded_pixels(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
+    """Mistral-3: images of several sizes, padded to the largest."""
+    in_pixels = torch.tensor(sizes) * _PATCH
+    height, width = in_pixels.amax(0).tolist()
+    pixels = torch.zeros(len(sizes), 3, height, width)
+    for image, (rows, columns) in zip(pixels, in_pixels.tolist(), strict=True):
+        image[:, :rows, :columns] = torch.randn(3, rows, columns, generator=generator)
+    return {"pixel_values": pixels, "image_sizes": in_pixels}
+
+
+def _placed_patches(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
+    """Gemma-4: the patches of each image with their places `(x, y)`, padded to as many as the largest has."""
+    longest = max(height * width for height, width in _SIZES)
+    pixels = torch.zeros(len(sizes), longest, 3 * _PATCH * _PATCH)
+    places = torch.full((len(sizes), longest, 2), -1)
+    for i, (height, width) in enumerate(sizes):
+        count = height * width
+        pixels[i, :count] = torch.rand(count, pixels.size(-1), generator=generator)
+        y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        places[i, :count] = torch.stack([x, y], -1).view(-1, 2)
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
+FORMATS = {
+    "patches": Format(_patches, ("mm_token_type_ids",)),
+    "pixels": Format(_pixels, sizes=_SIZES[:1]),
+    "typed-pixels": Format(_pixels, ("token_type_ids",), sizes=_SIZES[:1]),
+    "patch-pixels": Format(_pixels, sizes=_SIZES[:1], merged=1),
+    "tiles": Format(_tiles),
+    "padded-pixels": Format(_padded_pixels),
+    "placed-patches": Format(_placed_patches, ("mm_token_type_ids",)),
+}
+
+
+def with_images(prompts: list[list[int]], images: Sequence[int], name: str) -> list[list[int]]:
+    """Prompts with their images' tokens after the first word, in the format of a name."""
+
+    form = FORMATS[name]
+
+    def tokens(count: int) -> list[int]:
+        sizes = [form.size(image) for image in range(count)]
+        each = [[IMAGE_ID + 2, *[IMAGE_ID] * (height * width // form.merged), IMAGE_ID + 3] for height, width in sizes]
+        return [token for image in each for token in image]
+
+    return [[*words[:1], *tokens(count), *words[1:]] for words, count in zip(prompts, images, strict=True)]
+
+
+def image_inputs(
+    name: str, images: Sequence[int], copies: int, input_ids: torch.Tensor, generator: torch.Generator
+) -> dict[str, Any]:
     """
     The image inputs of a micro-batch.
 
     Args:
-        family (`str`):
-            `"qwen2.5-vl"` or `"gemma3-vl"`.
+        name (`str`):
+            Format of the images, a name in `FORMATS`.
+        images (`Sequence[int]`):
+            How many each prompt has.
+        copies (`int`):
+            How many of the first prompts have the same images.
         input_ids (`torch.Tensor`):
             Prompts with their completions `[B, P + T]`.
         generator (`torch.Generator`):
@@ -31,16 +130,29 @@ def image_inputs(family: str, input_ids: torch.Tensor, generator: torch.Generato
 
     Returns:
         `dict[str, Any]`:
-            `"num_images"` (a list), `"pixel_values"` (float32) and what tells image tokens from words `[B, P + T]`.
+            `"num_images"` (a list), `"pixel_values"` (float32), sizes or places, and what tells image tokens from words
+            `[B, P + T]`.
     """
-    count = sum(IMAGES)
+    form = FORMATS[name]
+    each = []
+    for row, count in enumerate(images):
+        is_copy = 0 < row < copies
+        sizes = [form.size(image) for image in range(count)]
+        each.append(each[0] if is_copy else form.make(sizes, generator) if count else {})
+    made = [inputs for inputs in each if inputs]
+    inputs = {key: _joined([inputs[key] for inputs in made]) for key in made[0] if key != "num_tiles"}
+    if "num_tiles" in made[0]:
+        inputs["num_tiles"] = [sum(inputs.get("num_tiles", [0])) for inputs in each]
     is_image = (input_ids == IMAGE_ID).long()  # [B, P + T]
-    if family == "gemma3-vl":
-        pixels = torch.randn(count, 3, 16, 16, generator=generator)
-        return {"num_images": list(IMAGES), "pixel_values": pixels, "token_type_ids": is_image}
-    return {
-        "num_images": list(IMAGES),
-        "pixel_values": torch.randn(count * 16, 3 * 2 * 4 * 4, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * count),  # merged two by two
-        "mm_token_type_ids": is_image,
-    }
+    return {"num_images": list(images), **inputs, **{key: is_image.clone() for key in form.type_ids}}
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Along the first dimension; the others are padded to the largest."""
+    shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    joined = tensors[0].new_zeros(sum(map(len, tensors)), *shape)
+    start = 0
+    for tensor in tensors:
+        joined[(slice(start, start + len(tensor)), *(slice(size) for size in tensor.shape[1:]))] = tensor
+        start += len(tensor)
+    return joined

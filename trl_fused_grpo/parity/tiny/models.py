@@ -1,6 +1,7 @@
 """Tiny models with seeded random weights, and their tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -47,11 +48,17 @@ def tiny_model(kind: str) -> PreTrainedModel:
             With a language-modeling head, in float32.
     """
     config = model_config(kind)
-    with torch.random.fork_rng(devices=[]):
+    auto: Any = AutoModelForCausalLM
+    if config.get_text_config() is not config:
+        auto = transformers.AutoModelForImageTextToText
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        if config.get_text_config() is config:
-            return AutoModelForCausalLM.from_config(config)
-        return transformers.AutoModelForImageTextToText.from_config(config)
+        model = auto.from_config(config)
+        for end, value in {**FAMILIES, **VARIANTS}[kind].weights.items():
+            for name, parameter in model.named_parameters():
+                if name.endswith(end):
+                    parameter.fill_(value)
+    return model
 
 
 def save_checkpoint(kind: str, folder: Path, dtype: torch.dtype) -> Path:
