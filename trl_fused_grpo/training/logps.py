@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from trl_fused_grpo.modeling import layout as layouts
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.modeling.fused_forward import FusedForwards, FusedRequest
 from trl_fused_grpo.modeling.layout import HolesError, Layout
 from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, watched_call
 
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
-from .partitioning import split_rows
+from .partitioning import rows_by_width, split_rows, widths_of
 from .sub_batch import SubBatch
 
 
@@ -43,6 +43,8 @@ def compute_logps(
     # Which images belong to a row only TRL's code knows, which gives them for the whole batch
     size = len(call.input_ids) if call.batch_size is None or trl_inputs is not None else call.batch_size
     share_prompts = options.share_prompts and not call.compute_aux_loss  # the auxiliary loss counts every token
+    if options.layout == "aligned" and logps_request.micro_batch is not None:
+        return _compute_together(logps_request, options, call)
     parts = split_rows(call.input_ids, call.attention_mask, call.logits_to_keep, size, options.layout, share_prompts)
     results = []
     for rows in parts:
@@ -55,6 +57,32 @@ def compute_logps(
         values = _run(call.model, layout, request, options.runs_sdpa)
         request.stats.layout = layout.name
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
+    return _in_order(results, torch.cat(parts).argsort())
+
+
+def _compute_together(logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs) -> PerTokenLogps:
+    """The same for aligned rows of several micro-batches, in few widths and in one call of the model's wrappers."""
+    assert logps_request.micro_batch is not None, "there is more than one micro-batch"
+    widths = widths_of(len(call.input_ids) // logps_request.micro_batch)
+    groups, _ = rows_by_width(call.attention_mask.sum(1).tolist(), widths)
+    parts = [torch.tensor(group, device=call.input_ids.device) for group in groups]
+    sub_batches = [SubBatch(logps_request, rows) for rows in parts]
+    forwards = []
+    for rows, sub_batch in zip(parts, sub_batches, strict=True):
+        layout = _lay_out(options, call, rows, sub_batch.selected, share_prompts=False)
+        request = _fused_request(sub_batch, layout, options, call, rows, logps_request.entropy_grad)
+        request.stats.layout = layout.name
+        forwards.append((request, layout.model_inputs))
+    with watched_call(packed=False) as watched:
+        values = [result.real for result in call.model(fused=FusedForwards(forwards))]
+    if watched.reason is not None:
+        raise RowsRefusedError(watched.reason)
+    of_each = 1 + call.compute_entropy
+    means = torch.cat(values[1::of_each]).detach().mean() if call.compute_entropy else None
+    results = [
+        sub_batch.in_place(tuple(values[i * of_each : (i + 1) * of_each]), call.compute_entropy, request.stats, means)
+        for i, (sub_batch, (request, _)) in enumerate(zip(sub_batches, forwards, strict=True))
+    ]
     return _in_order(results, torch.cat(parts).argsort())
 
 

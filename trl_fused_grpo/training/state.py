@@ -282,7 +282,8 @@ class FusedState:
             return group
         layout = self.engine.layout(model, reads_padding=padding_counts(self.trainer, loss_call.beta))
         # Since the plan, the model may have refused packed rows, or the user may have replaced something
-        return group if why_forwards_are_not_shared(self.trainer, layout) is None else [loss_call.micro_batch]
+        is_as_planned = layout == self.merger.layout and why_forwards_are_not_shared(self.trainer, layout) is None
+        return group if is_as_planned else [loss_call.micro_batch]
 
     def _loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:
         has_aux_loss = trl_compat.has_aux_loss(self.trainer)
