@@ -1,5 +1,6 @@
 """Watches what a model asks of its attention: rows lose TRL's padding only where that changes no result."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,12 +24,14 @@ class WatchedCall:
         layers (`int`): attention layers that were called with packed sequences.
         windows (`set`): the sliding windows of the masks that the model asked for; `None` is a mask without.
         reason (`str`, *optional*): why the rows must have TRL's padding.
+        open_mask (`Callable`, *optional*): makes of a mask what the model gets, where rows have TRL's padding.
     """
 
     def __init__(self, packed: bool):
         self.packed, self.layers = packed, 0
         self.windows: set[int | None] = set()
         self.reason: str | None = None
+        self.open_mask: Callable[[Any], Any] | None = None
         self._has_built_masks = False
 
     def refuse(self, reason: str) -> None:
@@ -47,9 +50,10 @@ class WatchedCall:
             self.refuse("its mask has chunks")
         self.windows.add(min((tokens for kind, tokens in parts if kind == "window"), default=None))
 
-    def note_built(self, mask: Any) -> None:
-        """Note whether transformers built the mask or left it to the attention function."""
+    def note_built(self, mask: Any) -> Any:
+        """Note whether transformers built the mask or left it to the attention function, and return it."""
         self._has_built_masks |= mask is not None
+        return mask if self.open_mask is None else self.open_mask(mask)
 
     def look_at(self, module: nn.Module, query: Tensor, attention_mask: Any, options: dict[str, Any]) -> None:
         """Look at one attention call: does it ask for more than causality, a sliding window and a scale?"""

@@ -148,8 +148,7 @@ def _watched_mask(original: Callable, is_sdpa: bool = False) -> Callable:
             return original(*args, **kwargs)
         call.read_mask(kwargs.get("mask_function", causal_mask_function))
         built = None if call.packed and is_sdpa else original(*args, **kwargs)
-        call.note_built(built)
-        return built
+        return call.note_built(built)
 
     return mask
 

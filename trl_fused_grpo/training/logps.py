@@ -10,8 +10,10 @@ from transformers.utils import logging
 from trl_fused_grpo.modeling import layout as layouts
 from trl_fused_grpo.modeling.fused_forward import FusedForwards, FusedRequest
 from trl_fused_grpo.modeling.layout import HolesError, Layout
-from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, watched_call
+from trl_fused_grpo.modeling.packed_attention import watched_call
+from trl_fused_grpo.modeling.padded_attention import padded_call
 
+from .eligibility import why_padding_is_mixed_in
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .partitioning import rows_by_width, split_rows, widths_of
 from .sub_batch import SubBatch
@@ -126,8 +128,9 @@ def _fused_request(
 def _run(model: nn.Module, layout: Layout, request: FusedRequest, runs_sdpa: bool) -> tuple[Tensor, ...]:
     """Call the model, and raise where its attention does not fit the layout."""
     if layout.name == "padded":
-        with cudnn_attention_off():
+        with padded_call(model, opens_masks=why_padding_is_mixed_in(model) is None) as padded:
             results = model(**layout.model_inputs, fused=request)
+        request.stats.leaves_cudnn_off = padded.leaves_cudnn_off
     else:
         is_packed = layout.name == "packed"
         with watched_call(is_packed) as call:

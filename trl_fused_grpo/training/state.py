@@ -171,9 +171,9 @@ class FusedState:
 
         @wraps(backward)  # so that `replaced_backward` sees whether the user replaced it
         def backward_of_forward(loss: Tensor, **options: Any) -> None:
-            is_padded = any(stats.layout == "padded" for stats in self.stats)
             # Checkpointed layers compute their attention again, which must be as in forward
-            with cudnn_attention_off() if is_padded else nullcontext():
+            is_off = any(stats.leaves_cudnn_off for stats in self.stats)
+            with cudnn_attention_off() if is_off else nullcontext():
                 run = partial(backward, **options)
                 self.merger.backward(loss, self.micro_batch, accelerator.sync_gradients, run)
 
