@@ -1,5 +1,6 @@
 """Watches what a model asks of its attention: rows lose TRL's padding only where that changes no result."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ class WatchedCall:
         memo (`dict`): what is made once for all layers.
         mask_dtype (`torch.dtype`, *optional*): of the masks that it asked for, where they are numbers.
         reason (`str`, *optional*): why the rows must have TRL's padding.
+        open_mask (`Callable`, *optional*): makes of a mask what the model gets, where rows have TRL's padding.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class WatchedCall:
         self.memo: dict[Any, Any] = {}
         self.mask_dtype: torch.dtype | None = None
         self.reason: str | None = None
+        self.open_mask: Callable[[Any], Any] | None = None
         self._has_built_masks = False
 
     def refuse(self, reason: str) -> None:
@@ -89,9 +92,10 @@ class WatchedCall:
         """Whether the mask of packed rows with images is more than causality, windows and chunks."""
         return self.packed and self.has_images and "unknown" in dict(model_compat.mask_parts(mask_function))
 
-    def note_built(self, mask: Any) -> None:
-        """Note whether transformers built the mask or left it to the attention function."""
+    def note_built(self, mask: Any) -> Any:
+        """Note whether transformers built the mask or left it to the attention function, and return it."""
         self._has_built_masks |= mask is not None
+        return mask if self.open_mask is None else self.open_mask(mask)
 
     def look_at(self, module: nn.Module, query: Tensor, attention_mask: Any, options: dict[str, Any]) -> None:
         """Look at one attention call: does it ask for more than causality, a sliding window and a scale?"""

@@ -137,6 +137,23 @@ class FusedRequest:
         return logps.to(targets.device), None if entropies is None else entropies.to(targets.device)
 
 
+class FusedForwards:
+    """
+    Several forwards of a model in one call of its wrappers, for one backward: DDP prepares for one backward after each
+    call, and looks for unused parameters in what that call returns.
+
+    Args:
+        forwards (`list[tuple[FusedRequest, dict]]`): a request and the model's keyword arguments for each.
+    """
+
+    def __init__(self, forwards: list[tuple[FusedRequest, dict[str, Any]]]):
+        self.forwards = forwards
+
+    def __call__(self, causal_lm: PreTrainedModel, **_: Any) -> tuple[Tensor, ...]:
+        """Run them one after the other, and return the results of all in one tuple."""
+        return tuple(result for request, inputs in self.forwards for result in request(causal_lm, **inputs))
+
+
 @dataclass(frozen=True)
 class DistantForecast:
     """A [`Forecast`] whose tensors are on another `device` than the head."""

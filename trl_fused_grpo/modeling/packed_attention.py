@@ -302,7 +302,6 @@ def _watched_mask(original: Callable, replaces: bool = False) -> Callable:
         if replaces and not args and call.needs_sequence_masks(mask_function):
             return build_sequence_masks(original, call.lengths, kwargs)
         built = None if call.packed and replaces else original(*args, **kwargs)
-        call.note_built(built)
-        return built
+        return call.note_built(built)
 
     return mask

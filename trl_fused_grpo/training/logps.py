@@ -9,13 +9,15 @@ from transformers.utils import logging
 
 from trl_fused_grpo.modeling import layout as layouts
 from trl_fused_grpo.modeling.attention_watch import WatchedCall
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.modeling.fused_forward import FusedForwards, FusedRequest
 from trl_fused_grpo.modeling.layout import HolesError, Layout
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
-from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, watched_call
+from trl_fused_grpo.modeling.packed_attention import watched_call
+from trl_fused_grpo.modeling.padded_attention import padded_call
 
+from .eligibility import why_padding_is_mixed_in
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
-from .partitioning import prompt_group_ids, split_rows
+from .partitioning import prompt_group_ids, rows_by_width, split_rows, widths_of
 from .sub_batch import SubBatch
 
 
@@ -50,6 +52,8 @@ def compute_logps(
     share_prompts = options.share_prompts and not call.compute_aux_loss  # the auxiliary loss counts every token
     if images is not None and not images.are_known_by_row:
         options, size = _padded(options, "which images belong to which row is not known"), len(call.input_ids)
+    if options.layout == "aligned" and logps_request.micro_batch is not None:
+        return _compute_together(logps_request, options, call)
     parts = split_rows(call.input_ids, call.attention_mask, call.logits_to_keep, size, options.layout, share_prompts)
     rows_of_images = None if images is None else RowsWithImages(images, options, call)
     results = []
@@ -60,6 +64,32 @@ def compute_logps(
         values = run_model(call.model, layout, request)
         request.stats.layout = layout.name
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
+    return _in_order(results, torch.cat(parts).argsort())
+
+
+def _compute_together(logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs) -> PerTokenLogps:
+    """The same for aligned rows of several micro-batches, in few widths and in one call of the model's wrappers."""
+    assert logps_request.micro_batch is not None, "there is more than one micro-batch"
+    widths = widths_of(len(call.input_ids) // logps_request.micro_batch)
+    groups, _ = rows_by_width(call.attention_mask.sum(1).tolist(), widths)
+    parts = [torch.tensor(group, device=call.input_ids.device) for group in groups]
+    sub_batches = [SubBatch(logps_request, rows) for rows in parts]
+    forwards = []
+    for rows, sub_batch in zip(parts, sub_batches, strict=True):
+        layout = lay_out(options, call, rows, sub_batch.selected)
+        request = _fused_request(sub_batch, layout, options, call, rows, logps_request.entropy_grad)
+        request.stats.layout = layout.name
+        forwards.append((request, layout.model_inputs))
+    with watched_call(WatchedCall(packed=False)) as watched:
+        values = [result.real for result in call.model(fused=FusedForwards(forwards))]
+    if watched.reason is not None:
+        raise RowsRefusedError(watched.reason)
+    of_each = 1 + call.compute_entropy
+    means = torch.cat(values[1::of_each]).detach().mean() if call.compute_entropy else None
+    results = [
+        sub_batch.in_place(tuple(values[i * of_each : (i + 1) * of_each]), call.compute_entropy, request.stats, means)
+        for i, (sub_batch, (request, _)) in enumerate(zip(sub_batches, forwards, strict=True))
+    ]
     return _in_order(results, torch.cat(parts).argsort())
 
 
@@ -162,8 +192,9 @@ def run_model(model: nn.Module, layout: Layout, request: Callable) -> tuple[Tens
         [`RowsRefusedError`], [`CuSeqlensIgnoredError`]: when it does not.
     """
     if layout.name == "padded":
-        with cudnn_attention_off():
+        with padded_call(model, opens_masks=why_padding_is_mixed_in(model) is None) as padded:
             results = model(**layout.model_inputs, fused=request)
+        request.stats.leaves_cudnn_off = padded.leaves_cudnn_off
     else:
         row = layout.row
         described = () if row is None else (row.lengths, row.has_images, row.shares_prompts)

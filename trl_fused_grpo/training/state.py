@@ -171,9 +171,9 @@ class FusedState:
 
         @wraps(backward)  # so that `replaced_backward` sees whether the user replaced it
         def backward_of_forward(loss: Tensor, **options: Any) -> None:
-            is_padded = any(stats.layout == "padded" for stats in self.stats)
             # Checkpointed layers compute their attention again, which must be as in forward
-            with cudnn_attention_off() if is_padded else nullcontext():
+            is_off = any(stats.leaves_cudnn_off for stats in self.stats)
+            with cudnn_attention_off() if is_off else nullcontext():
                 run = partial(backward, **options)
                 self.merger.backward(loss, self.micro_batch, accelerator.sync_gradients, run)
 
@@ -283,8 +283,8 @@ class FusedState:
         is_multimodal = bool(images_of(loss_call.micro_batch))
         layout = self.engine.layout(model, is_multimodal, reads_padding=padding_counts(self.trainer, loss_call.beta))
         # Since the plan, the model may have refused packed rows, or the user may have replaced something
-        is_shared = can_join_images(group) and why_forwards_are_not_shared(self.trainer, layout) is None
-        return group if is_shared else [loss_call.micro_batch]
+        is_as_planned = layout == self.merger.layout and why_forwards_are_not_shared(self.trainer, layout) is None
+        return group if is_as_planned and can_join_images(group) else [loss_call.micro_batch]
 
     def _loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:
         has_aux_loss = trl_compat.has_aux_loss(self.trainer)
