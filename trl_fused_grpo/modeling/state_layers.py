@@ -6,6 +6,7 @@ output is packed again: each sequence gets a row that begins at column zero. A c
 behind a sequence, so that the result is the same, whatever kernel computes it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import models as model_compat
 
 from .attention_watch import PACKED_ARGUMENTS, WatchedCall
 from .forward_override import override_forward, restore_forward
@@ -183,13 +185,28 @@ def uninstall_unpacking(causal_lm: PreTrainedModel) -> None:
 
 
 def _remember_call(layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    # The keyword arguments come back when a checkpointed layer is computed again
     call = kwargs.get("watched")
     if call is None:
         return original(*args, **kwargs)
+    checkpoint = model_compat.checkpoint_function(layer)
+
+    def checkpoint_with_call(function: Callable, *inputs: Any) -> Any:
+        # Since transformers 5.23 a layer checkpoints within its forward: backward does not come through here again
+        return checkpoint(functools.partial(_run_with_call, call, function), *inputs)
+
+    if checkpoint is not None:
+        model_compat.set_checkpoint_function(layer, checkpoint_with_call)
+    try:
+        return _run_with_call(call, original, *args, **kwargs)
+    finally:
+        if checkpoint is not None:
+            model_compat.set_checkpoint_function(layer, checkpoint)
+
+
+def _run_with_call(call: WatchedCall, function: Callable, *args: Any, **kwargs: Any) -> Any:
     token = _layer_call.set(call)
     try:
-        return original(*args, **kwargs)
+        return function(*args, **kwargs)
     finally:
         _layer_call.reset(token)
 
