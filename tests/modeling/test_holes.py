@@ -38,13 +38,13 @@ HOLES = [in_a_completion, in_a_prompt, at_the_end_of_a_prompt, at_the_start_of_a
 def layouts(monkeypatch):
     """The layouts that the model was called with."""
     names = []
-    run = training_logps._run
+    run = training_logps.run_model
 
     def spy(model, layout, *args):
         names.append(layout.name)
         return run(model, layout, *args)
 
-    monkeypatch.setattr(training_logps, "_run", spy)
+    monkeypatch.setattr(training_logps, "run_model", spy)
     return names
 
 

@@ -1,0 +1,147 @@
+"""The first batch of a model: packed rows are left where its sequences do not stay apart in them, whatever the reason."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from tests.layout_pairs import assert_trains_as_stock, make_pair, seeded, short_rows
+from trl_fused_grpo.modeling.attention_watch import PACKED_ARGUMENTS
+from trl_fused_grpo.modeling.state_layers import state_layers
+from trl_fused_grpo.parity.tiny import model_config, tiny_model
+from trl_fused_grpo.training import engine, trial
+
+
+class DeafAttention(LlamaAttention):
+    """Attends to the whole row: it does not hear where packed sequences begin."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        kwargs = {name: value for name, value in kwargs.items() if name not in PACKED_ARGUMENTS}
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+class ShiftingMLP(LlamaMLP):
+    """Sees a tenth of the token before, as RWKV's token shift does."""
+
+    def forward(self, x):
+        before = nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        return super().forward(x + 0.1 * before)
+
+
+class ConvolvingMLP(LlamaMLP):
+    """Sees the two tokens before through a convolution."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        width = config.hidden_size
+        self.conv = nn.Conv1d(width, width, 3, groups=width, padding=2)
+
+    def forward(self, x):
+        return super().forward(self.conv(x.mT)[..., : x.shape[1]].mT)
+
+
+def deaf(layers=(0, 1)):
+    def make():
+        model = tiny_model("llama")
+        for index in layers:
+            weights = model.model.layers[index].self_attn.state_dict()
+            model.model.layers[index].self_attn = DeafAttention(model.config, index)
+            model.model.layers[index].self_attn.load_state_dict(weights)
+        return model
+
+    return make
+
+
+def with_mlp(cls, layer=1):
+    def make():
+        model = tiny_model("llama")
+        torch.manual_seed(0)
+        model.model.layers[layer].mlp = cls(model.config)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    messages = []
+    monkeypatch.setattr(engine.logger, "warning", messages.append)
+    return messages
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (0,), (1,)], ids=str)
+def test_attention_that_ignores_sequence_boundaries_is_found_out(tmp_path, layers, warnings):
+    fused, stock = make_pair(tmp_path, deaf(layers))
+    for seed in range(2):
+        assert_trains_as_stock(fused, stock, short_rows(8, seed=seed))
+    assert fused.fused_layout() == "aligned"
+    (message,) = warnings
+    assert "change when other sequences stand before them" in message
+
+
+def test_packed_rows_that_were_asked_for_raise_with_the_reason(tmp_path):
+    fused, _ = make_pair(tmp_path, deaf(), fused_layout="packed")
+    with pytest.raises(RuntimeError, match="hidden states change when other sequences stand before them in the row"):
+        seeded(fused, short_rows())
+
+
+def test_a_layer_that_sees_the_token_before_is_found_out(tmp_path, warnings):
+    fused, stock = make_pair(tmp_path, with_mlp(ShiftingMLP))
+    for _ in range(2):
+        assert_trains_as_stock(fused, stock, short_rows())
+    assert fused.fused_layout() == "aligned"
+    (message,) = warnings
+    assert "change when other sequences stand before them" in message
+
+
+def test_a_convolution_of_the_users_own_runs_on_rows_of_its_own(tmp_path, warnings):
+    fused, _ = make_pair(tmp_path, with_mlp(ConvolvingMLP))
+    assert [type(layer) for layer in state_layers(fused.model)] == [ConvolvingMLP]
+    seeded(fused, short_rows())
+    assert not any("when other sequences" in message for message in warnings)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "gemma3", "lfm2", "falcon-h1", "gpt-oss", "qwen3-vl"])
+def test_a_model_that_keeps_sequences_apart_is_packed_in_bfloat16_too(tmp_path, kind, warnings):
+    fused, _ = make_pair(tmp_path, lambda: tiny_model(kind).to(torch.bfloat16))
+    for seed in range(2):
+        seeded(fused, short_rows(8, seed=seed))
+    assert (fused.fused_layout(), warnings) == ("packed", [])
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (0,)], ids=str)
+def test_attention_that_ignores_sequence_boundaries_is_found_out_in_bfloat16(tmp_path, layers):
+    fused, _ = make_pair(tmp_path, lambda: deaf(layers)().to(torch.bfloat16))
+    seeded(fused, short_rows())
+    assert fused.fused_layout() == "aligned"
+
+
+def test_a_model_is_tried_out_once_in_evaluation_and_leaves_no_trace(tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_config(model_config("llama"))
+    model.model.layers[0].mlp.dropout = nn.Dropout(0.5)
+    fused, _ = make_pair(tmp_path, lambda: model)
+    modes, calls = [], []
+    run = trial.run_model
+
+    def spy(wrapped, *args):
+        modes.append({module.training for module in wrapped.modules()})
+        return run(wrapped, *args)
+
+    monkeypatch.setattr(trial, "run_model", spy)
+    for _ in range(2):
+        seeded(fused, short_rows())
+        calls.append(len(modes))
+    assert calls == [5, 5]  # four sequences alone, and together
+    assert modes == [{False}] * 5
+    assert all(module.training for module in fused.model.modules())
+
+
+def test_a_batch_that_cannot_tell_leaves_it_to_the_next(tmp_path, monkeypatch):
+    fused, _ = make_pair(tmp_path, deaf())
+    one = {name: value[:1] if torch.is_tensor(value) and value.dim() else value for name, value in short_rows().items()}
+    one["completion_mask"] = torch.ones_like(one["completion_mask"])
+    seeded(fused, one)
+    assert fused.fused_layout() == "packed"  # a sequence alone stays apart
+    seeded(fused, short_rows())
+    assert fused.fused_layout() == "aligned"
