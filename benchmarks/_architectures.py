@@ -301,12 +301,12 @@ ARCHITECTURES = {
 }
 
 
-def make_architecture(name: str, size: str, device: str, layers: int | None = None) -> Any:
+def make_architecture(architecture: Architecture, size: str, device: str, layers: int | None = None) -> Any:
     """
-    A model of [`ARCHITECTURES`] with seeded random float32 weights, as TRL would load it.
+    A model with seeded random float32 weights, as TRL would load it.
 
     Args:
-        name (`str`): a key of `ARCHITECTURES`.
+        architecture ([`Architecture`]): what to build, for example of `ARCHITECTURES`.
         size (`str`): `"real"` or `"tiny"`.
         device (`str`): `"cuda"` or `"cpu"`.
         layers (`int`, *optional*): how many layers instead of all.
@@ -314,7 +314,6 @@ def make_architecture(name: str, size: str, device: str, layers: int | None = No
     Raises:
         `ImportError`: when the installed transformers lacks the class.
     """
-    architecture = ARCHITECTURES[name]
     model_class = getattr(transformers, architecture.model_class, None)
     if model_class is None:
         raise ImportError(f"transformers {transformers.__version__} has no {architecture.model_class}")

@@ -30,6 +30,7 @@ class Runner:
     seconds: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -90,8 +91,9 @@ class StepBenchmark:
         if architecture.images:
             self.rollout = ImageRollout.of(self.rollout, model.config, IMAGE_SIDE[size], self.group, seed)
         self.optimizer: Any = None
+        self.first: Runner | None = None
         self.reference: list[torch.Tensor | None] | None = None
-        self.reference_norm = 0.0
+        self.reference_norm, self.reference_loss = 0.0, 0.0
 
     def build(self, contender: Contender) -> Any:
         """The trainer of a contender, on the one model and the one optimizer."""
@@ -116,7 +118,7 @@ class StepBenchmark:
             self.rollout.add_sampler_logps(trainer, self.seed)
 
     def compare(self, runners: list[Runner]) -> list[dict[str, Any]]:
-        """Run all contenders in turns, the first of which is the reference; one record each."""
+        """Run all contenders in turns; the first that does not fail is the reference. One record each."""
         self.make_up_sampler()
         for runner in runners:
             self._guarded(runner, self._build)
@@ -149,16 +151,18 @@ class StepBenchmark:
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         steps, examples = trainer.args.gradient_accumulation_steps, self.rollout.examples()
+        losses: list[torch.Tensor] = []
         with self.shared.running(trainer):
             clock.start()
             for step in range(steps):
                 trainer.accelerator.gradient_state._set_sync_gradients(step == steps - 1)
-                trainer.training_step(trainer.model_wrapped, examples, None)
+                losses.append(trainer.training_step(trainer.model_wrapped, examples, None))
             parameters = [p for p in self.shared.trained() if p.grad is not None]
             norm = trainer.accelerator.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
             trainer.optimizer.step()
             seconds = clock.stop()
         peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
+        runner.losses.append(torch.stack(losses).sum().item())
         if not runner.seconds:
             self._look_at_gradients(runner, float(norm), max(1.0, float(norm) / trainer.args.max_grad_norm))
         runner.seconds.append(seconds)
@@ -171,9 +175,8 @@ class StepBenchmark:
         """Keep the reference's gradients outside the device, or compare others with them."""
         gradients = [parameter.grad for parameter in self.shared.trained()]
         if self.reference is None:
-            if not runner.contender.fused:
-                self.reference = [None if g is None else (g * clipped_by).cpu() for g in gradients]
-                self.reference_norm = norm
+            self.reference = [None if g is None else (g * clipped_by).cpu() for g in gradients]
+            self.first, self.reference_norm, self.reference_loss = runner, norm, runner.losses[0]
             return
         pairs = zip(gradients, self.reference, strict=True)
         runner.record["without_gradient_differ"] = sum((g is None) != (r is None) for g, r in pairs)
@@ -195,8 +198,10 @@ class StepBenchmark:
                 "warm_up_ms": round(runner.seconds[0] * 1e3, 2) if len(times) < len(runner.seconds) else None,
                 "peak_gib": max(peaks) / GIB if self.device == "cuda" else None,
                 "grad_norm": statistics.median(runner.norms),
+                "loss": statistics.median(runner.losses),
             }
-            if contender.fused and self.reference_norm:
+            if runner is not self.first and self.reference_norm:
+                record["loss_difference"] = abs(record["loss"] - self.reference_loss)
                 record["norm_difference"] = abs(record["grad_norm"] - self.reference_norm) / self.reference_norm
         if contender.fused and runner.trainer is not None:
             record["layout"] = runner.trainer.fused_layout(self.architecture.images)

@@ -68,3 +68,13 @@ def test_whole_steps_of_architectures_are_compared_and_recorded(tmp_path):
         assert ours["right"]
         assert ours["distance"] < 1e-5
         assert ours["layout"] in {"packed", "aligned", "padded"}
+
+
+def test_long_sequences_are_compared_and_large_tensors_seen(tmp_path):
+    path = tmp_path / "record.json"
+    run_script("long_sequences.py", "--size", "tiny", "--device", "cpu", "--json", str(path))
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    assert all(entry["right"] for entry in results)
+    one_row = [entry for entry in results if entry["name"] == "one row"]
+    assert [entry["case"] for entry in one_row] == ["wide-mlp", "wide-heads"]
+    assert all(entry["exceeding"] and entry["distance"] < 1e-5 for entry in one_row)

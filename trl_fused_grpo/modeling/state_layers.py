@@ -212,7 +212,8 @@ def _run_with_call(call: WatchedCall, function: Callable, *args: Any, **kwargs: 
 
 
 def _run_unpacked(layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    call = _layer_call.get()
+    # Where transformers checkpoints inside a layer's `forward`, backward runs it without the override around it
+    call = kwargs.get("watched") or _layer_call.get()
     if call is None:
         return original(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in PACKED_ARGUMENTS}
