@@ -31,6 +31,7 @@ SEQUENCES = pytest.mark.parametrize("sequences", [APART, SHARED], ids=["apart", 
 WINDOWS = pytest.mark.parametrize("window", [None, 50], ids=["full", "sliding-window"])
 HEADS, KEY_HEADS = 4, 2
 SCALING = 0.2
+NAMES = ("query", "key", "value", "sinks")
 
 
 def random_tensors(width, value_width, dtype, key_heads=KEY_HEADS):
@@ -59,7 +60,7 @@ def assert_close_to_float64(attention, inputs, sequences, tolerance, **options):
     weight = torch.randn_like(expected)
     gradients = torch.autograd.grad((output * weight.to(output.dtype)).sum(), inputs)
     exact_gradients = torch.autograd.grad((expected * weight).sum(), exact)
-    for name, gradient, exact_gradient in zip("query key value sinks".split(), gradients, exact_gradients):
+    for name, gradient, exact_gradient in zip(NAMES, gradients, exact_gradients, strict=False):
         assert relative_error(gradient, exact_gradient) < tolerance, name
 
 
