@@ -176,7 +176,8 @@ def _replacements(model: nn.Module | None) -> Iterator[tuple[_InTable | _InFile,
 def _modeling_files(model: nn.Module) -> list[ModuleType]:
     """The files of a model's layers that have an attention function of their own."""
     if model not in _FILES:
-        names = {type(module).__module__ for module in model.modules()}
+        # FSDP2 makes classes of its own, and users do, which inherit the forward of another file
+        names = {cls.__module__ for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
         files = [sys.modules[name] for name in sorted(names) if name in sys.modules]
         _FILES[model] = [file for file in files if hasattr(file, model_compat.EAGER_ATTENTION)]
     return _FILES[model]
