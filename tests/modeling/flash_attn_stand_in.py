@@ -4,13 +4,16 @@ takes off padding, reads sequence boundaries and calls the package. Only the ker
 sequence.
 """
 
+import functools
+import inspect
 import sys
 from types import ModuleType
 
 import torch
-from transformers import AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import modeling_flash_attention_utils as utils
 from transformers.integrations import hub_kernels
+from transformers.integrations.flash_attention import flash_attention_forward
 
 from tests.attention_oracle import one_sequence
 
@@ -74,14 +77,14 @@ def install(monkeypatch):
     return CALLS
 
 
-def masks():
-    """The table of transformers' mask functions."""
-    return AttentionMaskInterface._global_mapping
-
-
-def load_as(monkeypatch, name):
+def register_as_hub_kernel(monkeypatch, name):
     """Have transformers take the stand-in for a kernel of the Hub of this `name`, as if it had been fetched."""
-    kernel = sys.modules["flash_attn"]
+    kernel, function = sys.modules["flash_attn"], flash_attention_forward
+    if "implementation" in inspect.signature(utils._flash_attention_forward).parameters:  # transformers < 5
+        function = functools.partial(function, implementation=kernel)
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, function)
+    masks = AttentionMaskInterface._global_mapping
+    monkeypatch.setitem(masks, name, masks["flash_attention_2"])
     for module in (utils, hub_kernels):
         if hasattr(module, "load_and_register_attn_kernel"):
             monkeypatch.setattr(module, "load_and_register_attn_kernel", lambda *args, **kwargs: kernel)

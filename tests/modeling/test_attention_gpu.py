@@ -8,9 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from tests.attention_oracle import packed_attention
+from tests.layout_pairs import from_config, short_rows
+from tests.modeling.test_layout_refusals import NO_AUX_LOSS, config_of
 from tests.oracle import relative_error
+from tests.tiny_training import loss_and_gradients, make_trainer
+from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import attention_kernels, eager_attention
 from trl_fused_grpo.modeling.eager_attention import EagerLayer
@@ -31,6 +36,7 @@ SEQUENCES = pytest.mark.parametrize("sequences", [APART, SHARED], ids=["apart", 
 WINDOWS = pytest.mark.parametrize("window", [None, 50], ids=["full", "sliding-window"])
 HEADS, KEY_HEADS = 4, 2
 SCALING = 0.2
+NAMES = ("query", "key", "value", "sinks")
 
 
 def random_tensors(width, value_width, dtype, key_heads=KEY_HEADS):
@@ -59,7 +65,7 @@ def assert_close_to_float64(attention, inputs, sequences, tolerance, **options):
     weight = torch.randn_like(expected)
     gradients = torch.autograd.grad((output * weight.to(output.dtype)).sum(), inputs)
     exact_gradients = torch.autograd.grad((expected * weight).sum(), exact)
-    for name, gradient, exact_gradient in zip("query key value sinks".split(), gradients, exact_gradients):
+    for name, gradient, exact_gradient in zip(NAMES, gradients, exact_gradients, strict=False):
         assert relative_error(gradient, exact_gradient) < tolerance, name
 
 
@@ -181,6 +187,46 @@ def test_chunks(kernels_only, sequences, tokens, dtype):
 
     inputs = random_tensors(64, 64, dtype)
     assert_close_to_float64(attention, inputs, sequences, 1e-2 if dtype == torch.bfloat16 else 1e-5, chunk=tokens)
+
+
+@pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
+@pytest.mark.parametrize("length", [2, 60, 128, 129])
+def test_flex_attention_of_few_tokens_without_gradient(kernels_only, length):
+    rows = [t.detach()[:, :, :length].contiguous() for t in random_tensors(64, 64, torch.bfloat16)]
+    sequences = [length - 1, 1], [length - 1, 1], None
+    with torch.no_grad():
+        layer = eager_layer("gemma2", {**arguments(*sequences), "softcap": 3.0}, None)
+        output = eager_attention.eager_attention(layer, *rows)
+    expected = packed_attention(*(t.double() for t in rows), *sequences, scaling=SCALING, softcap=3.0)
+    assert relative_error(output, expected) < 1e-2
+
+
+MODELS = {
+    "gpt-oss": lambda: config_of("GptOssConfig", **WIDE_ENOUGH, num_local_experts=4, num_experts_per_tok=2),
+    "gemma2": lambda: config_of("Gemma2Config", **WIDE_ENOUGH, attn_logit_softcapping=5.0),
+}
+WIDE_ENOUGH = {"head_dim": 64, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("family", MODELS)
+def test_eager_models_train_as_close_to_float32_as_stock(tmp_path, kernels_only, family, checkpoints):
+    """Under bf16 autocast, which rounds: the measure is stock's own distance from float32."""
+    make_model = from_config(MODELS[family](), "eager")
+    rows = {name: value.cuda() for name, value in short_rows().items()}
+
+    def gradients(cls, **options):
+        trainer = make_trainer(tmp_path, cls, model=make_model(), use_cpu=False, **NO_AUX_LOSS, **options)
+        if checkpoints:
+            trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+        _, found = loss_and_gradients(trainer, rows)
+        return trainer, torch.cat([found[name].flatten().double() for name in sorted(found)])
+
+    _, exact = gradients(GRPOTrainer)
+    _, stock = gradients(GRPOTrainer, bf16=True)
+    trainer, fused = gradients(FusedGRPOTrainer, bf16=True)
+    assert trainer.fused_layout() == "packed"
+    assert relative_error(fused, exact) < 1.2 * relative_error(stock, exact)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2"])

@@ -13,7 +13,7 @@ from tests.attention_oracle import packed_attention, visible
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import eager_attention as eager
-from trl_fused_grpo.modeling import eager_formula
+from trl_fused_grpo.modeling import eager_formula, flex_kernel
 from trl_fused_grpo.modeling.attention_kernels import Boundaries
 from trl_fused_grpo.modeling.flex_kernel import build_block_mask, flex_attention, why_no_flex
 from trl_fused_grpo.modeling.sink_attention import sink_attention
@@ -175,10 +175,19 @@ def test_the_mask_from_blocks_leaves_out_what_no_token_of_a_block_sees():
 
 def test_why_flex_attention_is_not_taken(monkeypatch):
     wide, odd = torch.empty(1, 1, 3, 64), torch.empty(1, 1, 3, 48)
-    assert why_no_flex(odd, odd) == "flex attention takes no heads of 48 and 48"
-    assert why_no_flex(wide, odd) == "flex attention takes no heads of 64 and 48"
+    assert why_no_flex(odd, odd, odd, 2.0, False) == "flex attention takes no heads of 48 and 48"
+    assert why_no_flex(wide, wide, odd, 2.0, False) == "flex attention takes no heads of 64 and 48"
+    reason = "torch cannot compile flex attention here (RuntimeError: no compiler)"
+
+    def compiled():
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(flex_kernel, "_compiled", compiled)
+    flex_kernel._why_not_compiled.cache_clear()
+    assert why_no_flex(wide, wide, wide, 2.0, False) == reason
+    flex_kernel._why_not_compiled.cache_clear()
     monkeypatch.setattr(torch_compat, "flex_attention", None)
-    assert "has no flex attention" in why_no_flex(wide, wide)
+    assert "has no flex attention" in why_no_flex(wide, wide, wide, 2.0, False)
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 4, 100])
@@ -259,7 +268,8 @@ def test_which_kernel_a_formula_gets(monkeypatch):
     monkeypatch.setattr(eager, "_is_fast", lambda query: True)
     monkeypatch.setattr(eager, "flash_takes", lambda query, value: True)
     monkeypatch.setattr(torch_compat, "flash_attention", emulated_forward(False))
-    monkeypatch.setattr("trl_fused_grpo.modeling.flex_kernel._compiled", lambda: torch_compat.flex_attention)
+    monkeypatch.setattr(flex_kernel, "_compiled", lambda: torch_compat.flex_attention)
+    monkeypatch.setattr(flex_kernel, "_why_not_compiled", lambda *key: None)  # it has no backward on the CPU
     inputs = [t.detach() for t in random_tensors(20, dtype=torch.float32)]
     sinks, memo = torch.randn(HEADS), {}
     for family, own in {"llama": {}, "gpt_oss": {}, "gemma2": {"softcap": 2.0}}.items():

@@ -83,6 +83,13 @@ def flash_takes(query: Tensor, value: Tensor) -> bool:
     return kernels_take(query) and query.dtype in _HALF and _common_width(query, value) <= _widest_head(query.device)
 
 
+def efficient_takes(query: Tensor) -> bool:
+    """Whether torch's memory-efficient attention takes such tensors, of any width."""
+    if not kernels_take(query) or torch.version.hip is not None:  # AMD's kernel knows no sequences
+        return False
+    return query.dtype != torch.bfloat16 or torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
 @functools.cache
 def _widest_head(device: torch.device) -> int:
     """The widest head that torch's FlashAttention takes on a device, backward included; 0 where there is none."""

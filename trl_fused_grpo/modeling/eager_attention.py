@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .attention_kernels import Boundaries, flash_takes, in_autocast_dtype, kernels_take
-from .eager_formula import EagerFormula, eager_formula, sinks_of
+from .eager_formula import eager_formula, sinks_of
 from .flex_kernel import build_block_mask, flex_attention, why_no_flex
 from .sink_attention import sink_attention
 from .varlen_attention import by_token, causal_mask, gathered_keys, varlen_attention
@@ -67,12 +67,14 @@ def eager_attention(
     formula = eager_formula(layer.original, layer.module, layer.own_options) if _is_fast(q) else None
     if formula is not None:
         if not formula.caps and not formula.has_sinks:
-            return varlen_attention(layer.module, q, k, v, **{**layer.options, "sliding_window": layer.window})
+            options: dict[str, Any] = {**layer.options, "sliding_window": layer.window}
+            return varlen_attention(layer.module, q, k, v, **options)
         if not formula.caps and flash_takes(q, v):
             return _with_sinks(layer, q, k, v)
-        reason = why_no_flex(q, v)
+        softcap = layer.options["softcap"] if formula.caps else None
+        reason = why_no_flex(q, k, v, softcap, formula.has_sinks)
         if reason is None:
-            return _with_flex(layer, formula, q, k, v)
+            return _with_flex(layer, softcap, formula.has_sinks, q, k, v)
         logger.warning_once(f"Attention runs for one sequence after the other, because {reason}.")
     return _sequence_by_sequence(layer, query, key, value)
 
@@ -83,25 +85,23 @@ def _is_fast(query: Tensor) -> bool:
 
 def _with_sinks(layer: EagerLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     key, value = gathered_keys(key, value, layer.options.get("shared_prefix_kv"))
-    sinks = sinks_of(layer.module, layer.options)
+    sinks: Any = sinks_of(layer.module, layer.options)
     arguments = sinks, layer.boundaries, layer.options["scaling"], layer.window
     return sink_attention(*by_token(query, key, value), *arguments).unsqueeze(0)
 
 
-def _with_flex(layer: EagerLayer, formula: EagerFormula, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _with_flex(
+    layer: EagerLayer, softcap: float | None, has_sinks: bool, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
     key, value = gathered_keys(key, value, layer.options.get("shared_prefix_kv"))
     boundaries = layer.boundaries
     made_for, block_mask = layer.memo.get(("flex", layer.window), (None, None))
     if made_for is not boundaries.cu_seq_lens_q:  # a layer of the same kind has not been here
         block_mask = build_block_mask(boundaries, query.shape[2], key.shape[2], layer.window)
         layer.memo["flex", layer.window] = boundaries.cu_seq_lens_q, block_mask
-    output = flex_attention(
-        *by_token(query, key, value),
-        block_mask,
-        layer.options["scaling"],
-        layer.options["softcap"] if formula.caps else None,
-        sinks_of(layer.module, layer.options) if formula.has_sinks else None,
-    )
+    queries, keys, values = by_token(query, key, value)
+    sinks = sinks_of(layer.module, layer.options) if has_sinks else None
+    output = flex_attention(queries, keys, values, block_mask, layer.options["scaling"], softcap, sinks)
     return output.unsqueeze(0)
 
 

@@ -15,13 +15,43 @@ from .attention_kernels import Boundaries
 _BLOCK = 128
 
 
-def why_no_flex(query: Tensor, value: Tensor) -> str | None:
-    """Why flex attention cannot stand in for a model's own function, or `None`."""
+def why_no_flex(query: Tensor, key: Tensor, value: Tensor, softcap: float | None, has_sinks: bool) -> str | None:
+    """Why flex attention cannot stand in for a model's own function, or `None`. It is tried out once, on few tokens."""
     width = query.shape[-1]
     if torch_compat.flex_attention is None:
         return "this torch has no flex attention with masks from blocks"
     if width != value.shape[-1] or width < 16 or width & (width - 1):
         return f"flex attention takes no heads of {width} and {value.shape[-1]}"
+    return _why_not_compiled(query.shape[1], key.shape[1], width, query.dtype, query.device, softcap, has_sinks)
+
+
+@functools.cache
+def _why_not_compiled(
+    heads: int,
+    key_heads: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    softcap: float | None,
+    has_sinks: bool,
+) -> str | None:
+    # Not a tensor of the trial is to be saved by the hooks of a checkpointed layer around
+    no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    count = 2 * _BLOCK + 1  # neither a multiple of a block nor a number that torch compiles for alone
+    try:
+        with torch.enable_grad(), no_hooks:
+            q, k, v = (
+                torch.zeros(count, n, width, dtype=dtype, device=device, requires_grad=True)
+                for n in (heads, key_heads, key_heads)
+            )
+            cu_seqlens = torch.tensor([0, count], dtype=torch.int32, device=device)
+            block_mask = build_block_mask(Boundaries(cu_seqlens, cu_seqlens, count, count), count, count, None)
+            sinks = torch.zeros(heads, device=device, requires_grad=True) if has_sinks else None
+            flex_attention(q, k, v, block_mask, 1.0, softcap, sinks).sum().backward()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of torch's compiler, of Triton or of the C compiler that these call
+        return f"torch cannot compile flex attention here ({type(error).__name__}: {str(error)[:200]})"
     return None
 
 

@@ -203,7 +203,8 @@ def _replacements(model: nn.Module | None) -> Iterator[tuple[_InTable | _InFile,
 def _modeling_files(model: nn.Module) -> list[ModuleType]:
     """The files of a model's layers that have an attention function of their own."""
     if model not in _FILES:
-        names = {type(module).__module__ for module in model.modules()}
+        # FSDP2 makes classes of its own, and users do, which inherit the forward of another file
+        names = {cls.__module__ for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
         files = [sys.modules[name] for name in sorted(names) if name in sys.modules]
         _FILES[model] = [file for file in files if hasattr(file, model_compat.EAGER_ATTENTION)]
     return _FILES[model]
@@ -234,20 +235,21 @@ class _Layer(NamedTuple):
 
 @functools.cache
 def _watched_sdpa(original: Callable) -> Callable:
-    def packed(layer: _Layer, *tensors: Tensor) -> Tensor:
+    def packed(layer: _Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         options, window = layer.masked()
-        return varlen_attention(layer.module, *tensors, **{**options, "sliding_window": window})
+        arguments: dict[str, Any] = {**options, "sliding_window": window}
+        return varlen_attention(layer.module, query, key, value, **arguments)
 
     return _watched_attention(original, packed)
 
 
 @functools.cache
 def _watched_eager(original: Callable) -> Callable:
-    def packed(layer: _Layer, *tensors: Tensor) -> Tensor:
+    def packed(layer: _Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         options, window = layer.masked()
         mask_dtype = None if layer.call is None else layer.call.mask_dtype
         eager = EagerLayer(original, layer.module, options, window, mask_dtype, layer.memo)
-        return eager_attention(eager, *tensors)
+        return eager_attention(eager, query, key, value)
 
     return _watched_attention(original, packed)
 
@@ -258,13 +260,14 @@ def _watched_flash(original: Callable) -> Callable:
         key, value = gathered_keys(key, value, layer.options.pop("shared_prefix_kv", None))
         return original(layer.module, query, key, value, None, **layer.options)[0]
 
-    return _watched_attention(original, packed)
+    return _watched_attention(original, packed, watches_aligned=False)
 
 
-def _watched_attention(original: Callable, packed: Callable[..., Tensor]) -> Callable:
+def _watched_attention(original: Callable, packed: Callable[..., Tensor], watches_aligned: bool = True) -> Callable:
     """
     One of transformers' attention functions, watched, with another one for `packed` rows, which takes the [`_Layer`],
-    query, key and value, and returns `[1, S, heads, D]`.
+    query, key and value, and returns `[1, S, heads, D]`. Transformers' FlashAttention has masks of another form in
+    aligned rows, where it is not watched.
     """
     names = list(inspect.signature(original).parameters)[5:]
 
@@ -274,7 +277,7 @@ def _watched_attention(original: Callable, packed: Callable[..., Tensor]) -> Cal
         options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         call = watched or running or getattr(cu_seqlens, "watched", None)
-        if call is not None:
+        if call is not None and (watches_aligned or cu_seqlens is not None):
             call.look_at(module, query, attention_mask, options)
         if cu_seqlens is None:
             return original(module, query, key, value, attention_mask, *args, **kwargs)

@@ -39,7 +39,7 @@ class _SinkAttention(torch.autograd.Function):
         output, lse, state, unused, *_ = call.forward(queries, keys, values)
         with_sink = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))  # as `lse`: [heads, S]
         factor = _by_token((lse - with_sink).exp(), call.boundaries, len(queries))  # [S, heads]
-        output = (output * factor.unsqueeze(-1)).to(output.dtype)
+        output.mul_(factor.unsqueeze(-1))
         ctx.save_for_backward(queries, keys, values, output, with_sink, state, unused, sinks)
         ctx.call = call
         return output

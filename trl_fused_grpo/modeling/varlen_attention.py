@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from .attention_kernels import (
     Boundaries,
     efficient_attention,
+    efficient_takes,
     flash_attention,
     flash_takes,
     in_autocast_dtype,
-    kernels_take,
 )
 
 
@@ -144,9 +144,10 @@ def varlen_attention(
     key, value = gathered_keys(key, value, shared_prefix_kv)
     queries, keys, values = by_token(query, key, value)
     boundaries = Boundaries(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if kernels_take(query):
-        kernel = flash_attention if flash_takes(query, value) else efficient_attention
-        return kernel(queries, keys, values, boundaries, scaling, sliding_window).unsqueeze(0)
+    if flash_takes(query, value):
+        return flash_attention(queries, keys, values, boundaries, scaling, sliding_window).unsqueeze(0)
+    if efficient_takes(query):
+        return efficient_attention(queries, keys, values, boundaries, scaling, sliding_window).unsqueeze(0)
     lengths, key_lengths = cu_seq_lens_q.diff().tolist(), cu_seq_lens_k.diff().tolist()
     parts = queries.split(lengths), keys.split(key_lengths), values.split(key_lengths)
     return torch.cat([_one_sequence(*part, scaling, sliding_window) for part in zip(*parts, strict=True)], dim=1)
