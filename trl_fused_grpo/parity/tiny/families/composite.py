@@ -1,7 +1,7 @@
 """Families of a text model with a vision tower, whose image tokens have positions like words."""
 
 from .experts import GROUPED, LATENT
-from .family import EOS_ID, IMAGE_ID, SLIDING, VOCAB_SIZE, Family
+from .family import EOS_ID, IMAGE_ID, SCALED_BY_POSITION, SLIDING, VOCAB_SIZE, Family
 
 
 _TOWER = {
@@ -90,7 +90,14 @@ COMPOSITE_FAMILIES = {
     ),
     "mistral4": Family(
         "Mistral3Config",
-        {"model_type": "mistral4", **GROUPED, **LATENT, "first_k_dense_replace": 1, "tie_word_embeddings": False},
+        {
+            "model_type": "mistral4",
+            **SCALED_BY_POSITION,
+            **GROUPED,
+            **LATENT,
+            "first_k_dense_replace": 1,
+            "tie_word_embeddings": False,
+        },
         images="padded-pixels",
         vision=_PIXTRAL,
         composite={"image_token_index": IMAGE_ID, "tie_word_embeddings": False},
