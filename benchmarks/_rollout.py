@@ -75,6 +75,14 @@ class Rollout:
         batch |= {"completion_ids": completion_ids, "completion_mask": completion_mask}
         return {name: value.to(device) for name, value in batch.items()}
 
+    def model_inputs(self, device: Any) -> dict[str, Any]:
+        """What TRL's log-prob method takes beside ids and masks."""
+        return {}
+
+    def examples(self) -> list[dict[str, Any]]:
+        """The rows of a dataset: one a completion. Their text is never looked at."""
+        return [{"prompt": "w5 w6"}] * len(self.prompts)
+
     def add_sampler_logps(self, trainer: Any, seed: int) -> None:
         """Make up the sampler's log-probabilities: the model's, as `trainer` computes them, and some noise."""
         batch = self.padded(trainer.accelerator.device)
@@ -82,7 +90,12 @@ class Rollout:
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         with torch.no_grad():
             result = trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, mask, batch["completion_ids"].shape[1], batch_size=4
+                trainer.model,
+                ids,
+                mask,
+                batch["completion_ids"].shape[1],
+                batch_size=4,
+                **self.model_inputs(trainer.accelerator.device),
             )
         logps = result[0].float().cpu()  # [B, T]
         noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(seed))

@@ -97,11 +97,10 @@ class SharedModel:
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=self.rows // micro_batch,
             num_generations=self.group,
-            bf16=weight.dtype == torch.bfloat16,
             use_cpu=device == "cpu",
             report_to="none",
             disable_tqdm=True,
-            **options,
+            **{"bf16": weight.dtype == torch.bfloat16, **options},
         )
         self._put([None] * len(self.modules))
         trainer_class: Any = FusedGRPOTrainer if fused else GRPOTrainer

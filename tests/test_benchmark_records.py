@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,14 @@ def benchmark_module(monkeypatch):
     """A module of `benchmarks/`, by name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
+
+
+def run_script(name, *arguments):
+    """Run a script of `benchmarks/` in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    command = [sys.executable, str(BENCHMARKS / name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
@@ -44,3 +55,16 @@ def test_figures_are_drawn_from_the_records(benchmark_module):
     drawn.append(figures.draw_windows(figures.WINDOWS))
     assert all(axes.has_data() for figure in drawn for axes in figure.axes)
     pyplot.close("all")
+
+
+def test_whole_steps_of_architectures_are_compared_and_recorded(tmp_path):
+    path = tmp_path / "record.json"
+    options = ["--size", "tiny", "--device", "cpu", "--repeats", "1", "--stock-repeats", "1", "--json", str(path)]
+    run_script("architectures.py", "--model", "qwen3-vl-images", "--model", "lfm2", *options)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert {"commit", "command", "versions", "device"} <= record.keys()
+    assert [entry["name"] for entry in record["results"]] == ["stock", "ours"] * 2
+    for ours in record["results"][1::2]:
+        assert ours["right"]
+        assert ours["distance"] < 1e-5
+        assert ours["layout"] in {"packed", "aligned", "padded"}

@@ -53,7 +53,8 @@ def without_variable(function, name):
 
 def without_name(owner, home, name):
     if owner == "torch.ops.aten":
-        torch.ops.aten = types.SimpleNamespace()
+        kept = [other for other in NAMES[owner][1] if other != name]
+        torch.ops.aten = types.SimpleNamespace(**{other: getattr(home, other) for other in kept})
         result = outcome()
         torch.ops.aten = home
         return result

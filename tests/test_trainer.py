@@ -227,7 +227,7 @@ def test_bfloat16_autocast_trains_close_to_stock(tmp_path):
 
 
 def takes_fused(model):
-    return hasattr(model.forward, "_fused_forward")
+    return hasattr(model.forward, "_override")
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["constructed", "trained"])

@@ -9,6 +9,7 @@ RANKS = 2
 STEPS = 3
 ACCUMULATION = 2
 ROWS = 3  # completions to a micro-batch of one rank
+SHARED = ("shared-forward", "shared-widths")
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Run:
         case (`str`):
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer computes
             old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
-            generation batch, and the micro-batches of an accumulation window share a forward. Or one of
-            [`adapters.HEADS`] and [`adapters.TOGETHER`].
+            generation batch, and the micro-batches of an accumulation window share a forward; `"shared-widths"`: the
+            same with aligned rows, in a forward for each width. Or one of [`adapters.HEADS`] and
+            [`adapters.TOGETHER`].
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, or `"misled"`: fused, and
             rank 1 alone is given a wrong forecast.
@@ -73,19 +75,19 @@ REFUSED = [
 # DDP first: Accelerate leaves in the environment that FSDP was used
 LAUNCHES = {
     "torch": [
-        *_runs("ddp", "untied", "tied", "lora", "shared-forward", misled=("untied",)),
+        *_runs("ddp", "untied", "tied", "lora", *SHARED, misled=("untied",)),
         *_heads("ddp", "lora-head", "saved-head"),
-        *_runs("fsdp2", "untied", "tied", "reference", "lora", "shared-forward", misled=("untied", "tied")),
+        *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
         *_heads("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
-        *_runs("fsdp1", "untied", "reference", "shared-forward", misled=("untied",)),
+        *_runs("fsdp1", "untied", "reference", *SHARED, misled=("untied",)),
         *_heads("fsdp1", *HEADS),
         *_runs("fsdp2", "bf16"),
         *REFUSED,
     ],
     "deepspeed": [
-        *_runs("zero3", "untied", "tied", "reference", "lora", "shared-forward", misled=("untied", "tied")),
+        *_runs("zero3", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
         *_heads("zero3", "lora-head", "lora-head-tied", "saved-head", "saved-head-tied"),
-        *_runs("zero2", "untied", "shared-forward"),
+        *_runs("zero2", "untied", *SHARED),
         *_heads("zero2", "lora-head", "saved-head"),
     ],
 }

@@ -23,7 +23,7 @@ from trl_fused_grpo.parity.tiny import save_checkpoint
 from . import batches
 from .adapters import HEADS, TOGETHER, adapter, oracle
 from .batches import Batch
-from .runs import ACCUMULATION, LAUNCHES, RANKS, REFUSED, STEPS, Run
+from .runs import ACCUMULATION, LAUNCHES, RANKS, REFUSED, SHARED, STEPS, Run
 from .worker import build, train
 
 
@@ -177,7 +177,7 @@ def test_trains_what_stock_trains(run: Run, outcome):
             assert {name: my_log[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@_each(("fused",), "shared-forward")
+@_each(("fused",), *SHARED)
 def test_micro_batches_that_share_a_forward_train_what_stock_trains(run: Run, outcome):
     fused, stock = outcome(run), outcome(run, "stock")
     distances = _distances(fused.moved, stock.moved)

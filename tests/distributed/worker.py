@@ -29,7 +29,7 @@ from trl_fused_grpo.training import eligibility
 from .adapters import adapter, adapters_disabled, dense_log_probs
 from .batches import Batch, join
 from .engines import launcher_options, parameter_kind, whole_parameters
-from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, STEPS, Run
+from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, SHARED, STEPS, Run
 from .wrong_forecast import misled
 
 
@@ -98,8 +98,9 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     The optimizer is plain SGD without clipping. The last step is so long that the movement of the parameters is its
     gradient, beside which their rounding is nothing.
     """
-    shares_forwards = run.case == "shared-forward" and run.trainer == "fused"
+    shares_forwards = run.case in SHARED and run.trainer == "fused"
     options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
+    options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-widths" else {}
     args = (FusedGRPOConfig if shares_forwards else GRPOConfig)(
         output_dir=str(folder / "output"),
         per_device_train_batch_size=len(batches[0]["completion_ids"]),
@@ -119,7 +120,8 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
         report_to="none",
         disable_tqdm=True,
         use_liger_loss=run.trainer not in ("stock", "dense"),
-        gradient_checkpointing=not (run.head and run.head.keeps_activations),
+        # Without it DDP looks for parameters that get no gradient
+        gradient_checkpointing=not ((run.head and run.head.keeps_activations) or run.case == "shared-widths"),
         model_init_kwargs={"dtype": "float32", "device_map": None},
         **options,
     )
@@ -135,7 +137,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
             peft_config=adapter(run.case),
         )
     trainer.use_vllm = True  # so that importance ratios count; the constructor would start vLLM
-    trainer.feed(batches, computes_logps=run.refers, is_split_by_trl=run.case == "shared-forward")
+    trainer.feed(batches, computes_logps=run.refers, is_split_by_trl=run.case in SHARED)
     return trainer
 
 
@@ -166,9 +168,7 @@ def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
         with ExitStack() as stack:
             if run.trainer == "misled" and rank == 1:
                 stack.enter_context(misled())
-            if (
-                run.case == "shared-forward"
-            ):  # the methods that feed the trainer count as replaced, but read no micro-batch
+            if run.case in SHARED:  # the methods that feed the trainer count as replaced, but read no micro-batch
                 stack.enter_context(shared)
             return train(trainer)
     except Exception as error:

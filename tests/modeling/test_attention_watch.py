@@ -8,8 +8,8 @@ import torch
 from transformers import masking_utils
 
 from trl_fused_grpo._compat import models as model_compat
-from trl_fused_grpo.modeling import varlen_attention
-from trl_fused_grpo.modeling.attention_watch import WatchedCall
+from trl_fused_grpo.modeling import attention_kernels
+from trl_fused_grpo.modeling.attention_watch import Chunk, WatchedCall
 from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off
 
 
@@ -57,7 +57,7 @@ def further(batch_idx, head_idx, q_idx, kv_idx):
         (masking_utils.causal_mask_function, None, None),
         (masking_utils.sliding_window_causal_mask_function(4), 4, None),
         (masking_utils.sliding_window_overlay(4), 4, "its mask is not causal"),
-        (masking_utils.chunked_causal_mask_function(4, None), None, "its mask has chunks"),
+        (masking_utils.chunked_causal_mask_function(4, None), Chunk(4), None),
         (masking_utils.and_masks(masking_utils.causal_mask_function, further), None, "further"),
         (masking_utils.or_masks(masking_utils.causal_mask_function, further), None, "or_mask"),
         (further, None, "further"),
@@ -88,6 +88,9 @@ def layer(index, *layer_types):
         ({None, 4}, layer(0), 4, 4),
         ({None, 4}, layer(0), None, None),
         ({None, 4, 8}, layer(0, "sliding_attention"), 8, 8),
+        ({Chunk(4)}, layer(0), None, Chunk(4)),
+        ({None, Chunk(4)}, layer(0, "chunked_attention"), None, Chunk(4)),
+        ({None, Chunk(4)}, layer(0, "full_attention"), None, None),
     ],
 )
 def test_the_mask_s_window_counts_not_the_layer_s(windows, module, passed, expected):
@@ -126,7 +129,8 @@ def test_without_a_gpu_nothing_is_switched(monkeypatch):
 
 def test_a_replacement_of_torch_s_attention_is_called(monkeypatch):
     query = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 3, 64), device="cuda")
-    monkeypatch.setattr(varlen_attention, "_widest_head", lambda device: 256)
-    assert varlen_attention._flash_takes(query, query)
+    monkeypatch.setattr(attention_kernels, "_widest_head", lambda device: 256)
+    assert attention_kernels.flash_takes(query, query)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: None)
-    assert not varlen_attention._flash_takes(query, query)
+    assert not attention_kernels.flash_takes(query, query)
+    assert not attention_kernels.kernels_take(query)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Qwen3Config
 from trl import GRPOTrainer
 
@@ -48,6 +49,40 @@ def test_use_liger_kernel_means_the_fused_loss_and_the_layer_kernels(tmp_path):
     _, gradients = loss_and_gradients(fused, inputs)
     assert fused.fused_stats.backward == "forecast"
     assert all(relative_error(gradients[name], expected[name]) < 1e-3 for name in expected)
+
+
+def left_padded(width, padding=(21, 41, 0, 97), prompt=256):
+    """A micro-batch whose completions fill the rest of `width` columns."""
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.arange(width) >= torch.tensor(padding).unsqueeze(1)).long()
+    ids = torch.randint(3, VOCAB_SIZE, mask.shape, generator=generator) * mask
+    inputs = {
+        "prompt_ids": ids[:, :prompt],
+        "prompt_mask": mask[:, :prompt],
+        "completion_ids": ids[:, prompt:],
+        "completion_mask": mask[:, prompt:],
+        "advantages": torch.tensor([1.1, -0.7, 0.6, -0.4]),
+        "num_items_in_batch": mask[:, prompt:].sum(),
+    }
+    return on_device(inputs)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("width", [1984, 2752, 2880, 3008])
+def test_left_padding_gives_finite_gradients_with_cudnn_s_attention(tmp_path, width, checkpointing):
+    """At these widths its gradients of queries without a key are NaN."""
+    trainer = make_trainer(tmp_path, model=model().bfloat16(), use_cpu=False, fused_layout="padded")
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        _, gradients = loss_and_gradients(trainer, left_padded(width))
+    assert trainer.fused_stats.layout == "padded"
+    assert not trainer.fused_stats.leaves_cudnn_off
+    with sdpa_kernel([SDPBackend.MATH]):
+        _, expected = loss_and_gradients(trainer, left_padded(width))
+    for name, gradient in gradients.items():
+        assert gradient.isfinite().all(), name
+        assert relative_error(gradient, expected[name]) < 5e-2, name
 
 
 # Lengths of queries and of keys of three sequences, and the place of each key. In the second case the second sequence

@@ -22,7 +22,7 @@ from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.training.eligibility import why_forwards_are_not_shared
 from trl_fused_grpo.training.loss_request import build_loss_request
 from trl_fused_grpo.training.merging import MAX_TOKENS, default_token_budget, plan_merges
-from trl_fused_grpo.training.partitioning import prompt_group_ids
+from trl_fused_grpo.training.partitioning import prompt_group_ids, rows_by_width, widths_of
 
 
 PLENTY = 10_000
@@ -102,10 +102,62 @@ def test_an_accumulation_window_in_one_forward_trains_and_logs_what_stock_does(t
     assert len(fused[2]) == steps
 
 
-@pytest.fixture(scope="module")
-def stock_and_fused(tmp_path_factory):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "gptj", "loss_type": "dapo"},
+        {"kind": "gptj", "loss_type": "bnpo", "gradient_checkpointing": True},
+        {"kind": "gptj", "loss_type": "grpo", "beta": 0.1},
+        {"kind": "longrope", "fused_layout": "aligned"},
+        {"fused_layout": "aligned", "loss_type": "dapo", "num_iterations": 2, "max_steps": 4},
+        {"fused_layout": "aligned", "loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"fused_layout": "aligned", "loss_type": "dapo", "top_entropy_quantile": 0.5},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_aligned_rows_go_through_the_model_in_few_widths(tmp_path, options):
+    fused = train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options)
+    stock = train(tmp_path, GRPOTrainer, **{name: value for name, value in options.items() if name != "fused_layout"})
+    means = ("entropy", "clip_ratio/region_mean", *(("kl",) if "beta" in options else ()))
+    assert_same_training(fused, stock, ("loss", "grad_norm", *means))
+    steps, shapes = len(stock[1]), fused[2]
+    assert len(shapes) == widths_of(4) * steps < len(stock[2])
+    for step in range(steps):
+        of_step = shapes[step * widths_of(4) : (step + 1) * widths_of(4)]
+        assert sum(rows for rows, _ in of_step) == 16
+        assert [width for _, width in of_step] == sorted((width for _, width in of_step), reverse=True)
+
+
+def test_equal_weights_give_equal_bits_in_few_widths(tmp_path):
+    """Also where the reference is computed for the same groups of micro-batches: the first KL is zero."""
+    options = {"fused_layout": "aligned", "beta": 0.1, "max_steps": 1, "gradient_accumulation_steps": 4}
+    _, log, forwards = train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options)
+    assert len(forwards) == widths_of(4)
+    assert log[0]["kl"] == 0.0
+
+
+def test_rows_planned_for_another_layout_share_no_forward(tmp_path):
+    """A model that refuses packed rows has its rows aligned from then on, which take more tokens."""
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, fused_layout="aligned")
+    trainer.current_gradient_accumulation_steps = 2
+    batches = [make_inputs(seed=seed) for seed in range(2)]
+    with mock.patch.object(type(trainer._fused), "steps_left", 2):
+        for layout, together in (("packed", 1), ("aligned", 2)):
+            trainer._fused.merger.set_plan(batches, [1, 1], layout)
+            forwards = []
+            with fused_forwards(forwards):
+                trainer.compute_loss(trainer.model, batches[0])
+            assert sum(rows for rows, _ in forwards) == 4 * together
+
+
+@pytest.fixture(scope="module", params=["packed", "aligned"])
+def stock_and_fused(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
-    return [make_trainer(folder, cls, gradient_accumulation_steps=3) for cls in (GRPOTrainer, FusedGRPOTrainer)]
+    options = {"gradient_accumulation_steps": 3}
+    return [
+        make_trainer(folder, GRPOTrainer, **options),
+        make_trainer(folder, FusedGRPOTrainer, fused_layout=request.param, **options),
+    ]
 
 
 @settings(deadline=None, max_examples=40)
@@ -141,7 +193,7 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
         return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
 
     def merged_loss():
-        fused._fused.merger.set_plan(batches, [2, 2, 2])
+        fused._fused.merger.set_plan(batches, [2, 2, 2], fused.fused_layout())
         total = 0.0
         for step, batch in enumerate(batches):
             fused._fused._steps_done = step
@@ -153,7 +205,7 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
     forwards = []
     with fused_forwards(forwards):
         loss, gradients = loss_and_gradients(fused, merged_loss)
-    assert len(forwards) == 1
+    assert len(forwards) == (1 if fused.fused_layout() == "packed" else widths_of(3))
     expected_loss, expected = loss_and_gradients(stock, stock_loss)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
     assert (gradients - expected).norm() <= 1e-5 * expected.norm()
@@ -247,15 +299,14 @@ def test_a_loss_of_the_users_gets_every_micro_batch(tmp_path):
     assert doubled[1][0]["grad_norm"] == pytest.approx(2 * plain[1][0]["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["aligned", "padded"])
-def test_padded_rows_share_no_forward(tmp_path, layout, warnings_logged):
-    _, _, forwards = train(tmp_path, fused_layout=layout, fused_max_tokens_per_forward=PLENTY)
+def test_padded_rows_share_no_forward(tmp_path, warnings_logged):
+    _, _, forwards = train(tmp_path, fused_layout="padded", fused_max_tokens_per_forward=PLENTY)
     assert len(forwards) == 8
     assert warnings_logged("fused_max_tokens_per_forward has no effect") == 1
 
 
 def test_an_option_without_effect_is_logged_once_if_it_was_set(tmp_path, warnings_logged):
-    train(tmp_path, fused_layout="aligned", fused_balance=True, loss_type="bnpo")
+    train(tmp_path, fused_layout="padded", fused_balance=True, loss_type="bnpo")
     assert warnings_logged("fused_balance has no effect, because bnpo") == 1
     assert warnings_logged("fused_max_tokens_per_forward") == 0
 
@@ -306,6 +357,43 @@ def test_shared_forwards_hold_as_many_micro_batches_as_the_limit_allows(shape, l
         assert start <= end < count
         assert end == start or tokens(start, end) <= limit
         assert end == count - 1 or tokens(start, end + 1) > limit
+
+
+@settings(deadline=None, max_examples=60)
+@given(shape=st.tuples(st.integers(1, 6), st.integers(1, 3)), limit=st.integers(0, 90), seed=st.integers(0, 2**16))
+def test_aligned_rows_count_with_their_padding(shape, limit, seed):
+    count, rows = shape
+    batches = [make_inputs(rows=rows, seed=seed + number) for number in range(count)]
+
+    def tokens(start, end):
+        masks = [
+            batch[name].sum(1) for batch in batches[start : end + 1] for name in ("prompt_mask", "completion_mask")
+        ]
+        lengths = (torch.cat(masks[::2]) + torch.cat(masks[1::2])).tolist()
+        return rows_by_width(lengths, widths_of(end + 1 - start))[1]
+
+    for start, end in enumerate(plan_merges(batches, limit, True, "aligned")):
+        assert all(tokens(start, last) <= limit for last in range(start + 1, end + 1))
+        assert end == count - 1 or tokens(start, end + 1) > limit
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7), widths=st.integers(1, 7))
+def test_rows_are_grouped_in_the_widths_that_take_the_fewest_tokens(lengths, widths):
+    widths = min(widths, len(lengths))
+    groups, tokens = rows_by_width(lengths, widths)
+    assert len(groups) == widths
+    assert all(groups)
+    assert sorted(sum(groups, [])) == list(range(len(lengths)))  # noqa: RUF017
+    assert sum(len(group) * max(lengths[row] for row in group) for group in groups) == tokens
+    falling = sorted(lengths, reverse=True)
+
+    def fewest(begin, left):
+        if left == 1:
+            return falling[begin] * (len(falling) - begin)
+        ends = range(begin + 1, len(falling) - left + 2)
+        return min(falling[begin] * (end - begin) + fewest(end, left - 1) for end in ends)
+
+    assert tokens == fewest(0, widths)
 
 
 def test_by_default_a_shared_forward_has_at_most_the_tokens_of_a_padded_micro_batch():

@@ -1,24 +1,27 @@
 """
-What depends on the version of transformers or PEFT, and their private names: what a model is made of, and what its
-attention, positions and adapters make of rows. Each entry says what differs, since when or until when; it can be
-removed when the oldest supported version has passed that.
+What depends on the version of transformers or PEFT, and their private names: what a model's attention, positions and
+adapters make of rows. `architecture.py` has what a model is made of. Each entry says what differs, since when or until
+when; it can be removed when the oldest supported version has passed that.
 """
 
 import inspect
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import use_adapter
 
 from .required import TRANSFORMERS as TRANSFORMERS
 
 
-# transformers < 5: vision-language models keep their language backbone in `model`
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 
 # transformers < 5.21: the state of Zamba2 and Nemotron-H depends on which tokens lie in one chunk of columns (5.13 is
@@ -35,38 +38,51 @@ PADDING_MATTERS = {
 }
 
 
-def backbone(causal_lm: PreTrainedModel) -> nn.Module:
-    """
-    The part of a causal language model that ends in hidden states.
-
-    Raises:
-        `ValueError`: when the model names none.
-    """
-    is_composite = causal_lm.config.get_text_config() is not causal_lm.config
-    module = causal_lm.model if _TRANSFORMERS_4 and is_composite else causal_lm.base_model
-    if module is causal_lm:  # Llama 4, and Gemma 3 before transformers 5, name a prefix that they do not have
-        module = getattr(causal_lm, "model", causal_lm)
-    if module is causal_lm:
-        raise ValueError(
-            f"{type(causal_lm).__name__} does not name its backbone (base_model_prefix), so its head cannot be "
-            "run apart from it: train with use_liger_loss=False."
-        )
-    return module
-
-
 def attention_implementation(config: Any) -> str:
     """The name of a model's attention, under which transformers has it in its table."""
     return config._attn_implementation
 
 
-def takes_attention_interface(causal_lm: PreTrainedModel) -> bool:
-    """Whether a model says that all of its attention goes through transformers' attention interface."""
-    return causal_lm._supports_attention_backend
+def takes_attention_interface(text_model: nn.Module) -> bool:
+    """
+    Whether the modules of a text model may look their attention up in transformers' table: the model says so, or the
+    files of their classes know the table (most families before they were declared to, and hybrids to this day).
+    """
+    if getattr(text_model, "_supports_attention_backend", False):
+        return True
+    files = {sys.modules.get(type(module).__module__) for module in text_model.modules()}
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+
+
+# The name under which a modeling file of transformers has the attention of models that load as `"eager"`; its layers
+# look it up when they are called, also where they give it to transformers' table as the default
+EAGER_ATTENTION = "eager_attention_forward"
+
+
+def flash_implementations() -> list[str]:
+    """The names under which transformers' function for FlashAttention stands in its table, kernels of the Hub too."""
+
+    def is_flash(function: Any) -> bool:
+        function = inspect.unwrap(function)
+        # transformers < 5 registers a kernel of the Hub as a `functools.partial`
+        return getattr(function, "func", function) is flash_attention_forward
+
+    return [name for name, function in ALL_ATTENTION_FUNCTIONS.items() if is_flash(function)]
 
 
 def is_stateful(causal_lm: PreTrainedModel) -> bool:
     """Whether a model says that its layers carry a state from token to token."""
     return causal_lm._is_stateful
+
+
+def masks_state(model: PreTrainedModel) -> bool:
+    """
+    Whether padding is zeroed before it goes into the state of a model's layers. Older transformers leave it where a
+    batch has one row.
+    """
+    file = next((cls.__module__ for cls in type(model).__mro__ if "modeling_" in cls.__module__), __name__)
+    function = getattr(sys.modules[file], "apply_mask_to_padding_states", None)
+    return function is not None and not function(torch.ones(1, 2, 1), torch.tensor([[0, 1]]))[0, 0].any()
 
 
 def checkpoint_function(layer: Any) -> Any:
@@ -173,6 +189,10 @@ SDPA_ARGUMENTS = [
     if argument.kind is not argument.VAR_KEYWORD
 ]
 
+# Whether transformers' attention through SDPA refuses soft-capped scores; before transformers 5.14 or so it leaves out
+# the cap without a word
+SDPA_REFUSES_SOFTCAP = "softcap" in sdpa_attention_forward.__code__.co_consts
+
 
 def _mask_codes() -> dict[Any, str]:
     masks: Any = masking_utils  # whatever they are made with, their code is the same
@@ -192,6 +212,29 @@ def _mask_codes() -> dict[Any, str]:
 _MASK_CODES = _mask_codes()
 
 
+def _made_with(mask_function: Any) -> dict[str, Any]:
+    """What a mask function of transformers was made with: its free variables."""
+    code = getattr(mask_function, "__code__", None)
+    if code is None or not code.co_freevars:
+        return {}
+    cells = (cell.cell_contents for cell in mask_function.__closure__)
+    return dict(zip(code.co_freevars, cells, strict=True))
+
+
+def within_one_sequence(mask_function: Any) -> Any:
+    """
+    A mask function without what transformers adds where positions begin anew: that sequences do not see each other, and
+    (transformers >= 5.22) that places are counted from the beginning of each. It is right within each sequence alone.
+    """
+    kind, made_with = _MASK_CODES.get(getattr(mask_function, "__code__", None)), _made_with(mask_function)
+    if kind == "remapped":
+        return within_one_sequence(made_with["mask_function"])
+    if kind != "and":
+        return mask_function
+    parts = [part for part in made_with["mask_functions"] if _MASK_CODES.get(part.__code__) != "sequences"]
+    return masking_utils.and_masks(*map(within_one_sequence, parts))
+
+
 def mask_parts(mask_function: Any) -> list[tuple[str, Any]]:
     """
     What a mask function of transformers is the intersection of.
@@ -201,12 +244,8 @@ def mask_parts(mask_function: Any) -> list[tuple[str, Any]]:
             `("causal", None)`, `("window", tokens)`, `("chunk", tokens)`, `("sequences", None)`, `("padding", None)`;
             anything else as `("unknown", name)`.
     """
-    code = getattr(mask_function, "__code__", None)
-    kind = _MASK_CODES.get(code, "unknown")
-    made_with = {}
-    if code is not None and code.co_freevars:
-        cells = (cell.cell_contents for cell in mask_function.__closure__)
-        made_with = dict(zip(code.co_freevars, cells, strict=True))
+    kind = _MASK_CODES.get(getattr(mask_function, "__code__", None), "unknown")
+    made_with = _made_with(mask_function)
     if kind == "and":
         return [part for function in made_with["mask_functions"] for part in mask_parts(function)]
     if kind == "remapped":

@@ -83,7 +83,10 @@ NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
             *("packed_sequence_mask_function", "padding_mask_function"),
         ),
     ),
-    "torch.ops.aten": (torch.ops.aten, ("_flash_attention_forward",)),
+    "torch.ops.aten": (
+        torch.ops.aten,
+        ("_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward"),
+    ),
     "torch.nn.modules.module": (
         torch_module,
         (

@@ -1,10 +1,12 @@
 """Private names of torch. `required` refuses a torch that lost one of them."""
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.modules import module as torch_module
 
@@ -13,6 +15,30 @@ from . import required as required  # first: it names what is gone
 
 # What torch's `varlen_attn` calls in the end: its wrappers take longer than the kernel at 4000 tokens of a small model
 flash_attention = torch.ops.aten._flash_attention_forward.default
+# The names of its random states differ between torch 2.6 and 2.7, their places do not
+flash_attention_backward = torch.ops.aten._flash_attention_backward.default
+
+# Its kernel for float32 and for heads of any width, which torch gives `scaled_dot_product_attention` alone. Of its
+# masks the one in which the last query of a sequence stands at the last key
+efficient_attention = torch.ops.aten._efficient_attention_forward.default
+CAUSAL_FROM_THE_LAST_KEY = 2
+
+# Flex attention with a mask that is made from blocks of keys: `None` where torch has none that knows their lengths
+flex_attention: Any = getattr(flex, "flex_attention", None)
+BlockMask: Any = getattr(flex, "BlockMask", None)
+if BlockMask is None or "seq_lengths" not in inspect.signature(BlockMask.from_kv_blocks).parameters:
+    flex_attention = None
+# torch < 2.9 returns the log-sum-exp for `return_lse`, which later ones give up
+FLEX_LSE: dict[str, Any] = (
+    {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
+)
+
+
+def with_lse(output: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of flex attention that was called with `FLEX_LSE`."""
+    values, aux = output
+    return values, getattr(aux, "lse", aux)
+
 
 # The classes that torch's own dropouts and normalisations of all dimensions have in common
 Dropout, BatchNorm, InstanceNorm = dropout._DropoutNd, batchnorm._BatchNorm, instancenorm._InstanceNorm

@@ -1,13 +1,32 @@
 """Watches what a model asks of its attention: rows lose TRL's padding only where that changes no result."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from trl_fused_grpo._compat import models as model_compat
 
+from .sequence_masks import are_sequence_masks
 
+
+# The keyword arguments that tell the layers of a model about packed sequences
+PACKED_ARGUMENTS = (
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("shared_prefix_kv", "watched"),
+)
 _FURTHER_OPTIONS = [name for name in model_compat.SDPA_ARGUMENTS if name not in ("dropout", "scaling", "is_causal")]
+
+
+class Chunk(NamedTuple):
+    """A mask under which a token sees those of its own chunk: so many `tokens`, from the first of the sequence on."""
+
+    tokens: int
+
+
+# What limits the mask of a layer of a type, beside causality
+_KIND_OF_LAYER: dict[str, type] = {"sliding_attention": int, "chunked_attention": Chunk}
 
 
 class WatchedCall:
@@ -18,38 +37,65 @@ class WatchedCall:
 
     Args:
         packed (`bool`): whether the rows are packed; otherwise they are aligned.
+        lengths (`list[int]`, *optional*): tokens of each sequence in a packed row.
+        has_images (`bool`): whether the row has images, whose tokens a mask may treat in its own way.
+        shares_prompts (`bool`): whether sequences in the row attend to a prompt elsewhere in it.
 
     Attributes:
-        layers (`int`): attention layers that were called with packed sequences.
-        windows (`set`): the sliding windows of the masks that the model asked for; `None` is a mask without.
+        needs_own_prompts (`bool`): whether the row must not share prompts.
+        windows (`set`):
+            Of the masks that the model asked for: sliding windows, [`Chunk`]s, or `None` for a mask without.
+        memo (`dict`): what is made once for all layers.
+        mask_dtype (`torch.dtype`, *optional*): of the masks that it asked for, where they are numbers.
         reason (`str`, *optional*): why the rows must have TRL's padding.
+        open_mask (`Callable`, *optional*): makes of a mask what the model gets, where rows have TRL's padding.
     """
 
-    def __init__(self, packed: bool):
-        self.packed, self.layers = packed, 0
-        self.windows: set[int | None] = set()
+    def __init__(
+        self,
+        packed: bool,
+        lengths: list[int] | None = None,
+        has_images: bool = False,
+        shares_prompts: bool = False,
+    ):
+        self.packed, self.lengths = packed, lengths or []
+        self.has_images, self.shares_prompts, self.needs_own_prompts = has_images, shares_prompts, False
+        self.windows: set[int | Chunk | None] = set()
+        self.memo: dict[Any, Any] = {}
+        self.mask_dtype: torch.dtype | None = None
         self.reason: str | None = None
+        self.open_mask: Callable[[Any], Any] | None = None
         self._has_built_masks = False
 
     def refuse(self, reason: str) -> None:
         """Remember the first reason. The model runs on to its end: hooks of FSDP and ZeRO count its layers."""
         self.reason = self.reason or reason
 
-    def read_mask(self, mask_function: Any) -> None:
+    def read_mask(self, mask_function: Any, dtype: torch.dtype | None = None) -> None:
         """Look at a mask that the model asks for: its sliding window, and whether it hides anything else."""
+        self.mask_dtype = dtype
         parts = model_compat.mask_parts(mask_function)
         kinds = dict(parts)
+        if self.needs_sequence_masks(mask_function):
+            self.needs_own_prompts |= self.shares_prompts  # the rule counts places in the row
+            return
         if "unknown" in kinds:
             self.refuse(f"its mask is more than causality and a window ({kinds['unknown']})")
         elif "causal" not in kinds:
             self.refuse("its mask is not causal")
-        elif "chunk" in kinds and self.packed:
-            self.refuse("its mask has chunks")
-        self.windows.add(min((tokens for kind, tokens in parts if kind == "window"), default=None))
+        elif "chunk" in kinds and "window" in kinds and self.packed:
+            self.refuse("its mask has chunks and a window")
+        window = min((tokens for kind, tokens in parts if kind == "window"), default=None)
+        self.windows.add(Chunk(kinds["chunk"]) if "chunk" in kinds else window)
 
-    def note_built(self, mask: Any) -> None:
-        """Note whether transformers built the mask or left it to the attention function."""
+    def needs_sequence_masks(self, mask_function: Any) -> bool:
+        """Whether the mask of packed rows with images is more than causality, windows and chunks."""
+        return self.packed and self.has_images and "unknown" in dict(model_compat.mask_parts(mask_function))
+
+    def note_built(self, mask: Any) -> Any:
+        """Note whether transformers built the mask or left it to the attention function, and return it."""
         self._has_built_masks |= mask is not None
+        return mask if self.open_mask is None else self.open_mask(mask)
 
     def look_at(self, module: nn.Module, query: Tensor, attention_mask: Any, options: dict[str, Any]) -> None:
         """Look at one attention call: does it ask for more than causality, a sliding window and a scale?"""
@@ -57,6 +103,8 @@ class WatchedCall:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if options.get("dropout"):
             self.refuse("its attention drops out")
+        elif self.has_images and are_sequence_masks(attention_mask, self.lengths):
+            pass
         elif attention_mask is not None and (self.packed or (self.windows and not self._has_built_masks)):
             self.refuse("its layers make masks of their own")
         elif attention_mask is None and query.shape[2] > 1 and not is_causal:
@@ -65,16 +113,17 @@ class WatchedCall:
             if options.get(name) is not None:
                 self.refuse(f"its attention takes {name}")
 
-    def window(self, module: Any, passed: int | None) -> int | None:
+    def window(self, module: Any, passed: int | None) -> int | Chunk | None:
         """
-        The sliding window of a layer, in tokens. In stock SDPA heeds the mask alone, whatever window the layer passes
-        on. Which mask a layer gets is known where all are alike, or from the model's `layer_types`.
+        The sliding window of a layer, in tokens, or its chunk. In stock SDPA heeds the mask alone, whatever window the
+        layer passes on. Which mask a layer gets is known where all are alike, or from the model's `layer_types`.
         """
         windows = self.windows or {None}
         layer_types = getattr(getattr(module, "config", None), "layer_types", None)
         index = getattr(module, "layer_idx", None)
         if len(windows) > 1 and layer_types is not None and index is not None:
-            windows = windows - {None} if layer_types[index] == "sliding_attention" else {None}
+            kind = _KIND_OF_LAYER.get(layer_types[index], type(None))
+            windows = {window for window in windows if isinstance(window, kind)}
         if len(windows) == 1:
             return next(iter(windows))
         if passed not in windows:

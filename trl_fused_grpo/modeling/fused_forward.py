@@ -1,8 +1,6 @@
 """`model(..., fused=request)`: log-probabilities instead of logits, through every wrapper around the model."""
 
 import functools
-import inspect
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +9,37 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.ops.linear_logps import Forecast, FusedStats, fused_linear_logps
 from trl_fused_grpo.ops.lm_head import LMHead
 
+from .attention_watch import PACKED_ARGUMENTS
+from .forward_override import override_forward, restore_forward
 from .moe import load_balancing_loss
 from .output_projection import head_parameter_modules, read_lm_head
+from .packed_attention import text_model_alone
 
 
 class CuSeqlensIgnoredError(RuntimeError):
     """A model ran over packed sequences as if they were one."""
+
+
+def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> Any:
+    """The outputs of a causal model's backbone, `last_hidden_state` `[B, L, H]` among them."""
+    # PEFT passes the arguments it knows on, set or not; not every backbone knows them
+    given = {name: value for name, value in model_inputs.items() if value is not None}
+    with text_model_alone(causal_lm, PACKED_ARGUMENTS):
+        return architecture.backbone(causal_lm)(**given, use_cache=False)
+
+
+class HiddenStatesRequest:
+    """Asks a forward for the hidden states of the backbone in place of logits."""
+
+    def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
+        """Hidden states `[B, L, H]`."""
+        return (as_complex(run_backbone(causal_lm, model_inputs).last_hidden_state),)
 
 
 class FusedRequest:
@@ -65,37 +82,18 @@ class FusedRequest:
         self.temperature, self.forecast, self.fp32, self.aux_loss = temperature, forecast, fp32, aux_loss
         self.options = options
         self.stats = FusedStats()
-        self.attention_layers: int | None = None
 
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
         """Run backbone and head; return log-probabilities `[N]`, entropies `[N]` and, if asked, the aux loss."""
-        config = causal_lm.config.get_text_config()
-        if model_compat.attention_implementation(config) == "sdpa":
-            self.attention_layers = config.num_hidden_layers
-        # PEFT passes the arguments it knows on, set or not; not every backbone knows them
-        model_inputs = {name: value for name, value in model_inputs.items() if value is not None}
-        if self.aux_loss or getattr(config, "output_router_logits", False):
+        asks_for_routers = self.aux_loss or getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
+        if asks_for_routers:
             model_inputs["output_router_logits"] = True
-        model_inputs["use_cache"] = False
-        outputs = model_compat.backbone(causal_lm)(**model_inputs)
+        outputs = run_backbone(causal_lm, model_inputs)
         logps, entropies = self._run_head(causal_lm, outputs.last_hidden_state)
         results = (logps,) if entropies is None else (logps, entropies)
         if self.aux_loss:
             results += (load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
         return tuple(as_complex(result) for result in results)
-
-    def check_attention_layers(self, packed_layers: int) -> None:
-        """
-        Raise when fewer attention layers kept packed sequences apart than the model has.
-
-        Raises:
-            [`CuSeqlensIgnoredError`]: naming the layout to ask for.
-        """
-        if self.attention_layers is not None and packed_layers != self.attention_layers:
-            raise CuSeqlensIgnoredError(
-                f"only {packed_layers} of {self.attention_layers} attention layers heed the boundaries of packed "
-                'sequences: set fused_layout="aligned" in FusedGRPOConfig.'
-            )
 
     def _run_head(self, causal_lm: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Log-probs `[N]` and entropies `[N]` from hidden states `[B, L, H]`, through the head and its wrappers."""
@@ -139,6 +137,23 @@ class FusedRequest:
         return logps.to(targets.device), None if entropies is None else entropies.to(targets.device)
 
 
+class FusedForwards:
+    """
+    Several forwards of a model in one call of its wrappers, for one backward: DDP prepares for one backward after each
+    call, and looks for unused parameters in what that call returns.
+
+    Args:
+        forwards (`list[tuple[FusedRequest, dict]]`): a request and the model's keyword arguments for each.
+    """
+
+    def __init__(self, forwards: list[tuple[FusedRequest, dict[str, Any]]]):
+        self.forwards = forwards
+
+    def __call__(self, causal_lm: PreTrainedModel, **_: Any) -> tuple[Tensor, ...]:
+        """Run them one after the other, and return the results of all in one tuple."""
+        return tuple(result for request, inputs in self.forwards for result in request(causal_lm, **inputs))
+
+
 @dataclass(frozen=True)
 class DistantForecast:
     """A [`Forecast`] whose tensors are on another `device` than the head."""
@@ -174,37 +189,15 @@ def call_with_forward(module: nn.Module, forward: Callable, *args: Any) -> Any:
 
 def install_fused_forward(causal_lm: PreTrainedModel) -> None:
     """Let a causal model's forward take the keyword `fused`. Without it the forward is what it was. Idempotent."""
-    if hasattr(causal_lm.forward, "_fused_forward"):  # also where something was wrapped around it since
-        return
-    class_forward, own_forward = type(causal_lm).forward, vars(causal_lm).get("forward")
+    override_forward(causal_lm, _answer_request)
 
-    @functools.wraps(class_forward)
-    def forward(self, *args, fused: FusedRequest | None = None, **kwargs):
-        if fused is not None:
-            return fused(self, *args, **kwargs)
-        # Of the class of `self`, which may be a deep copy of the model
-        return type(self).forward(self, *args, **kwargs) if own_forward is None else own_forward(*args, **kwargs)
 
-    marked: Any = forward
-    # `generate` checks its arguments against the signature; who looks for a replaced forward follows `__wrapped__`
-    marked.__signature__ = inspect.signature(class_forward)
-    marked.__wrapped__ = class_forward if own_forward is None else own_forward
-    marked._fused_forward, marked._own_forward = marked, own_forward
-    causal_lm.forward = types.MethodType(marked, causal_lm)
+def _answer_request(
+    causal_lm: PreTrainedModel, original: Callable, *args: Any, fused: Callable | None = None, **kwargs: Any
+) -> Any:
+    return original(*args, **kwargs) if fused is None else fused(causal_lm, *args, **kwargs)
 
 
 def uninstall_fused_forward(causal_lm: PreTrainedModel) -> None:
-    """
-    Undo [`install_fused_forward`]: the model has the forward of its class again, or the one of its own that it had.
-    Idempotent.
-
-    A forward that was wrapped around since, as Accelerate's mixed precision does when a training begins, is left in its
-    wrapper, where it runs the original.
-    """
-    installed: Any = getattr(vars(causal_lm).get("forward"), "__func__", None)
-    if installed is None or getattr(installed, "_fused_forward", None) is not installed:
-        return
-    if installed._own_forward is None:
-        del causal_lm.forward
-    else:
-        causal_lm.forward = installed._own_forward
+    """Undo [`install_fused_forward`], see [`restore_forward`]. Idempotent."""
+    restore_forward(causal_lm)

@@ -24,11 +24,33 @@ class Layout:
         logit_positions (`Tensor`, *optional*):
             `[B, T]`: flat position, in the hidden states, of the token before each completion token. `None` where rows
             have TRL's padding: the last `T + 1` columns of the hidden states are those.
+        row ([`PackedRow`], *optional*): what stands in the row, where it is packed.
     """
 
     name: LayoutName
     model_inputs: dict[str, Any]
     logit_positions: Tensor | None = None
+    row: "PackedRow | None" = None
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """
+    What stands in a packed row.
+
+    Args:
+        index (`Tensor`): `[S]`: flat position in TRL's padded batch `[B, P + T]` of each token.
+        lengths (`list[int]`): tokens of each sequence in the row.
+        has_prompt (`list[bool]`): for each of the `B` sequences, whether its prompt stands in the row under it.
+        shares_prompts (`bool`): whether sequences attend to a prompt under another one.
+        has_images (`bool`): whether there are images in the row.
+    """
+
+    index: Tensor
+    lengths: list[int]
+    has_prompt: list[bool]
+    shares_prompts: bool = False
+    has_images: bool = False
 
 
 class HolesError(ValueError):
@@ -47,6 +69,9 @@ class Rows:
         wanted (`Tensor`): `[B]`, bool: the sequences that the model must see; others may be left out.
         needs_last_column (`bool`):
             Whether the longest position must be that of TRL's padded rows, see [`layout_choice.Traits`].
+        image_keys (`Tensor`, *optional*):
+            `[B]`: a number for the images of each sequence, the same for the same images. A prompt is shared among
+            sequences with the same images.
     """
 
     input_ids: Tensor
@@ -55,6 +80,7 @@ class Rows:
     selected: Tensor
     wanted: Tensor
     needs_last_column: bool = False
+    image_keys: Tensor | None = None
 
     def with_holes(self, mask: Tensor) -> Tensor:
         """
@@ -83,8 +109,8 @@ def packed(rows: Rows, share_prompts: bool) -> Layout:
     start = width - rows.completion_length
     mask, kept, owner = _tokens_to_pack(rows, share_prompts)
     # The only synchronisation with the device
-    counts = torch.stack([kept.sum(1), mask.sum(1), rows.with_holes(mask).long(), kept[:, -1].long()])
-    lengths, key_lengths, holes, ends = counts.tolist()
+    flags = rows.with_holes(mask).long(), kept[:, -1].long(), kept[:, :start].any(1).long()
+    lengths, key_lengths, holes, ends, has_prompt = torch.stack([kept.sum(1), mask.sum(1), *flags]).tolist()
     if any(holes) or not any(lengths):
         raise HolesError("there are holes in the attention mask of some rows")
     place = _running_number(kept)  # [B, L], position of each token in the packed row
@@ -110,7 +136,8 @@ def packed(rows: Rows, share_prompts: bool) -> Layout:
         "position_ids": (index % width).unsqueeze(0),
         **cu_seqlens_arguments(lengths, key_lengths, shared, input_ids.device),
     }
-    return Layout("packed", model_inputs, torch.cat([first, place[:, start:-1]], dim=1))
+    row = PackedRow(index, lengths, [bool(flag) for flag in has_prompt], keys is not None)
+    return Layout("packed", model_inputs, torch.cat([first, place[:, start:-1]], dim=1), row)
 
 
 def _tokens_to_pack(rows: Rows, share_prompts: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +157,11 @@ def _tokens_to_pack(rows: Rows, share_prompts: bool) -> tuple[Tensor, Tensor, Te
     mask = rows.attention_mask.bool() & wanted.unsqueeze(1)
     if not share_prompts or size < 2:
         return mask, mask, number
-    owner = _first_with_the_prompt(input_ids[:, :start], mask[:, :start], mask[:, start:].any(1))
+    prompt_ids, prompt_mask = input_ids[:, :start], mask[:, :start]
+    if rows.image_keys is not None:  # as a token of the prompt
+        prompt_ids = torch.cat([rows.image_keys.unsqueeze(1), prompt_ids], dim=1)
+        prompt_mask = torch.cat([torch.ones_like(prompt_mask[:, :1]), prompt_mask], dim=1)
+    owner = _first_with_the_prompt(prompt_ids, prompt_mask, mask[:, start:].any(1))
     is_completion = torch.arange(width, device=number.device) >= start
     return mask, mask & ((owner == number).unsqueeze(1) | is_completion), owner
 

@@ -9,15 +9,20 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 
 from .layout import LayoutName
 from .packed_attention import why_replaced
+from .state_layers import state_layers
 
 
 logger = logging.get_logger(__name__)
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+# Kinds of layers whose tokens attend to those before them, and kinds that see one token at a time
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
+# Kinds of layers that carry a state, some beside attention
+STATE_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
 _TRAITS: WeakKeyDictionary[PreTrainedModel, "Traits"] = WeakKeyDictionary()
 
 
@@ -48,7 +53,7 @@ class Traits(NamedTuple):
 def traits(causal_lm: PreTrainedModel) -> Traits:
     """The [`Traits`] of a model."""
     if causal_lm not in _TRAITS:  # a walk over all modules takes as long as a layer
-        modules = list(causal_lm.modules())
+        modules = list(architecture.text_model(causal_lm).modules())
         _TRAITS[causal_lm] = Traits(
             has_sinks=any(hasattr(module, "sinks") for module in modules),
             is_causal=all(getattr(module, "is_causal", True) is not False for module in modules),
@@ -57,10 +62,8 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
     return _TRAITS[causal_lm]
 
 
-def why_not_aligned(model: nn.Module, is_multimodal: bool, reads_padding: bool) -> str | None:
-    """Why rows may not be shifted to the left and shortened, or `None`."""
-    if is_multimodal:
-        return "its inputs are multimodal"
+def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
+    """Why rows need TRL's padding, or `None`."""
     if reads_padding:
         return "TRL's LUSPO of this version reads padding"
     causal_lm = model_compat.without_adapter(model)
@@ -69,41 +72,57 @@ def why_not_aligned(model: nn.Module, is_multimodal: bool, reads_padding: bool) 
         return adapter_reads_rows
     if model_compat.neftune_noise(causal_lm):
         return "the strength of NEFTune's noise depends on the width of the rows"
-    if causal_lm.config.get_text_config() is not causal_lm.config:
-        return "it is a composite model"
-    if causal_lm.config.model_type in model_compat.PADDING_MATTERS:
+    config = causal_lm.config.get_text_config()
+    if {causal_lm.config.model_type, config.model_type} & model_compat.PADDING_MATTERS:
         return "its own results depend on the padding"
-    if not _takes_position_ids(type(model_compat.backbone(causal_lm))):
+    if not _takes_position_ids(type(architecture.backbone(causal_lm))):
         return "it takes no position_ids"
-    if not traits(causal_lm).is_causal or not getattr(causal_lm.config, "is_causal", True):
+    if not traits(causal_lm).is_causal or not getattr(config, "is_causal", True):
         return "its attention is not causal"  # padding would be attended to
-    return why_replaced(model_compat.attention_implementation(causal_lm.config))
+    return why_replaced(model_compat.attention_implementation(config))
+
+
+def why_not_aligned(causal_lm: PreTrainedModel, is_multimodal: bool) -> str | None:
+    """Why rows that do not need TRL's padding may not be shifted to the left, or `None`."""
+    return "its inputs are multimodal" if is_multimodal else None
 
 
 def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
-    """Why rows that may be aligned may not share one row, or `None`."""
-    config = causal_lm.config
+    """Why rows that do not need TRL's padding may not share one row, or `None`."""
+    config = causal_lm.config.get_text_config()
     attention = model_compat.attention_implementation(config)
-    if not model_compat.takes_attention_interface(causal_lm):
+    if not model_compat.takes_attention_interface(architecture.text_model(causal_lm)):
         return "its attention does not go through transformers' attention interface"
-    if attention not in ("sdpa", "flash_attention_2", "flash_attention_3"):
+    is_flash = attention in model_compat.flash_implementations()
+    if attention not in ("sdpa", "eager") and not is_flash:
         return f"attn_implementation={attention!r} knows no sequence boundaries"
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if model_compat.is_stateful(causal_lm) or not layer_types <= ATTENTION_LAYERS:
-        return "it has layers that carry a state from token to token"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "its attention scores are soft-capped"
-    if traits(causal_lm).has_sinks:
-        return "its attention has sinks"
-    # Dropout in SDPA is seen when it is called; other attention is not watched
-    if attention != "sdpa" and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
+    types = architecture.layer_types(config)
+    carries_state = model_compat.is_stateful(causal_lm) or types & STATE_LAYERS
+    if carries_state and not state_layers(causal_lm):
+        return "it has layers that carry a state from token to token, which are not known"
+    if not types <= ATTENTION_LAYERS | STATE_LAYERS:
+        return f"it has layers of a kind that is not known ({min(types - ATTENTION_LAYERS - STATE_LAYERS)})"
+    if is_flash and "chunked_attention" in types:
+        return "FlashAttention knows no chunks of a sequence"
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+    if attention == "sdpa" and is_capped and model_compat.SDPA_REFUSES_SOFTCAP:
+        return "SDPA does not cap its attention scores"
+    if attention == "sdpa" and traits(causal_lm).has_sinks:
+        return "SDPA leaves out the sinks of its attention"
+    # Dropout in the others is seen when they are called
+    if is_flash and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
         return "it drops out attention"
     return None
 
 
 def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
-    """Whether sequences of a packed row may attend to a prompt elsewhere in it: under SDPA, which is replaced."""
-    return model_compat.attention_implementation(causal_lm.config) == "sdpa"
+    """
+    Whether sequences of a packed row may attend to a prompt elsewhere in it: where our function gathers keys, and where
+    no layer carries the state of the prompt on.
+    """
+    implementation = model_compat.attention_implementation(causal_lm.config.get_text_config())
+    gathers = implementation in ("sdpa", "eager", *model_compat.flash_implementations())
+    return gathers and not state_layers(causal_lm)
 
 
 def choose(
@@ -128,8 +147,9 @@ def choose(
     Raises:
         `ValueError`: when the one asked for is not allowed, with the reason.
     """
-    reasons = {"aligned": why_not_aligned(model, is_multimodal, reads_padding), "padded": None}
-    reasons["packed"] = reasons["aligned"] or why_not_packed(causal_lm)
+    padded = why_padded(model, reads_padding)
+    reasons = {"aligned": padded or why_not_aligned(causal_lm, is_multimodal), "padded": None}
+    reasons["packed"] = padded or why_not_packed(causal_lm)
     if refusal is not None:
         reasons["packed"] = reasons["packed"] or refusal.reason
         if refusal.layout == "padded":
@@ -139,7 +159,8 @@ def choose(
     names: tuple[LayoutName, ...] = ("packed", "aligned", "padded")
     name = next(name for name in names if name == wanted or (wanted == "auto" and reasons[name] is None))
     if name == "padded" and wanted == "auto":
-        logger.warning_once(f"Rows keep TRL's padding, because {reasons['aligned']}.")
+        reason = reasons["packed"] if is_multimodal else reasons["aligned"]
+        logger.warning_once(f"Rows keep TRL's padding, because {reason}.")
     return name
 
 

@@ -1,25 +1,33 @@
 """
-Packed rows in models that take transformers' attention interface: our attention and mask functions stand in its tables
-while a forward, or the backward of its graph, needs them.
+Packed rows in models that take transformers' attention interface: our attention and mask functions stand in its tables,
+and in the modeling files with an attention of their own, while a forward, or the backward of its graph, needs them.
 """
 
 import functools
 import gc
+import inspect
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 
-from .attention_watch import WatchedCall
-from .varlen_attention import varlen_attention
+from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall
+from .eager_attention import EagerLayer, eager_attention
+from .sequence_masks import are_sequence_masks, attend_with_masks, build_sequence_masks
+from .varlen_attention import chunked, gathered_keys, varlen_attention
 
 
 _call: ContextVar[WatchedCall | None] = ContextVar("watched_call", default=None)
@@ -27,24 +35,56 @@ _call: ContextVar[WatchedCall | None] = ContextVar("watched_call", default=None)
 # or a checkpointed layer that will be computed again in backward and holds the keyword arguments of its first call
 _living: set[int] = set()
 _lock = threading.RLock()  # backward lets go of watched calls in autograd's threads
+# The modeling files of a model's attention layers; to walk over all modules takes as long as a layer
+_FILES: weakref.WeakKeyDictionary[nn.Module, list[ModuleType]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def watched_call(packed: bool) -> Generator[WatchedCall, None, None]:
+def watched_call(call: WatchedCall, model: nn.Module | None = None) -> Generator[WatchedCall, None, None]:
     """
     While it lasts, what models ask of attention is watched. Where rows are packed, models build no attention masks:
     keyword arguments say where the sequences begin ([`cu_seqlens_arguments`]).
 
-    Until the call that it yields is let go, our functions stand in transformers' tables. Give the call to the model as
+    Until the `call` is let go, our functions stand in transformers' tables. Give the call to the model as
     `watched` where rows are packed: layers that are computed again in backward hold it as long as they need them.
+
+    Args:
+        call ([`WatchedCall`]): what is seen goes there.
+        model (`nn.Module`, *optional*):
+            In its wrappers or bare. Our functions stand in its modeling files too, which have the attention of models
+            that load as `"eager"`.
     """
-    call = WatchedCall(packed)
-    _install_while_alive(call)
+    _install_while_alive(call, model)
     token = _call.set(call)
     try:
         yield call
     finally:
         _call.reset(token)
+
+
+@contextmanager
+def text_model_alone(causal_lm: PreTrainedModel, arguments: Sequence[str]) -> Generator[None, None, None]:
+    """
+    While it lasts, the parts of a composite model beside its text model, such as a vision tower, run as they always do:
+    they are not watched, and do not get these keyword `arguments`, which describe rows of text.
+    """
+    tokens = []
+
+    def enter(module, args, kwargs):
+        tokens.append(_call.set(None))
+        return args, {name: value for name, value in kwargs.items() if name not in arguments}
+
+    def leave(*_):
+        _call.reset(tokens.pop())
+
+    parts = architecture.modules_beside_text(causal_lm) if architecture.is_composite(causal_lm) else []
+    hooks = [part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for part in parts]
+    hooks += [part.register_forward_hook(leave, always_call=True) for part in parts]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
@@ -89,18 +129,48 @@ def uninstall_attention() -> None:
         gc.collect()
 
 
-def _install_while_alive(call: WatchedCall) -> None:
+class _InTable(NamedTuple):
+    """An entry of one of transformers' tables, which all instances of the table share."""
+
+    table: Any
+    name: str
+
+    def read(self) -> Any:
+        return self.table().get(self.name)
+
+    def write(self, function: Callable) -> None:
+        self.table.register(self.name, function)
+
+
+class _InFile(NamedTuple):
+    """A function of a modeling file, which the file's layers look up when they are called."""
+
+    file: ModuleType
+    name: str
+
+    def read(self) -> Any:
+        return getattr(self.file, self.name)
+
+    def write(self, function: Callable) -> None:
+        setattr(self.file, self.name, function)
+
+
+_replaced: set[_InTable | _InFile] = set()
+
+
+def _install_while_alive(call: WatchedCall, model: nn.Module | None) -> None:
     """
-    Let transformers' `"sdpa"` attention heed where packed sequences begin, and watch which masks models ask for, while
-    `call` lives. Other calls of these functions get what they always got. A function that is not transformers' own
-    stays as it is.
+    Let transformers' attention heed where packed sequences begin, and watch which masks models ask for, while `call`
+    lives. Other calls of these functions get what they always got. A function that is not transformers' own stays as
+    it is.
     """
     with _lock:
         _living.add(id(call))
-        for interface, name, replacement in _REPLACEMENTS:
-            registered = interface()[name]  # a new instance shows the table that all share
-            if model_compat.is_transformers_own(registered):
-                interface.register(name, replacement(registered))
+        for place, replacement in _replacements(model):
+            function = place.read()
+            if model_compat.is_transformers_own(function):
+                place.write(replacement(function))
+                _replaced.add(place)
     weakref.finalize(call, _let_go, id(call)).atexit = False
 
 
@@ -110,54 +180,128 @@ def _let_go(number: int) -> None:
         _living.discard(number)
         if _living:
             return
-        for interface, name, _ in _REPLACEMENTS:
-            registered: Any = interface()[name]
-            if _is_ours(registered):  # what the user has registered since then stays
-                interface.register(name, registered.__wrapped__)
+        while _replaced:
+            place = _replaced.pop()
+            function = place.read()
+            if _is_ours(function):  # what the user has registered since then stays
+                place.write(function.__wrapped__)
+
+
+def _replacements(model: nn.Module | None) -> Iterator[tuple[_InTable | _InFile, Callable]]:
+    """Where our functions stand, and what makes them of transformers' own."""
+    yield _InTable(AttentionInterface, "sdpa"), _watched_sdpa
+    for name in model_compat.flash_implementations():
+        yield _InTable(AttentionInterface, name), _watched_flash
+    for name in ("sdpa", "eager"):
+        yield _InTable(AttentionMaskInterface, name), functools.partial(_watched_mask, replaces=True)
+    yield _InTable(AttentionMaskInterface, "flex_attention"), _watched_mask
+    if model is not None:
+        for file in _modeling_files(model):
+            yield _InFile(file, model_compat.EAGER_ATTENTION), _watched_eager
+
+
+def _modeling_files(model: nn.Module) -> list[ModuleType]:
+    """The files of a model's layers that have an attention function of their own."""
+    if model not in _FILES:
+        names = {type(module).__module__ for module in model.modules()}
+        files = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+        _FILES[model] = [file for file in files if hasattr(file, model_compat.EAGER_ATTENTION)]
+    return _FILES[model]
+
+
+class _Layer(NamedTuple):
+    """One call of an attention layer over packed sequences: its watched call and the arguments after the mask."""
+
+    call: WatchedCall | None
+    module: nn.Module
+    options: dict[str, Any]
+
+    def masked(self) -> tuple[dict[str, Any], int | None]:
+        """The arguments, where chunks are sequences if the layer's mask has them, and its sliding window in tokens."""
+        passed = self.options.get("sliding_window")
+        window = passed if self.call is None else self.call.window(self.module, passed)
+        if not isinstance(window, Chunk):
+            return self.options, window
+        memo = self.memo
+        if window not in memo:  # the same in every layer
+            memo[window] = chunked(self.options, window.tokens)
+        return {**self.options, **memo[window]}, None
+
+    @property
+    def memo(self) -> dict[Any, Any]:
+        return {} if self.call is None else self.call.memo
 
 
 @functools.cache
-def _with_cu_seqlens(original: Callable) -> Callable:
+def _watched_sdpa(original: Callable) -> Callable:
+    def packed(layer: _Layer, *tensors: Tensor) -> Tensor:
+        options, window = layer.masked()
+        return varlen_attention(layer.module, *tensors, **{**options, "sliding_window": window})
+
+    return _watched_attention(original, packed)
+
+
+@functools.cache
+def _watched_eager(original: Callable) -> Callable:
+    def packed(layer: _Layer, *tensors: Tensor) -> Tensor:
+        options, window = layer.masked()
+        mask_dtype = None if layer.call is None else layer.call.mask_dtype
+        eager = EagerLayer(original, layer.module, options, window, mask_dtype, layer.memo)
+        return eager_attention(eager, *tensors)
+
+    return _watched_attention(original, packed)
+
+
+@functools.cache
+def _watched_flash(original: Callable) -> Callable:
+    def packed(layer: _Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = gathered_keys(key, value, layer.options.pop("shared_prefix_kv", None))
+        return original(layer.module, query, key, value, None, **layer.options)[0]
+
+    return _watched_attention(original, packed)
+
+
+def _watched_attention(original: Callable, packed: Callable[..., Tensor]) -> Callable:
+    """
+    One of transformers' attention functions, watched, with another one for `packed` rows, which takes the [`_Layer`],
+    query, key and value, and returns `[1, S, heads, D]`.
+    """
+    names = list(inspect.signature(original).parameters)[5:]
+
     @functools.wraps(original)
     def attention(module, query, key, value, attention_mask, *args, watched: WatchedCall | None = None, **kwargs):
         running = _call.get()  # there is none when a checkpointed layer is computed again
-        options: dict[str, Any] = {**dict(zip(model_compat.SDPA_ARGUMENTS, args, strict=False)), **kwargs}
-        call = running if watched is None else watched
+        options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        call = watched or running or getattr(cu_seqlens, "watched", None)
         if call is not None:
             call.look_at(module, query, attention_mask, options)
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is None:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
-        if running is not None:
-            running.layers += 1
-            if watched is None:
-                cu_seqlens.watched = running  # layers of a model that drops `watched` hold the call by this
-        if call is not None:
-            options["sliding_window"] = call.window(module, options.get("sliding_window"))
-        return varlen_attention(module, query, key, value, **options), None
+        if running is not None and watched is None:
+            cu_seqlens.watched = running  # layers of a model that drops `watched` hold the call by this
+        if call is not None and are_sequence_masks(attention_mask, call.lengths):
+            own = {name: option for name, option in options.items() if name not in PACKED_ARGUMENTS}
+            return attend_with_masks(original, module, query, key, value, attention_mask, call.lengths, own), None
+        return packed(_Layer(call, module, options), query, key, value), None
 
     return attention
 
 
 @functools.cache
-def _watched_mask(original: Callable, is_sdpa: bool = False) -> Callable:
+def _watched_mask(original: Callable, replaces: bool = False) -> Callable:
+    """One of transformers' mask functions, watched. Where our attention `replaces` theirs, packed rows need no mask."""
+
     @functools.wraps(original)
     def mask(*args, **kwargs):
         call = _call.get()
         if call is None:
             return original(*args, **kwargs)
-        call.read_mask(kwargs.get("mask_function", causal_mask_function))
-        built = None if call.packed and is_sdpa else original(*args, **kwargs)
-        call.note_built(built)
-        return built
+        mask_function = kwargs.get("mask_function", causal_mask_function)
+        call.read_mask(mask_function, kwargs.get("dtype"))
+        if replaces and not args and call.needs_sequence_masks(mask_function):
+            return build_sequence_masks(original, call.lengths, kwargs)
+        built = None if call.packed and replaces else original(*args, **kwargs)
+        return call.note_built(built)
 
     return mask
-
-
-# Whose table, under which name, and what stands there in place of transformers' own function
-_REPLACEMENTS: tuple[tuple[Any, str, Callable], ...] = (
-    (AttentionInterface, "sdpa", _with_cu_seqlens),
-    (AttentionMaskInterface, "sdpa", functools.partial(_watched_mask, is_sdpa=True)),
-    (AttentionMaskInterface, "eager", _watched_mask),
-    (AttentionMaskInterface, "flex_attention", _watched_mask),
-)

@@ -1,7 +1,6 @@
 """Attention over several sequences that are packed into one row, each of which attends to itself alone."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -9,10 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trl_fused_grpo._compat import torch as torch_compat
-
-
-_torch_sdpa = F.scaled_dot_product_attention
+from .attention_kernels import (
+    Boundaries,
+    efficient_attention,
+    flash_attention,
+    flash_takes,
+    in_autocast_dtype,
+    kernels_take,
+)
 
 
 def cu_seqlens_arguments(
@@ -81,11 +84,44 @@ class _GatherKV(torch.autograd.Function):
         return total(grad_keys), total(grad_values), None
 
 
+def gathered_keys(key: Tensor, value: Tensor, shared: SharedPrefixKV | None) -> tuple[Tensor, Tensor]:
+    """Keys and values `[1, key heads, S, D]` as each sequence sees them `[1, key heads, K, D]`."""
+    if shared is None:
+        return key, value
+    keys, values = _GatherKV.apply(*(t.squeeze(0).transpose(0, 1) for t in (key, value)), shared)
+    return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+
+
+def chunked(options: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """
+    The arguments under which each chunk of a sequence is a sequence of its own, for attention in chunks of `tokens`,
+    counted from the first key of a sequence. Keys of chunks without queries are left out.
+
+    Args:
+        options (`dict`): those of [`cu_seqlens_arguments`] for the whole sequences.
+    """
+    cu_seqlens, cu_keys = options["cu_seq_lens_q"], options["cu_seq_lens_k"].tolist()
+    shared: SharedPrefixKV | None = options.get("shared_prefix_kv")
+    lengths, key_lengths, kept = [], [], []
+    for length, begin, end in zip(cu_seqlens.diff().tolist(), cu_keys[:-1], cu_keys[1:], strict=True):
+        first_query = end - length
+        first_key = begin + (first_query - begin) // tokens * tokens
+        kept.append((first_key, end))
+        for start in range(first_key, end, tokens):
+            stop = min(start + tokens, end)
+            key_lengths.append(stop - start)
+            lengths.append(stop - max(start, first_query))
+    if shared is not None:
+        index = torch.cat([shared.index[start:stop] for start, stop in kept])
+        shared = SharedPrefixKV.at(index, len(shared.starts) - 1)
+    return cu_seqlens_arguments(lengths, key_lengths, shared, cu_seqlens.device)
+
+
 def varlen_attention(
     module: nn.Module | None,
     query: Tensor,  # [1, heads, S, D]
     key: Tensor,  # [1, key heads, S, D]
-    value: Tensor,  # [1, key heads, S, D]
+    value: Tensor,  # [1, key heads, S, D of values]
     cu_seq_lens_q: Tensor,  # [sequences + 1]
     cu_seq_lens_k: Tensor,  # [sequences + 1]
     max_length_q: int,
@@ -102,37 +138,23 @@ def varlen_attention(
     transformers' attention functions, and [`cu_seqlens_arguments`].
 
     Returns:
-        `Tensor`: `[1, S, heads, D]`.
+        `Tensor`: `[1, S, heads, D of values]`.
     """
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        # As autocast does for SDPA: under float32 weights, norms and rotations leave float32 queries and keys
-        query, key, value = (t.to(torch.get_autocast_dtype(device_type)) for t in (query, key, value))
-    queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [S, heads, D]
-    if shared_prefix_kv is not None:
-        keys, values = _GatherKV.apply(keys, values, shared_prefix_kv)  # [K, key heads, D]
-    if not _flash_takes(query, value):
-        lengths, key_lengths = cu_seq_lens_q.diff().tolist(), cu_seq_lens_k.diff().tolist()
-        parts = queries.split(lengths), keys.split(key_lengths), values.split(key_lengths)
-        return torch.cat([_one_sequence(*part, scaling, sliding_window) for part in zip(*parts, strict=True)], dim=1)
-    # FlashAttention counts the tokens left of the query, transformers the query too
-    left = None if sliding_window is None else sliding_window - 1
-    output, *_ = torch_compat.flash_attention(
-        queries,
-        keys,
-        values,
-        cu_seq_lens_q,
-        cu_seq_lens_k,
-        max_length_q,
-        max_length_k,
-        dropout_p=0.0,
-        is_causal=left is None,
-        return_debug_mask=False,
-        scale=scaling,
-        window_size_left=left,
-        window_size_right=None if left is None else 0,
-    )
-    return output.unsqueeze(0)
+    query, key, value = in_autocast_dtype(query, key, value)
+    key, value = gathered_keys(key, value, shared_prefix_kv)
+    queries, keys, values = by_token(query, key, value)
+    boundaries = Boundaries(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if kernels_take(query):
+        kernel = flash_attention if flash_takes(query, value) else efficient_attention
+        return kernel(queries, keys, values, boundaries, scaling, sliding_window).unsqueeze(0)
+    lengths, key_lengths = cu_seq_lens_q.diff().tolist(), cu_seq_lens_k.diff().tolist()
+    parts = queries.split(lengths), keys.split(key_lengths), values.split(key_lengths)
+    return torch.cat([_one_sequence(*part, scaling, sliding_window) for part in zip(*parts, strict=True)], dim=1)
+
+
+def by_token(*tensors: Tensor) -> Iterator[Tensor]:
+    """Tensors `[1, heads, S, D]` as `[S, heads, D]`."""
+    return (tensor.squeeze(0).transpose(0, 1) for tensor in tensors)
 
 
 def _one_sequence(
@@ -145,38 +167,14 @@ def _one_sequence(
     """Attention of one sequence through torch's SDPA; returns `[1, s, heads, D]`."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (queries, keys, values))  # [1, heads, s or k, D]
     needs_mask = q.shape[2] < k.shape[2] or (sliding_window is not None and k.shape[2] > sliding_window)
-    mask = _causal_mask(q.shape[2], k.shape[2], sliding_window, q.device) if needs_mask else None
+    mask = causal_mask(q.shape[2], k.shape[2], sliding_window, q.device) if needs_mask else None
     output = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
     return output.transpose(1, 2)
 
 
-def _flash_takes(query: Tensor, value: Tensor) -> bool:
-    head_dim = query.shape[-1]
-    return (
-        query.is_cuda
-        and F.scaled_dot_product_attention is _torch_sdpa  # whoever replaces it wants it called
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and head_dim == value.shape[-1]
-        and head_dim % 8 == 0
-        and head_dim <= _widest_head(query.device)
-    )
-
-
-@functools.cache
-def _widest_head(device: torch.device) -> int:
-    """The widest head that torch's FlashAttention takes on a device, backward included; 0 where there is none."""
-    if not torch.backends.cuda.is_flash_attention_available():
-        return 0
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return 0
-    # Backward needs the shared memory of the data center's chips above 192
-    return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192
-
-
-def _causal_mask(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Which of its `keys` each of the last `length` tokens of a sequence attends to `[length, keys]`."""
     distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (distance >= 0) & (distance < (keys if window is None else window))

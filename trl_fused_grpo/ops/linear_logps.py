@@ -64,12 +64,14 @@ class FusedStats:
         rows (`int`): rows whose log-probabilities were computed.
         recomputed (`int`): rows whose logits its backward computed a second time.
         layout (`str`): in a trainer, how sequences were laid out in the model's rows.
+        leaves_cudnn_off (`bool`): in a trainer, whether the backward must not take cuDNN's attention.
     """
 
     backward: str = ""
     rows: int = 0
     recomputed: int = 0
     layout: str = ""
+    leaves_cudnn_off: bool = False
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class LogpsDeferral:
         self.engine = engine
         self.is_generating = self.defers_old = self._defers_reference = False
         self._policy_state: Any = None
-        self._reference: tuple[LogpsArgs, Any] | None = None
+        self._reference: tuple[LogpsArgs, Any, Callable] | None = None
 
     @contextmanager
     def generation(self, steps_left: int) -> Generator[None, None, None]:
@@ -69,10 +69,14 @@ class LogpsDeferral:
         finally:
             self.is_generating = self.defers_old = self._defers_reference = False
 
-    def leaves_out(self, call: LogpsArgs) -> bool:
+    def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
         """
         Whether a call of TRL's generation gets zeros, because its log-probs are computed later. A call for the
         reference's is kept for [`compute_reference`].
+
+        Args:
+            call ([`LogpsArgs`]): the call.
+            trl_method (`Callable`): TRL's own method for it.
         """
         # A reward function may call the method too, and uses the result
         if not self.is_generating or not trl_compat.is_asked_by_generation():
@@ -82,8 +86,8 @@ class LogpsDeferral:
         if call.model is not trainer.ref_model and state == self._policy_state:
             return self.defers_old
         is_fused = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model)) is None
-        if self._defers_reference and is_fused and not call.multimodal:
-            self._reference = call, state
+        if self._defers_reference and is_fused:
+            self._reference = call, state, trl_method
             return True
         return False
 
@@ -99,18 +103,14 @@ class LogpsDeferral:
         """
         if self._reference is None:
             return
-        (call, state), self._reference = self._reference, None
+        (call, state, trl_method), self._reference = self._reference, None
         call = replace(call, batch_size=None)
         with model_compat.adapters_as(call.model, state):
             for group in groups:
                 # The policy's request, so that rows stand in the same order
                 logps_request = LogpsRequest.joined([build_request(batch) for batch in group])
                 with torch.no_grad():
-                    result = self.engine.compute(logps_request, call.with_batches(group), _no_images)
+                    result = self.engine.compute(logps_request, call.with_batches(group), trl_method)
                 sizes = [len(batch["completion_ids"]) for batch in group]
                 for batch, logps in zip(group, result.logps.split(sizes), strict=True):
                     batch["ref_per_token_logps"] = logps
-
-
-def _no_images(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("a call with images is not deferred")

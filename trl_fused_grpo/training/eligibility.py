@@ -13,6 +13,7 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | no old log-probs on-policy | [`why_old_logps_are_needed`], in any step: [`why_old_logps_are_not_skipped`] |
 | the reference's log-probs in the policy's groups | [`why_reference_is_not_regrouped`] |
 | sequences moved between micro-batches | [`why_not_balanced`] |
+| padding that attends to anything, where cuDNN would return NaN | [`why_padding_is_mixed_in`] |
 | gradients forecast in forward | `forecastable.why_no_forecast` |
 | zero-grad sequences left out of the model | `forecastable.why_zero_grad_sequences_are_not_skipped` |
 
@@ -21,16 +22,19 @@ Several of them ask [`why_micro_batches_are_seen`], [`why_generation_is_seen`] a
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.modeling.checkpointing import reenters
 from trl_fused_grpo.modeling.output_projection import has_adapter
 
 from .customisation import MICRO_BATCH_METHODS, replaced_backward, replaced_behind, replaced_method, watching_callback
-from .customised_model import changed_head, changed_module, gradient_hook, own_class
+from .customised_model import changed_head, changed_module, gradient_hook, own_class, row_reader
 
 
 def replaced_objective(trainer: Any) -> str | None:
@@ -106,12 +110,51 @@ def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
     backward = replaced_backward(trainer.accelerator)
     if backward is not None:
         return f"{backward} may see the loss of each micro-batch"
-    if layout != "packed":
-        return f"the layout of the rows is {layout!r}, not 'packed'"
+    if layout == "padded":
+        return "rows keep TRL's padding"
+    if layout == "aligned" and trainer.accelerator.num_processes > 1 and reenters(trainer.model):
+        # Each width has a forward, and DDP refuses gradients that come in several parts
+        return "with reentrant checkpointing gradients of aligned rows come in several parts"
     if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss is computed in each micro-batch"
     if trainer.is_deepspeed_enabled and trl_compat.DEEPSPEED_STEPS_WITH_BACKWARD:
         return "this version of Accelerate steps DeepSpeed's engine at every backward"
+    return None
+
+
+# By model: a walk over all modules takes as long as a layer
+_MIXED_IN: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+_MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def why_padding_is_mixed_in(model: nn.Module) -> str | None:
+    """
+    Why what attention returns at padding may reach the tokens of a sequence, or `None`. Then it must be what it is in
+    stock.
+
+    Args:
+        model (`nn.Module`): in its wrappers or bare.
+    """
+    if model not in _MIXED_IN:
+        _MIXED_IN[model] = _why_padding_is_mixed_in(list(model.modules()))
+    return _MIXED_IN[model]
+
+
+def _why_padding_is_mixed_in(modules: list[nn.Module]) -> str | None:
+    unknown = own_class(modules) or row_reader(modules)
+    if unknown is not None:
+        return f"{unknown}, whose code is not known, may read padding"
+    if any(map(torch_compat.is_compiled, modules)):
+        return "masks of a compiled model are not seen"
+    for module in modules:
+        if not isinstance(module, PreTrainedModel):
+            continue
+        layers = set(getattr(module.config, "layer_types", None) or ())
+        has_state = model_compat.is_stateful(module) or not layers <= _MASKED_LAYERS
+        if (
+            has_state and not model_compat.masks_state(module)
+        ) or module.config.model_type in model_compat.PADDING_MATTERS:
+            return "a state may take padding in"
     return None
 
 

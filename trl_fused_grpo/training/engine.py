@@ -23,14 +23,16 @@ from trl_fused_grpo.modeling.fused_forward import (
 )
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import Refusal, choose, supports_shared_prefix, traits
+from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
+from trl_fused_grpo.modeling.state_layers import install_unpacking, uninstall_unpacking
 
 from .checks import check_token_ids
 from .customised_model import changed_module
-from .logps import RowsRefusedError, compute_logps
+from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
-from .trial import RandomStates, try_layout
+from .trial import RandomStates, try_layout, try_packing
 
 
 logger = logging.get_logger(__name__)
@@ -49,9 +51,10 @@ class LogpsEngine:
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.options = FusedOptions()
-        self._refusals: WeakKeyDictionary[nn.Module, Refusal] = WeakKeyDictionary()
-        self._tried: WeakSet[nn.Module] = WeakSet()
+        self._refusals: WeakKeyDictionary[nn.Module, dict[bool, Refusal]] = WeakKeyDictionary()
+        self._tried: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
         self._modules: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+        self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
 
     def read_options(self) -> None:
@@ -68,6 +71,7 @@ class LogpsEngine:
         """Undo every [`install`]. Idempotent."""
         for causal_lm in list(self._installed):
             uninstall_fused_forward(causal_lm)
+            uninstall_unpacking(causal_lm)
         self._installed.clear()
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
@@ -124,7 +128,8 @@ class LogpsEngine:
         if reason is not None:
             logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_HOW_TO_FORCE}")
             return "padded"
-        conditions = (is_multimodal, reads_padding, self._refusals.get(causal_lm))
+        refusals = self._refusals.get(causal_lm, {})
+        conditions = (is_multimodal, reads_padding, refusals.get(is_multimodal) or refusals.get(False))
         return choose(self.options.fused_layout, unwrapped, causal_lm, *conditions)
 
     def shares_prompts(self, model: nn.Module) -> bool:
@@ -136,7 +141,9 @@ class LogpsEngine:
         reader = changed_module(self._modules_of(model))
         return f"{reader} may depend on where a token stands" if reader else None
 
-    def _refuse(self, causal_lm: PreTrainedModel, options: LogpsOptions, error: RuntimeError) -> None:
+    def _refuse(
+        self, causal_lm: PreTrainedModel, options: LogpsOptions, error: RuntimeError, is_multimodal: bool
+    ) -> None:
         """
         Remember that a model does not take a layout, and log it once. All processes decide alike, because the decision
         does not depend on the batch.
@@ -154,7 +161,7 @@ class LogpsEngine:
         layout: LayoutName = "aligned" if ignores_cu_seqlens else "padded"
         how = "are aligned instead of packed" if ignores_cu_seqlens else "keep TRL's padding"
         logger.warning(f"Rows {how} from now on, because {error}")
-        self._refusals[causal_lm] = Refusal(str(error), layout)
+        self._refusals.setdefault(causal_lm, {})[is_multimodal] = Refusal(str(error), layout)
 
     def compute(
         self, logps_request: LogpsRequest, call: LogpsArgs, trl_method: Callable, keeps_padding: str | None = None
@@ -174,22 +181,27 @@ class LogpsEngine:
         vocab_size = vocab_size_of(output_projection(causal_lm), causal_lm)
         check_token_ids(call.completion_ids, logps_request.mask, vocab_size)
 
-        rows = (call.input_ids, call.attention_mask, call.logits_to_keep, call.multimodal)
-        trl_inputs = (lambda: trl_compat.multimodal_model_inputs(trl_method, *rows)) if call.multimodal else None
+        images = _multimodal_inputs(call, trl_method) if call.multimodal else None
         with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
             while True:
                 options = self._logps_options(logps_request, call, keeps_padding)
-                if not self._passes_trial(causal_lm, call, options):
+                if images is not None and causal_lm in self._unshared_with_images:
+                    options = replace(options, share_prompts=False)
+                if not self._passes_trial(causal_lm, call, options, images):
                     continue
                 if options.layout == "padded":
                     if logps_request.micro_batch is not None:  # they share a forward, but are not to share padding
                         call = replace(call, batch_size=logps_request.micro_batch)
-                    return compute_logps(logps_request, options, call, trl_inputs)
+                    return compute_logps(logps_request, options, call, images)
+                if options.layout == "packed":
+                    install_unpacking(causal_lm)
                 before = RandomStates(call.input_ids)
                 try:
-                    return compute_logps(logps_request, options, call, trl_inputs)
+                    return compute_logps(logps_request, options, call, images)
+                except PromptsNotSharedError:
+                    self._unshared_with_images.add(causal_lm)
                 except (RowsRefusedError, CuSeqlensIgnoredError) as error:
-                    self._refuse(causal_lm, options, error)
+                    self._refuse(causal_lm, options, error, images is not None)
                 before.restore()
 
     def _logps_options(self, logps_request: LogpsRequest, call: LogpsArgs, keeps_padding: str | None) -> LogpsOptions:
@@ -199,6 +211,7 @@ class LogpsEngine:
         if layout == "packed" and needs_last_column and call.compute_aux_loss:
             layout = "padded"  # the auxiliary loss counts every token, also one that stands for the last column
         return LogpsOptions(
+            causal_lm=causal_lm,
             temperature=trl_compat.temperature_of(self.trainer),
             fp32=self.trainer.args.cast_lm_head_to_fp32,
             backward=self.options.fused_backward,
@@ -207,21 +220,41 @@ class LogpsEngine:
             share_prompts=self.shares_prompts(call.model),
             forces_layout=self.options.forces_layout,
             needs_last_column=needs_last_column,
-            runs_sdpa=model_compat.attention_implementation(causal_lm.config) == "sdpa",
         )
 
-    def _passes_trial(self, causal_lm: PreTrainedModel, call: LogpsArgs, options: LogpsOptions) -> bool:
-        """Whether a layout stands the trial of a model of unknown code, once. If not, rows keep TRL's padding."""
-        if causal_lm in self._tried or options.layout == "padded" or options.forces_layout:
+    def _passes_trial(
+        self, causal_lm: PreTrainedModel, call: LogpsArgs, options: LogpsOptions, images: MultimodalInputs | None
+    ) -> bool:
+        """Whether a layout stands its trials, each of which a model has once. If not, it is refused from now on."""
+        if options.layout == "padded":
             return True
-        self._tried.add(causal_lm)
+        tried = self._tried.setdefault(causal_lm, set())
         try:
-            try_layout(causal_lm, self._modules_of(call.model), call, options, self._on_any_process)
-        except RowsRefusedError as error:
-            self._refuse(causal_lm, options, error)
+            if (options.layout, images is not None) not in tried:
+                if options.layout == "packed":
+                    install_unpacking(causal_lm)
+                    if not try_packing(call, options, images, self._on_any_process):
+                        return True  # the batch says nothing of it: the next one may
+                tried.add((options.layout, images is not None))
+            if "padding" not in tried and images is None and not options.forces_layout:
+                tried.add("padding")
+                try_layout(causal_lm, self._modules_of(call.model), call, options, self._on_any_process)
+        except PromptsNotSharedError:
+            self._unshared_with_images.add(causal_lm)
+            return False
+        except (RowsRefusedError, CuSeqlensIgnoredError) as error:
+            self._refuse(causal_lm, options, error, images is not None)
             return False
         return True
 
     def _on_any_process(self, condition: bool) -> bool:
         accelerator = self.trainer.accelerator
         return bool(accelerator.gather(torch.tensor([int(condition)], device=accelerator.device)).any())
+
+
+def _multimodal_inputs(call: LogpsArgs, trl_method: Callable) -> MultimodalInputs:
+    def of_first_rows(count: int) -> dict[str, Any]:
+        rows = call.input_ids[:count], call.attention_mask[:count], call.logits_to_keep, call.multimodal
+        return trl_compat.multimodal_model_inputs(trl_method, *rows)
+
+    return MultimodalInputs(of_first_rows, len(call.input_ids))

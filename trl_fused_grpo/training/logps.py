@@ -1,19 +1,23 @@
 """From TRL's padded batch to its log-probabilities: sub-batches, layout, the model's forward, and back into place."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
 from trl_fused_grpo.modeling import layout as layouts
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.modeling.attention_watch import WatchedCall
+from trl_fused_grpo.modeling.fused_forward import FusedForwards, FusedRequest
 from trl_fused_grpo.modeling.layout import HolesError, Layout
-from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, watched_call
+from trl_fused_grpo.modeling.multimodal import MultimodalInputs
+from trl_fused_grpo.modeling.packed_attention import watched_call
+from trl_fused_grpo.modeling.padded_attention import padded_call
 
+from .eligibility import why_padding_is_mixed_in
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
-from .partitioning import split_rows
+from .partitioning import prompt_group_ids, rows_by_width, split_rows, widths_of
 from .sub_batch import SubBatch
 
 
@@ -24,8 +28,12 @@ class RowsRefusedError(RuntimeError):
     """A model treats rows in a way that is right only with TRL's padding."""
 
 
+class PromptsNotSharedError(RuntimeError):
+    """A model with images treats rows in a way that is right only where each sequence has its own prompt."""
+
+
 def compute_logps(
-    logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs, trl_inputs: Callable[[], dict[str, Any]] | None
+    logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs, images: MultimodalInputs | None
 ) -> PerTokenLogps:
     """
     Compute log-probabilities at the requested positions of a batch.
@@ -34,45 +42,126 @@ def compute_logps(
         logps_request ([`LogpsRequest`]): which positions.
         options ([`LogpsOptions`]): how.
         call ([`LogpsArgs`]): the batch, the model, and what else to compute.
-        trl_inputs (`Callable`, *optional*): gives the keyword arguments of a multimodal model for the whole batch.
+        images ([`MultimodalInputs`], *optional*): of the batch, for a multimodal model.
 
     Raises:
         [`RowsRefusedError`], [`CuSeqlensIgnoredError`]: when the model cannot run with this layout.
         `ValueError`: when a forced layout does not fit the batch.
     """
-    # Which images belong to a row only TRL's code knows, which gives them for the whole batch
-    size = len(call.input_ids) if call.batch_size is None or trl_inputs is not None else call.batch_size
+    size = len(call.input_ids) if call.batch_size is None else call.batch_size
     share_prompts = options.share_prompts and not call.compute_aux_loss  # the auxiliary loss counts every token
+    if images is not None and not images.are_known_by_row:
+        options, size = _padded(options, "which images belong to which row is not known"), len(call.input_ids)
+    if options.layout == "aligned" and logps_request.micro_batch is not None:
+        return _compute_together(logps_request, options, call)
     parts = split_rows(call.input_ids, call.attention_mask, call.logits_to_keep, size, options.layout, share_prompts)
+    rows_of_images = None if images is None else RowsWithImages(images, options, call)
     results = []
     for rows in parts:
         sub_batch = SubBatch(logps_request, rows)
-        if trl_inputs is None:
-            layout = _lay_out(options, call, rows, sub_batch.selected, share_prompts)
-        else:
-            layout = Layout("padded", trl_inputs())
+        layout = lay_out(options, call, rows, sub_batch.selected, rows_of_images)
         request = _fused_request(sub_batch, layout, options, call, rows, logps_request.entropy_grad)
-        values = _run(call.model, layout, request, options.runs_sdpa)
+        values = run_model(call.model, layout, request)
         request.stats.layout = layout.name
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
     return _in_order(results, torch.cat(parts).argsort())
 
 
-def _lay_out(options: LogpsOptions, call: LogpsArgs, rows: Tensor, selected: Tensor, share_prompts: bool) -> Layout:
-    """The layout of the sequences `rows` `[b]`, of which the positions `selected` `[b, T]` are read."""
+def _compute_together(logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs) -> PerTokenLogps:
+    """The same for aligned rows of several micro-batches, in few widths and in one call of the model's wrappers."""
+    assert logps_request.micro_batch is not None, "there is more than one micro-batch"
+    widths = widths_of(len(call.input_ids) // logps_request.micro_batch)
+    groups, _ = rows_by_width(call.attention_mask.sum(1).tolist(), widths)
+    parts = [torch.tensor(group, device=call.input_ids.device) for group in groups]
+    sub_batches = [SubBatch(logps_request, rows) for rows in parts]
+    forwards = []
+    for rows, sub_batch in zip(parts, sub_batches, strict=True):
+        layout = lay_out(options, call, rows, sub_batch.selected)
+        request = _fused_request(sub_batch, layout, options, call, rows, logps_request.entropy_grad)
+        request.stats.layout = layout.name
+        forwards.append((request, layout.model_inputs))
+    with watched_call(WatchedCall(packed=False)) as watched:
+        values = [result.real for result in call.model(fused=FusedForwards(forwards))]
+    if watched.reason is not None:
+        raise RowsRefusedError(watched.reason)
+    of_each = 1 + call.compute_entropy
+    means = torch.cat(values[1::of_each]).detach().mean() if call.compute_entropy else None
+    results = [
+        sub_batch.in_place(tuple(values[i * of_each : (i + 1) * of_each]), call.compute_entropy, request.stats, means)
+        for i, (sub_batch, (request, _)) in enumerate(zip(sub_batches, forwards, strict=True))
+    ]
+    return _in_order(results, torch.cat(parts).argsort())
+
+
+def lay_out(
+    options: LogpsOptions, call: LogpsArgs, rows: Tensor, selected: Tensor, images: "RowsWithImages | None" = None
+) -> Layout:
+    """
+    The layout of some sequences of a batch.
+
+    Args:
+        options ([`LogpsOptions`]): with the layout to take.
+        call ([`LogpsArgs`]): the batch.
+        rows (`Tensor`): `[b]`: which sequences.
+        selected (`Tensor`): `[b, T]`, bool: the positions of these that are read.
+        images ([`RowsWithImages`], *optional*): of the batch.
+
+    Raises:
+        `ValueError`: when a forced layout does not fit the batch.
+    """
     in_model = selected.any(1) | call.compute_aux_loss  # [b], the auxiliary loss counts every sequence
+    shares_prompts = options.share_prompts and not call.compute_aux_loss
     tensors = call.input_ids[rows], call.attention_mask[rows], call.logits_to_keep, selected, in_model
-    padded_rows = layouts.Rows(*tensors, options.needs_last_column)
+    keys = None if images is None else images.keys
+    padded_rows = layouts.Rows(*tensors, options.needs_last_column, None if keys is None else keys[rows])
     try:
         if options.layout == "packed":
-            return layouts.packed(padded_rows, share_prompts)
+            layout = layouts.packed(padded_rows, shares_prompts and (images is None or keys is not None))
+            return layout if images is None else images.packed(layout, rows)
         if options.layout == "aligned":
             return layouts.aligned(padded_rows, needs_mask=call.compute_aux_loss)
     except HolesError as error:
-        if options.forces_layout:
-            raise ValueError(f"fused_layout={options.layout!r} does not fit this batch: {error}. Use 'auto'.") from None
-        logger.warning_once(f"Batches keep TRL's padding where {error}.")
+        _padded(options, str(error))
+    if images is not None:
+        return Layout("padded", images.inputs.padded(rows.tolist()))
     return Layout("padded", {"input_ids": padded_rows.input_ids, "attention_mask": padded_rows.attention_mask})
+
+
+def _padded(options: LogpsOptions, reason: str) -> LogpsOptions:
+    """The options with TRL's padding, for a batch that no other layout fits."""
+    if options.forces_layout and options.layout != "padded":
+        raise ValueError(f"fused_layout={options.layout!r} does not fit this batch: {reason}. Use 'auto'.")
+    logger.warning_once(f"Batches keep TRL's padding where {reason}.")
+    return replace(options, layout="padded")
+
+
+class RowsWithImages:
+    """
+    What the sequences of a batch with images need beside their tokens.
+
+    Args:
+        inputs ([`MultimodalInputs`]): of the batch.
+        options ([`LogpsOptions`]): its layout.
+        call ([`LogpsArgs`]): the batch.
+
+    Attributes:
+        keys (`Tensor`, *optional*):
+            `[B]`: a number for the images of each sequence; `None` where prompts are not shared.
+    """
+
+    def __init__(self, inputs: MultimodalInputs, options: LogpsOptions, call: LogpsArgs):
+        self.inputs, self.keys, self._position_ids = inputs, None, None
+        if options.layout != "packed":
+            return
+        causal_lm, width = options.causal_lm, call.logits_to_keep
+        self._position_ids = inputs.position_ids(causal_lm)
+        if options.share_prompts and not call.compute_aux_loss and inputs.may_share_prompts(causal_lm, width):
+            prompts = prompt_group_ids(call.input_ids[:, :-width], call.attention_mask[:, :-width])
+            self.keys = inputs.image_keys(prompts)
+
+    def packed(self, layout: Layout, rows: Tensor) -> Layout:
+        """A packed layout of these sequences `[b]` with their images."""
+        return self.inputs.packed(layout, rows.tolist(), self._position_ids)
 
 
 def _fused_request(
@@ -95,21 +184,28 @@ def _fused_request(
     )
 
 
-def _run(model: nn.Module, layout: Layout, request: FusedRequest, runs_sdpa: bool) -> tuple[Tensor, ...]:
-    """Call the model, and raise where its attention does not fit the layout."""
+def run_model(model: nn.Module, layout: Layout, request: Callable) -> tuple[Tensor, ...]:
+    """
+    Call the model with a request, and raise where it does not fit the layout.
+
+    Raises:
+        [`RowsRefusedError`], [`CuSeqlensIgnoredError`]: when it does not.
+    """
     if layout.name == "padded":
-        with cudnn_attention_off():
+        with padded_call(model, opens_masks=why_padding_is_mixed_in(model) is None) as padded:
             results = model(**layout.model_inputs, fused=request)
+        request.stats.leaves_cudnn_off = padded.leaves_cudnn_off
     else:
-        is_packed = layout.name == "packed"
-        with watched_call(is_packed) as call:
+        row = layout.row
+        described = () if row is None else (row.lengths, row.has_images, row.shares_prompts)
+        with watched_call(WatchedCall(row is not None, *described), model) as call:
             # Every layer gets it, as it gets cu_seqlens: a checkpointed layer is computed again in the backward
-            watched = {"watched": call} if is_packed and runs_sdpa else {}
+            watched = {} if row is None else {"watched": call}
             results = model(**layout.model_inputs, **watched, fused=request)
         if call.reason is not None:
             raise RowsRefusedError(call.reason)
-        if is_packed:
-            request.check_attention_layers(call.layers)
+        if call.needs_own_prompts:
+            raise PromptsNotSharedError
     return tuple(result.real for result in results)
 
 

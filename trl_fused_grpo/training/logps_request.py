@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.importance_sampling import DeferredForecast
 from trl_fused_grpo.modeling.layout import LayoutName
@@ -83,7 +85,34 @@ class LogpsArgs:
     def with_batches(self, micro_batches: list[dict[str, Any]]) -> "LogpsArgs":
         """The same arguments for the sequences of several micro-batches, one after the other."""
         ids, mask = (torch.cat(tensors) for tensors in zip(*map(prompts_and_completions, micro_batches), strict=True))
-        return replace(self, input_ids=ids, attention_mask=mask)
+        images = {name: _joined([batch[name] for batch in micro_batches]) for name in self.multimodal}
+        return replace(self, input_ids=ids, attention_mask=mask, multimodal=images)
+
+
+def _joined(values: list[Any]) -> Any:
+    """What belongs to the images of several micro-batches: tensors with a row for each of something, and lists."""
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    return [item for of_batch in values for item in of_batch]
+
+
+def images_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    """What belongs to the images of a micro-batch, under TRL's names; empty for text."""
+    return {name: inputs[name] for name in trl_compat.MULTIMODAL_INPUTS if inputs.get(name) is not None}
+
+
+def can_join_images(micro_batches: list[dict[str, Any]]) -> bool:
+    """Whether what belongs to the images of several micro-batches, if there are any, can be joined."""
+    first, *others = map(images_of, micro_batches)
+    for other in others:
+        if other.keys() != first.keys():
+            return False
+        for name, value in first.items():
+            if type(other[name]) is not type(value) or not isinstance(value, (Tensor, list)):
+                return False
+            if isinstance(value, Tensor) and other[name].shape[1:] != value.shape[1:]:
+                return False
+    return True
 
 
 def prompts_and_completions(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -99,6 +128,7 @@ class LogpsOptions:
     How rows are laid out and how the output projection runs.
 
     Args:
+        causal_lm (`PreTrainedModel`): the causal language model inside the wrappers of the model.
         temperature (`float`): of the sampler.
         fp32 (`bool`): whether the output projection runs in float32.
         backward (`str`): `fused_backward` of [`FusedGRPOConfig`].
@@ -107,9 +137,9 @@ class LogpsOptions:
         share_prompts (`bool`): whether a prompt stands in a packed row once.
         forces_layout (`bool`): whether the layout was asked for, so that no other may stand in for it.
         needs_last_column (`bool`): see [`layout_choice.Traits`].
-        runs_sdpa (`bool`): whether attention goes through SDPA, where it is watched.
     """
 
+    causal_lm: PreTrainedModel
     temperature: float
     fp32: bool
     backward: str
@@ -118,7 +148,6 @@ class LogpsOptions:
     share_prompts: bool
     forces_layout: bool = False
     needs_last_column: bool = False
-    runs_sdpa: bool = True
 
 
 @dataclass

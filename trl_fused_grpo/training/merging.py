@@ -14,12 +14,13 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._utils import temporary_attr
-from trl_fused_grpo.modeling.layout import Rows
+from trl_fused_grpo.modeling.layout import LayoutName, Rows
+from trl_fused_grpo.modeling.layout_choice import traits
 
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
 from .engine import LogpsEngine
-from .logps_request import PerTokenLogps
-from .partitioning import prompt_group_ids, rebalance
+from .logps_request import PerTokenLogps, images_of
+from .partitioning import prompt_group_ids, rebalance, rows_by_width, widths_of
 
 
 logger = logging.get_logger(__name__)
@@ -40,6 +41,7 @@ class MicroBatchMerger:
 
     Attributes:
         is_rebalanced (`bool`): whether the sequences of the generation batch were partitioned anew (`fused_balance`).
+        layout (`str`): the layout for which it was decided which micro-batches share a forward.
     """
 
     def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
@@ -64,7 +66,8 @@ class MicroBatchMerger:
             `list[dict]`: the micro-batches, as they were or with their sequences partitioned anew.
         """
         trainer, options = self.trainer, self.engine.options
-        layout, shares_prompts = self.engine.layout(trainer.model), self.engine.shares_prompts(trainer.model)
+        layout = self.engine.layout(trainer.model, is_multimodal=any(map(images_of, batches)))
+        shares_prompts = self.engine.shares_prompts(trainer.model)
         if options.fused_balance and _is_possible("fused_balance", why_not_balanced(trainer)):
             rebalanced = rebalance(batches, layout, shares_prompts)
             self.is_rebalanced, batches = rebalanced is not batches, rebalanced
@@ -75,14 +78,15 @@ class MicroBatchMerger:
         asked_for = "fused_max_tokens_per_forward" if max_tokens else None
         if _is_possible(asked_for, why_forwards_are_not_shared(trainer, layout)):
             max_tokens = default_token_budget(batches) if max_tokens is None else max_tokens
-            ends = plan_merges(batches, max_tokens, shares_prompts)
+            needs_last_column = traits(self.engine.causal_lm(trainer.model)).needs_last_column
+            ends = plan_merges(batches, max_tokens, shares_prompts, layout, needs_last_column)
             if trainer.accelerator.num_processes > 1:  # every process must call the model at the same steps
                 table = torch.tensor([ends], device=trainer.accelerator.device)
                 ends = trainer.accelerator.gather(table).amin(0).tolist()
-        self.set_plan(batches, ends)
+        self.set_plan(batches, ends, layout)
         return batches
 
-    def set_plan(self, batches: list[dict[str, Any]], ends: list[int]) -> None:
+    def set_plan(self, batches: list[dict[str, Any]], ends: list[int], layout: LayoutName = "packed") -> None:
         """
         Replace the plan by that of a new generation batch. Log-probs of the one before are dropped.
 
@@ -91,8 +95,9 @@ class MicroBatchMerger:
             ends (`list[int]`):
                 For each, the index of the last one that may share its forward. Where the list is empty, each has a
                 forward of its own.
+            layout (`str`): the layout of their rows, for which tokens were counted.
         """
-        self._batches, self._ends = batches, ends
+        self._batches, self._ends, self.layout = batches, ends, layout
         self._logps: dict[int, PerTokenLogps] = {}
         self._last = -1
 
@@ -193,7 +198,13 @@ def default_token_budget(batches: list[dict[str, Any]]) -> int:
     return min(prompt_ids.numel() + completion_ids.numel(), MAX_TOKENS)
 
 
-def plan_merges(batches: list[dict[str, Any]], limit: int, share_prompts: bool) -> list[int]:
+def plan_merges(
+    batches: list[dict[str, Any]],
+    limit: int,
+    share_prompts: bool,
+    layout: LayoutName = "packed",
+    needs_last_column: bool = False,
+) -> list[int]:
     """
     Decide which micro-batches of a generation batch may share a forward. None do where a row has holes in its mask:
     such rows keep TRL's padding.
@@ -201,33 +212,66 @@ def plan_merges(batches: list[dict[str, Any]], limit: int, share_prompts: bool) 
     Args:
         batches (`list[dict]`): the micro-batches, all of one width.
         limit (`int`): most tokens that several may have together.
-        share_prompts (`bool`): whether a prompt counts once.
+        share_prompts (`bool`): whether a prompt counts once, in packed rows.
+        layout (`str`): `"packed"` or `"aligned"`, whose rows are as long as the longest of their width.
+        needs_last_column (`bool`): see [`layout_choice.Traits`].
 
     Returns:
         `list[int]`: for each micro-batch, the index of the last one that may share its forward.
     """
     names = ("prompt_ids", "prompt_mask", "completion_mask")
     prompt_ids, prompt_mask, completion_mask = (torch.cat([batch[name] for batch in batches]) for name in names)
-    count = len(prompt_ids)
-    prompts = prompt_group_ids(prompt_ids, prompt_mask) if share_prompts else list(range(count))
+    count, is_packed = len(prompt_ids), layout == "packed"
+    prompts = prompt_group_ids(prompt_ids, prompt_mask) if share_prompts and is_packed else list(range(count))
     holes = _holes(prompt_mask, completion_mask)
-    prompt_lengths, lengths, has_holes = torch.stack([prompt_mask.sum(1), completion_mask.sum(1), holes]).tolist()
+    # Rows that must reach TRL's last column are counted from their first token on
+    columns = (prompt_mask.cumsum(1) > 0).sum(1) + completion_mask.shape[1]
+    counts = torch.stack([prompt_mask.sum(1), completion_mask.sum(1), columns, holes])
+    prompt_lengths, lengths, columns, has_holes = counts.tolist()
     if any(has_holes):
         return list(range(len(batches)))
     sequences_of = torch.arange(count).split([len(batch["prompt_ids"]) for batch in batches])
+    whole = columns if needs_last_column else [sum(pair) for pair in zip(prompt_lengths, lengths, strict=True)]
 
     ends = []
     for start in range(len(batches)):
-        tokens, seen, end = 0, set(), start
+        in_one_width = needs_last_column
+        tokens = _packed_tokens(prompts, prompt_lengths, lengths) if is_packed else _aligned_tokens(whole, in_one_width)
+        end = start
         for index, sequences in enumerate(sequences_of[start:], start):
-            for row in sequences.tolist():
-                tokens += lengths[row] + (0 if prompts[row] in seen else prompt_lengths[row])
-                seen.add(prompts[row])
-            if tokens > limit:
+            if tokens(sequences.tolist()) > limit:
                 break
             end = index
         ends.append(end)
     return ends
+
+
+def _packed_tokens(prompts: list[int], prompt_lengths: list[int], lengths: list[int]) -> Callable[[list[int]], int]:
+    """A function that is given one micro-batch after the other and returns their tokens so far: a prompt's once."""
+    total, seen = 0, set()
+
+    def tokens(sequences: list[int]) -> int:
+        nonlocal total
+        for row in sequences:
+            total += lengths[row] + (0 if prompts[row] in seen else prompt_lengths[row])
+            seen.add(prompts[row])
+        return total
+
+    return tokens
+
+
+def _aligned_tokens(lengths: list[int], in_one_width: bool) -> Callable[[list[int]], int]:
+    """The same for aligned rows, padding included; `in_one_width` where all are as wide as the longest."""
+    so_far: list[int] = []
+    micro_batches = 0
+
+    def tokens(sequences: list[int]) -> int:
+        nonlocal micro_batches
+        micro_batches += 1
+        so_far.extend(lengths[row] for row in sequences)
+        return rows_by_width(so_far, 1 if in_one_width else widths_of(micro_batches))[1]
+
+    return tokens
 
 
 def _holes(prompt_mask: Tensor, completion_mask: Tensor) -> Tensor:

@@ -139,3 +139,47 @@ def split_rows(
         torch.tensor(partition, device=device)
         for partition in balanced_partitions(lengths.tolist(), parts, batch_size, prompts)
     ]
+
+
+def widths_of(micro_batches: int) -> int:
+    """
+    In how many widths the aligned rows of several micro-batches go through the model.
+
+    Each width is a forward. Every process has the same number of micro-batches, hence of forwards: FSDP and ZeRO gather
+    weights in each. Never more than the micro-batches would have alone, and few more for many of them.
+    """
+    return micro_batches.bit_length()
+
+
+def rows_by_width(lengths: list[int], widths: int) -> tuple[list[list[int]], int]:
+    """
+    Group rows by length so that they have the fewest tokens together, where each is as wide as the longest of its
+    group.
+
+    Args:
+        lengths (`list[int]`): tokens of each row.
+        widths (`int`): the number of groups, at most that of the rows. None is empty.
+
+    Returns:
+        `tuple[list[list[int]], int]`: indices of each group, and the tokens, padding included.
+    """
+    count = len(lengths)
+    sizes = torch.tensor(lengths)
+    order = sizes.argsort(descending=True, stable=True)
+    ends = torch.arange(count + 1)
+    in_group = ends.unsqueeze(0) - ends[:-1].unsqueeze(1)  # [rows, ends], rows from the first to before the end
+    never = int(sizes.sum()) * count + count + 1
+    tokens = (sizes[order].unsqueeze(1) * in_group).masked_fill(in_group <= 0, never)
+    best = torch.full((count + 1,), never)  # tokens of the rows before each end
+    best[0] = 0
+    firsts = []  # of each number of groups: where the last one begins that ends at each end
+    for _ in range(widths):
+        best, first = (best[:-1].unsqueeze(1) + tokens).min(0)
+        best = best.clamp(max=never)
+        firsts.append(first)
+    groups, end = [], count
+    for first in reversed(firsts):
+        begin = int(first[end])
+        groups.append(order[begin:end].tolist())
+        end = begin
+    return groups[::-1], int(best[-1])

@@ -38,7 +38,7 @@ from .deferred_ratio import DeferredRatio
 from .eligibility import why_forwards_are_not_shared, why_not_fused, why_padding_may_be_read
 from .engine import LogpsEngine
 from .kl import kl_term, replaces_kl
-from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps
+from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps, can_join_images, images_of
 from .loss_request import build_call_request, build_loss_request, padding_counts
 from .merging import MicroBatchMerger, reducing_gradients
 
@@ -171,9 +171,9 @@ class FusedState:
 
         @wraps(backward)  # so that `replaced_backward` sees whether the user replaced it
         def backward_of_forward(loss: Tensor, **options: Any) -> None:
-            is_padded = any(stats.layout == "padded" for stats in self.stats)
             # Checkpointed layers compute their attention again, which must be as in forward
-            with cudnn_attention_off() if is_padded else nullcontext():
+            is_off = any(stats.leaves_cudnn_off for stats in self.stats)
+            with cudnn_attention_off() if is_off else nullcontext():
                 run = partial(backward, **options)
                 self.merger.backward(loss, self.micro_batch, accelerator.sync_gradients, run)
 
@@ -226,7 +226,7 @@ class FusedState:
             trl_method (`Callable`): TRL's own method.
         """
         trainer = self.trainer
-        if self.deferral.leaves_out(call):
+        if self.deferral.leaves_out(call, trl_method):
             return trl_compat.logps_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
         # An override of this method may ask for other rows than those of the loss
         is_overridden = replaced_method(trainer, ("_get_per_token_logps_and_entropies",)) is not None
@@ -280,9 +280,11 @@ class FusedState:
         group = self.merger.group_of(loss_call.micro_batch, self.steps_left)
         if len(group) == 1:
             return group
-        layout = self.engine.layout(model, reads_padding=padding_counts(self.trainer, loss_call.beta))
+        is_multimodal = bool(images_of(loss_call.micro_batch))
+        layout = self.engine.layout(model, is_multimodal, reads_padding=padding_counts(self.trainer, loss_call.beta))
         # Since the plan, the model may have refused packed rows, or the user may have replaced something
-        return group if why_forwards_are_not_shared(self.trainer, layout) is None else [loss_call.micro_batch]
+        is_as_planned = layout == self.merger.layout and why_forwards_are_not_shared(self.trainer, layout) is None
+        return group if is_as_planned and can_join_images(group) else [loss_call.micro_batch]
 
     def _loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:
         has_aux_loss = trl_compat.has_aux_loss(self.trainer)

@@ -1,4 +1,7 @@
-"""A trial of a model whose code is not known: are its results the same without TRL's padding?"""
+"""
+Trials of a model at its first batch. Does a sequence in a packed row have the hidden states that it has alone? And
+where the model's code is not known: are its results the same without TRL's padding?
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -8,14 +11,99 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError
+from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, HiddenStatesRequest
+from trl_fused_grpo.modeling.layout import Rows
+from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 
 from .customised_model import own_class, row_reader, zero_weight
-from .logps import RowsRefusedError, compute_logps
+from .logps import RowsRefusedError, RowsWithImages, compute_logps, lay_out, run_model
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 
 
 _ROWS_TRIED = 4
+_FIRST_TOKENS = 8  # of a sequence: what leaks into it over a boundary is seen there best
+_MOST_ROUNDING = 0.1  # of hidden states, relative: more than this is no rounding
+_NOISE = 8  # how many times the rounding error a difference must be to count as one
+
+
+def try_packing(
+    call: LogpsArgs, options: LogpsOptions, images: MultimodalInputs | None, on_any_process: Callable[[bool], bool]
+) -> bool:
+    """
+    Compare the hidden states of the shortest sequences of a batch, each alone, with those of the same sequences in one
+    packed row, in the precision that trains, without dropout and without gradient.
+
+    The sequence that stands first in the row shows how much rounding alone makes of it. A model mixes sequences when
+    each of the others differs by more than several times that.
+
+    Args:
+        call ([`LogpsArgs`]): the batch.
+        options ([`LogpsOptions`]): with packed rows.
+        images ([`MultimodalInputs`], *optional*): of the batch.
+        on_any_process (`Callable`): whether a condition holds on any process, so that all decide alike.
+
+    Returns:
+        `bool`: whether the batch could tell. It needs two sequences without holes in their masks.
+
+    Raises:
+        [`CuSeqlensIgnoredError`]: when the model mixes sequences.
+        [`RowsRefusedError`]: when it asks for more of its attention than packed rows give.
+    """
+    selected = call.attention_mask[:, -call.logits_to_keep :].bool()
+    mask, width = call.attention_mask.bool(), call.logits_to_keep
+    padded = Rows(call.input_ids, call.attention_mask, width, selected, selected.any(1))
+    lengths = (mask.sum(1) * selected.any(1)).masked_fill(padded.with_holes(mask), 0)
+    order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
+    tried = sorted(order[:_ROWS_TRIED])
+    if on_any_process(len(tried) < min(_ROWS_TRIED, len(lengths)) or len(tried) < 2):
+        return False
+    alone_options = replace(options, share_prompts=False)
+
+    def hidden_states(rows: list[int], options: LogpsOptions) -> list[Tensor]:
+        index = torch.tensor(rows, device=mask.device)
+        of_rows = None if images is None else RowsWithImages(images, options, call)
+        layout = lay_out(options, call, index, selected[index], of_rows)
+        (hidden,) = run_model(call.model, layout, HiddenStatesRequest())
+        flat = torch.cat([layout.logit_positions[i][selected[row]] for i, row in enumerate(rows)])
+        return hidden.flatten(0, 1)[flat].float().split([int(selected[row].sum()) for row in rows])
+
+    modules = [module for module in call.model.modules() if module.training]
+    with torch.no_grad(), random_states_kept(call.input_ids), _in_evaluation(modules):
+        together = hidden_states(tried, options)
+        alone = [hidden_states([row], alone_options)[0] for row in tried]
+    errors = [_relative_error(mine, other) for mine, other in zip(together, alone, strict=True)]
+    eps = torch.finfo(_compute_dtype(call, options)).eps
+    limit = max(_NOISE * min(errors[0], _MOST_ROUNDING, 1000 * eps), 4 * eps)
+    if on_any_process(not min(errors[1:]) <= limit):
+        raise CuSeqlensIgnoredError(
+            "its hidden states change when other sequences stand before them in the row "
+            f"(by {min(errors[1:]):.1e}, where rounding makes {errors[0]:.1e})"
+        )
+    return True
+
+
+def _relative_error(value: Tensor, reference: Tensor) -> float:
+    """How far hidden states `[n, H]` are from others, over all tokens or over the first few, whichever is more."""
+    squares, sizes = (value - reference).square().sum(1), reference.square().sum(1)
+    parts = (squares.sum(), sizes.sum()), (squares[:_FIRST_TOKENS].sum(), sizes[:_FIRST_TOKENS].sum())
+    return max(float((error / size.clamp(min=1e-30)).sqrt()) for error, size in parts)
+
+
+def _compute_dtype(call: LogpsArgs, options: LogpsOptions) -> torch.dtype:
+    device_type = call.input_ids.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else options.causal_lm.dtype
+
+
+@contextmanager
+def _in_evaluation(modules: Sequence[nn.Module]) -> Generator[None, None, None]:
+    """While it lasts, modules that are in training are not: no dropout, no noise. Nobody's `train()` is called."""
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
 
 
 def try_layout(
@@ -48,9 +136,7 @@ def try_layout(
     difference = _difference_from_padded(call, options)
     if difference is None:
         return
-    device = call.input_ids.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    eps = torch.finfo(dtype or causal_lm.dtype).eps
+    eps = torch.finfo(_compute_dtype(call, options)).eps
     if on_any_process(not difference <= max(1e-3, 32 * eps)):
         raise RowsRefusedError(f"{unknown}, whose code is not known, makes other log-probs of rows without it")
 

@@ -55,6 +55,15 @@ VARIANTS = {
             "max_window_layers": 1,
         },
     ),
+    # Attention that does not go through transformers' interface, so that its rows are aligned
+    "gptj": Family(
+        "GPTJConfig",
+        {
+            **dict.fromkeys(("intermediate_size", "num_key_value_heads")),
+            "rotary_dim": 8,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        },
+    ),
     "gemma3-bidirectional": Family(
         "Gemma3TextConfig",
         {**SLIDING, "use_bidirectional_attention": True, **ALTERNATING},

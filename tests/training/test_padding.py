@@ -1,0 +1,122 @@
+"""Rows with TRL's padding: queries in padding, under which cuDNN's attention returns NaN, get keys to attend to."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional
+from trl import GRPOTrainer
+
+from tests.oracle import relative_error
+from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
+from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo.modeling import padded_attention
+from trl_fused_grpo.training.eligibility import why_padding_is_mixed_in
+
+
+@pytest.fixture(autouse=True)
+def with_cudnn():
+    """As if there were a GPU."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with mock.patch.object(torch.cuda, "is_initialized", return_value=True):
+        yield
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextmanager
+def attention_calls():
+    """Collects whether any query has no key, and whether cuDNN's attention is on, at every call of SDPA."""
+    calls, original = [], functional.scaled_dot_product_attention
+
+    def spy(query, key, value, attn_mask=None, **options):
+        has_masked_queries = attn_mask is not None and not attn_mask.any(-1).all()
+        calls.append((has_masked_queries, torch.backends.cuda.cudnn_sdp_enabled()))
+        return original(query, key, value, attn_mask=attn_mask, **options)
+
+    with mock.patch.object(functional, "scaled_dot_product_attention", spy):
+        yield calls
+
+
+def step(trainer, inputs):
+    """Loss, gradients and attention calls of a training step, backward included."""
+    trainer.model.train()
+    trainer.model.zero_grad()
+    if trainer.args.gradient_checkpointing:  # as `train` does
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._prepare_inputs = lambda examples: dict(inputs)
+    with attention_calls() as calls:
+        loss = trainer.training_step(trainer.model, [], None)
+    return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}, calls
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "falcon-h1", "lfm2"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_padded_queries_attend_to_something_and_change_nothing(tmp_path, kind, checkpointing):
+    inputs = make_inputs(rows=4)
+    options = {"kind": kind, "gradient_checkpointing": checkpointing}
+    stock = make_trainer(tmp_path, GRPOTrainer, **options)
+    expected_loss, expected, stock_calls = step(stock, inputs)
+    assert any(has_masked_queries for has_masked_queries, _ in stock_calls)
+    loss, gradients, calls = step(make_trainer(tmp_path, fused_layout="padded", **options), inputs)
+    assert len(calls) == len(stock_calls)
+    assert set(calls) == {(False, True)}
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-7)
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, expected[name]) < 1e-6, name
+
+
+def test_without_gradient_masks_stay_as_they_are(tmp_path):
+    trainer = make_trainer(tmp_path, fused_layout="padded")
+    with torch.no_grad(), attention_calls() as calls:
+        trainer.compute_loss(trainer.model, make_inputs())
+    assert set(calls) == {(True, True)}
+
+
+def test_masks_that_a_model_builds_by_itself_keep_cudnn_off(tmp_path):
+    """Nobody sees them: neither in the forward nor in the backward that computes layers again."""
+
+    def own_mask(inputs_embeds, attention_mask, **_):
+        width = inputs_embeds.shape[1]
+        return torch.ones(width, width, dtype=torch.bool).tril() & attention_mask.bool()[:, None, None]
+
+    trainer = make_trainer(tmp_path, fused_layout="padded", gradient_checkpointing=True)
+    with mock.patch("transformers.models.llama.modeling_llama.create_causal_mask", own_mask):
+        _, _, calls = step(trainer, make_inputs())
+    assert len(calls) == 4
+    assert set(calls) == {(True, False)}
+
+
+def test_padding_stays_masked_where_it_may_reach_a_sequence(tmp_path):
+    class Unknown(torch.nn.Module):
+        def forward(self, hidden):
+            return hidden
+
+    trainer = make_trainer(tmp_path, fused_layout="padded")
+    assert why_padding_is_mixed_in(trainer.model) is None
+    assert "Unknown" in why_padding_is_mixed_in(torch.nn.Sequential(trainer.model, Unknown()))
+    stateful = make_trainer(tmp_path, kind="falcon-h1", fused_layout="padded")
+    with mock.patch.object(model_compat, "masks_state", return_value=False):
+        assert "state" in why_padding_is_mixed_in(stateful.model)
+    _, _, calls = step(stateful, make_inputs())
+    assert set(calls) == {(True, False)}
+
+
+def test_masks_of_other_kinds_stay_as_they_are():
+    numbers = torch.zeros(1, 1, 2, 2)
+    assert padded_attention.opened(None) is None
+    assert padded_attention.opened(numbers) is numbers
+
+
+@pytest.mark.parametrize("layout", ["padded", "aligned"])
+def test_cudnn_is_as_before_after_a_failure(tmp_path, layout):
+    trainer = make_trainer(tmp_path, fused_layout=layout)
+    with (
+        mock.patch.object(type(trainer.model.model), "forward", side_effect=RuntimeError("out of memory")),
+        pytest.raises(RuntimeError, match="out of memory"),
+    ):
+        loss_and_gradients(trainer, make_inputs())
+    assert torch.backends.cuda.cudnn_sdp_enabled()

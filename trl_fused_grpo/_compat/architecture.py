@@ -1,0 +1,75 @@
+"""
+What a model of transformers is made of: its backbone, the text model in a composite one, layers that carry a state.
+Each entry says what differs between versions of transformers, since when or until when.
+"""
+
+from typing import Any
+
+from packaging.version import Version
+from torch import nn
+from transformers import PreTrainedModel
+
+from .required import TRANSFORMERS
+
+
+# transformers < 5: vision-language models keep their language backbone in `model`
+_TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
+
+# Classes that carry a state without a convolution, and so are not known by their parts
+_STATE_CLASSES = ("LightningAttention", "LinearAttention", "DeltaNet", "GatedDeltaNet")
+
+
+def is_composite(causal_lm: PreTrainedModel) -> bool:
+    """Whether a model holds a text model beside others, such as a vision tower."""
+    return causal_lm.config.get_text_config() is not causal_lm.config
+
+
+def backbone(causal_lm: PreTrainedModel) -> nn.Module:
+    """
+    The part of a causal language model that ends in hidden states.
+
+    Raises:
+        `ValueError`: when the model names none.
+    """
+    module = causal_lm.model if _TRANSFORMERS_4 and is_composite(causal_lm) else causal_lm.base_model
+    if module is causal_lm:  # Llama 4, and Gemma 3 before transformers 5, name a prefix that they do not have
+        module = getattr(causal_lm, "model", causal_lm)
+    if module is causal_lm:
+        raise ValueError(
+            f"{type(causal_lm).__name__} does not name its backbone (base_model_prefix), so its head cannot be "
+            "run apart from it: train with use_liger_loss=False."
+        )
+    return module
+
+
+def text_model(causal_lm: PreTrainedModel) -> nn.Module:
+    """The part of a backbone that has the decoder layers: the backbone itself, or the text model in a composite one."""
+    if not is_composite(causal_lm):
+        return backbone(causal_lm)
+    decoder = causal_lm.get_decoder()
+    return decoder if decoder.get_output_embeddings() is None else backbone(decoder)
+
+
+def modules_beside_text(causal_lm: PreTrainedModel) -> list[nn.Module]:
+    """The parts of a composite model's backbone that are not its text model, such as vision towers; the outermost."""
+    module, text, found = backbone(causal_lm), text_model(causal_lm), []
+    while module is not text:
+        on_path = [child for child in module.children() if any(part is text for part in child.modules())]
+        if not on_path:
+            break
+        found += [child for child in module.children() if child is not on_path[0]]
+        module = on_path[0]
+    return found
+
+
+def carries_state(module: nn.Module) -> bool:
+    """Whether a module of a text model carries a state along the sequence: by a convolution, or by its class."""
+    if type(module).__name__.endswith(_STATE_CLASSES):
+        return True
+    return any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
+
+
+def layer_types(config: Any) -> set[str]:
+    """The kinds of layers that a text configuration names, under the names that families give the option."""
+    names = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    return set(names)

@@ -1,0 +1,79 @@
+"""
+Attention over rows with TRL's padding, whose first queries have no key to attend to.
+
+cuDNN's attention, one of SDPA's kernels, returns NaN gradients for such queries at some widths. They stand in padding,
+and no token of a sequence attends to them, so that they may attend to anything: masks that transformers builds are
+opened for them. Where a model builds its masks by itself, or lets padding into its sequences otherwise than by
+attention, SDPA does not take cuDNN's kernel.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from .attention_watch import WatchedCall
+from .packed_attention import watched_call
+
+
+# Models whose masks were seen to come from transformers
+_MASKS_ARE_SEEN: WeakSet[nn.Module] = WeakSet()
+
+
+class PaddedCall:
+    """
+    A forward over padded rows.
+
+    Attributes:
+        leaves_cudnn_off (`bool`): whether its backward too must not take cuDNN's attention.
+    """
+
+    leaves_cudnn_off = False
+
+
+@contextmanager
+def padded_call(model: nn.Module, opens_masks: bool) -> Generator[PaddedCall, None, None]:
+    """
+    While it lasts, a forward over padded rows is safe from NaN gradients. Without a gradient or CUDA nothing happens.
+
+    Args:
+        model (`nn.Module`): that runs, the same object at every call.
+        opens_masks (`bool`): whether what attention returns at padding may be anything.
+    """
+    call = PaddedCall()
+    if not (torch.is_grad_enabled() and torch.cuda.is_initialized()):
+        yield call
+        return
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+
+    def open_mask(mask: Any) -> Any:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)  # masks are built before the first layer of text
+        _MASKS_ARE_SEEN.add(model)
+        call.leaves_cudnn_off = False
+        return opened(mask)
+
+    call.leaves_cudnn_off = not (opens_masks and model in _MASKS_ARE_SEEN)
+    try:
+        if call.leaves_cudnn_off:
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        with watched_call(WatchedCall(packed=False)) as watched:
+            watched.open_mask = open_mask if opens_masks else None
+            yield call
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+def opened(mask: Any) -> Any:
+    """
+    A mask in which queries without any key attend to all keys.
+
+    Args:
+        mask: bool `[B, 1, L, L]`, true where a query attends to a key. Whatever else there is stays as it is: no mask,
+            that of flex attention, or numbers, of which the least one is no infinity.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        return mask
+    return mask | ~mask.any(-1, keepdim=True)

@@ -1,0 +1,218 @@
+"""
+Layers that carry a state along the sequence (short convolutions, Mamba, gated delta rules), in packed rows.
+
+Such a layer would carry the state of one sequence into the next. So its input is unpacked before it runs, and its
+output is packed again: each sequence gets a row that begins at column zero. A causal layer does not see what stands
+behind a sequence, so that the result is the same, whatever kernel computes it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trl_fused_grpo._compat import architecture
+
+from .attention_watch import PACKED_ARGUMENTS, WatchedCall
+from .forward_override import override_forward, restore_forward
+
+
+# What one more row of a state layer costs, in columns, and one more group of rows, in tokens: a torch implementation
+# walks along the columns in a loop, and every group begins the loop anew
+COLUMN_COST, GROUP_COST = 8, 2048
+MOST_PARTS = 48  # more sequences than these are grouped a few at a time: finding the best groups takes the square
+
+# The call that watches the decoder layer which runs: its state layer need not get the layer's keyword arguments
+_layer_call: ContextVar[WatchedCall | None] = ContextVar("layer_call", default=None)
+_LAYERS: WeakKeyDictionary[PreTrainedModel, tuple[list[nn.Module], list[nn.Module]]] = WeakKeyDictionary()
+
+
+class SequenceRows:
+    """
+    Rows of their own for the sequences of a packed row, in groups of similar length.
+
+    Args:
+        lengths (`Sequence[int]`): tokens of each sequence in the packed row, `S` in all.
+        device (`torch.device`): of the row.
+        most_groups (`int`, *optional*): how many groups there may be.
+
+    Attributes:
+        indices (`list[Tensor]`):
+            For each group `[n, W]`: which token of the packed row stands where. Behind a sequence its last token
+            stands again, up to the length of the longest.
+        places (`Tensor`): `[S]`: where each token stands in the flat rows of all groups, one after the other.
+        count (`int`): of places in these rows.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, most_groups: int | None = None):
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        indices, places, self.count = [], torch.empty(int(starts[-1]), dtype=torch.long), 0
+        for group in length_groups(lengths, most_groups):
+            width = max(lengths[i] for i in group)
+            columns = torch.arange(width)
+            of_group = torch.tensor([lengths[i] for i in group]).unsqueeze(1)  # [n, 1]
+            index = starts[group].unsqueeze(1) + columns.minimum(of_group - 1)  # [n, W]
+            is_token = columns < of_group
+            places[index[is_token]] = self.count + is_token.flatten().nonzero().squeeze(1)
+            self.count += index.numel()
+            indices.append(index.to(device, non_blocking=True))
+        self.indices, self.places = indices, places.to(device, non_blocking=True)
+
+    def unpack(self, value: Any) -> list[Any]:
+        """An argument of the layer for each group: tensors `[1, S, ...]` as rows `[n, W, ...]`, others as they are."""
+        if isinstance(value, Tensor) and value.shape[:2] == (1, len(self.places)):
+            return list(_Unpack.apply(value, self))
+        if type(value) in (tuple, list):
+            parts = [self.unpack(part) for part in value]
+            return [type(value)(part[group] for part in parts) for group in range(self.groups)]
+        return [value] * self.groups
+
+    @property
+    def groups(self) -> int:
+        return len(self.indices)
+
+    def pack(self, results: list[Any]) -> Any:
+        """What the layer returned for each group as it would return it for the packed row: tensors `[1, S, ...]`."""
+        first = results[0]
+        if isinstance(first, Tensor) and first.shape[:2] == self.indices[0].shape:
+            return _Pack.apply(self, *results)
+        if type(first) in (tuple, list):
+            return type(first)(map(self.pack, map(list, zip(*results, strict=True))))
+        return first
+
+
+class _Unpack(torch.autograd.Function):
+    """Rows of each group from a packed row; what stands behind a sequence gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, packed: Tensor, rows: SequenceRows) -> tuple[Tensor, ...]:
+        ctx.rows = rows
+        return tuple(packed[0][index] for index in rows.indices)
+
+    @staticmethod
+    def backward(ctx, *grads: Any) -> tuple[Tensor, None]:
+        flat = torch.cat([grad.flatten(0, 1) for grad in grads])
+        return flat.index_select(0, ctx.rows.places).unsqueeze(0), None
+
+
+class _Pack(torch.autograd.Function):
+    """The packed row from the rows of each group."""
+
+    @staticmethod
+    def forward(ctx, rows: SequenceRows, *results: Tensor) -> Tensor:
+        ctx.rows = rows
+        return torch.cat([result.flatten(0, 1) for result in results]).index_select(0, rows.places).unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx, *grads: Any) -> tuple[Tensor | None, ...]:
+        rows, grad = ctx.rows, grads[0][0]
+        flat = grad.new_zeros(rows.count, *grad.shape[1:]).index_copy_(0, rows.places, grad)
+        parts = flat.split([index.numel() for index in rows.indices])
+        return None, *(part.unflatten(0, index.shape) for part, index in zip(parts, rows.indices, strict=True))
+
+
+def length_groups(lengths: Sequence[int], most: int | None = None) -> list[list[int]]:
+    """
+    Partition sequences into groups of similar length, so that rows as long as the longest of each cost least.
+
+    Args:
+        lengths (`Sequence[int]`): of the sequences.
+        most (`int`, *optional*): how many groups there may be.
+
+    Returns:
+        `list[list[int]]`: indices of each group, the longest first.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    if most == 1:
+        return [order]
+    step = -(-len(order) // MOST_PARTS)
+    parts = [order[start : start + step] for start in range(0, len(order), step)]
+    # The least cost of the first `end` parts, and where their last group begins
+    best: list[tuple[int, int]] = [(0, 0)]
+    for end in range(1, len(parts) + 1):
+        costs = []
+        for begin in range(end):
+            rows = sum(map(len, parts[begin:end]))
+            costs.append((best[begin][0] + lengths[parts[begin][0]] * (rows + COLUMN_COST) + GROUP_COST, begin))
+        best.append(min(costs))
+    groups: list[list[int]] = []
+    end = len(parts)
+    while end:
+        begin = best[end][1]
+        groups.insert(0, [i for part in parts[begin:end] for i in part])
+        end = begin
+    return groups
+
+
+def state_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a model that carry a state along the sequence, as far as they are known here."""
+    return _layers(causal_lm)[0]
+
+
+def _layers(causal_lm: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The state layers of a model, and the decoder layers that they are in."""
+    if causal_lm not in _LAYERS:  # a walk over all modules takes as long as a layer
+        names = dict(architecture.text_model(causal_lm).named_modules())
+        found: dict[str, nn.Module] = {}
+        for name, module in names.items():  # outer modules come first
+            if architecture.carries_state(module) and not any(name.startswith(f"{outer}.") for outer in found):
+                found[name] = module
+        parents = [names[name.rpartition(".")[0]] for name in found]
+        _LAYERS[causal_lm] = list(found.values()), parents
+    return _LAYERS[causal_lm]
+
+
+def install_unpacking(causal_lm: PreTrainedModel) -> None:
+    """Have the state layers of a model run unpacked wherever they are called with packed rows. Idempotent."""
+    layers, parents = _layers(causal_lm)
+    for module in parents:
+        override_forward(module, _remember_call)
+    for module in layers:
+        override_forward(module, _run_unpacked)
+
+
+def uninstall_unpacking(causal_lm: PreTrainedModel) -> None:
+    """Undo [`install_unpacking`]. Idempotent."""
+    for modules in _layers(causal_lm):
+        for module in modules:
+            restore_forward(module)
+
+
+def _remember_call(layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    # The keyword arguments come back when a checkpointed layer is computed again
+    call = kwargs.get("watched")
+    if call is None:
+        return original(*args, **kwargs)
+    token = _layer_call.set(call)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _layer_call.reset(token)
+
+
+def _run_unpacked(layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    call = _layer_call.get()
+    if call is None:
+        return original(*args, **kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in PACKED_ARGUMENTS}
+    rows = _rows_of(call, layer)
+    columns = [rows.unpack(value) for value in (*args, *kwargs.values())]
+    results = []
+    for group in range(rows.groups):
+        values = [column[group] for column in columns]
+        named = dict(zip(kwargs, values[len(args) :], strict=True))
+        results.append(original(*values[: len(args)], **named))
+    return rows.pack(results)
+
+
+def _rows_of(call: WatchedCall, layer: nn.Module) -> SequenceRows:
+    parameter = next(layer.parameters())
+    if parameter.device not in call.memo:
+        # ZeRO-3 gathers weights whenever a module is called, so that it must be called as often on every process
+        most_groups = 1 if hasattr(parameter, "ds_id") else None
+        call.memo[parameter.device] = SequenceRows(call.lengths, parameter.device, most_groups)
+    return call.memo[parameter.device]
