@@ -1,6 +1,6 @@
 """Families of text alone whose layers mix tokens by attention, and whose other parts are dense."""
 
-from .family import ALTERNATING, EOS_ID, SHAPE, SLIDING, VOCAB_SIZE, Family
+from .family import ALTERNATING, EOS_ID, SCALED_BY_POSITION, SHAPE, SLIDING, VOCAB_SIZE, Family
 
 
 ATTENTION_FAMILIES = {
@@ -34,7 +34,7 @@ ATTENTION_FAMILIES = {
     "olmo3": Family("Olmo3Config", {"sliding_window": 4, **ALTERNATING}),
     "exaone4": Family("Exaone4Config", {**SLIDING, **ALTERNATING}),
     "hunyuan": Family("HunYuanDenseV1Config", {"head_dim": 16}),
-    "ministral3": Family("Ministral3Config", {"head_dim": 16}),
+    "ministral3": Family("Ministral3Config", {"head_dim": 16, **SCALED_BY_POSITION}),
     "phi4": Family("Phi3Config", {"sliding_window": None}),  # the class that Phi-4's checkpoints name
     "gpt2": Family(
         "GPT2Config",

@@ -1,7 +1,7 @@
 """Families of a text model with a vision tower, whose image tokens have positions like words."""
 
 from .experts import GROUPED, LATENT
-from .family import EOS_ID, IMAGE_ID, SLIDING, VOCAB_SIZE, Family
+from .family import EOS_ID, IMAGE_ID, SCALED_BY_POSITION, SLIDING, VOCAB_SIZE, Family
 
 
 _TOWER = {
@@ -53,6 +53,7 @@ COMPOSITE_FAMILIES = {
         images="typed-pixels",
         vision=_TOWER,
         composite={"mm_tokens_per_image": 4, "image_token_index": IMAGE_ID},
+        stock_fails="`token_type_ids` is required as a model input when training",  # text alone, transformers 5.3
         flat=("k_proj.bias",),  # without rotary positions it adds the same to all attention logits of a query
     ),
     "gemma4": Family(
@@ -90,7 +91,14 @@ COMPOSITE_FAMILIES = {
     ),
     "mistral4": Family(
         "Mistral3Config",
-        {"model_type": "mistral4", **GROUPED, **LATENT, "first_k_dense_replace": 1, "tie_word_embeddings": False},
+        {
+            "model_type": "mistral4",
+            **SCALED_BY_POSITION,
+            **GROUPED,
+            **LATENT,
+            "first_k_dense_replace": 1,
+            "tie_word_embeddings": False,
+        },
         images="padded-pixels",
         vision=_PIXTRAL,
         composite={"image_token_index": IMAGE_ID, "tie_word_embeddings": False},

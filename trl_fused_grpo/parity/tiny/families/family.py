@@ -28,6 +28,16 @@ SHAPE: dict[str, Any] = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
 SLIDING = {"head_dim": 16, "sliding_window": 4}
+# Queries grow with the position, every eight tokens
+SCALED_BY_POSITION = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.1,
+    }
+}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 

@@ -17,7 +17,9 @@ DELTA_AND_ATTENTION = {
 }
 
 STATE_FAMILIES = {
-    "falcon-h1": Family("FalconH1Config", {"lm_head_multiplier": 0.5, "mamba_d_ssm": 128, **_MAMBA}, scale=0.5),
+    "falcon-h1": Family(
+        "FalconH1Config", {"lm_head_multiplier": 0.5, "mamba_d_ssm": 128, "mamba_chunk_size": 16, **_MAMBA}, scale=0.5
+    ),
     "lfm2": Family("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}),
     "lfm2-moe": Family(
         "Lfm2MoeConfig",
