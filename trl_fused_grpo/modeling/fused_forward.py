@@ -46,6 +46,11 @@ class FusedRequest:
             Whether the head computes in float32 outside autocast.
         aux_loss (`bool`):
             Whether to return the load-balancing loss of a Mixture-of-Experts model too.
+        forwards (`list[dict]`, *optional*):
+            Keyword arguments for each of several runs of the backbone, in place of those that the model is called with.
+            The head runs once, over the hidden states `[S, H]` of all, one after the other. All in one call of the
+            model's wrappers: DDP prepares for one backward after each call, and looks for unused parameters in what it
+            returns.
         options:
             Further keyword arguments of [`fused_linear_logps`].
     """
@@ -59,11 +64,12 @@ class FusedRequest:
         logit_positions: Tensor | None = None,
         fp32: bool = False,
         aux_loss: bool = False,
+        forwards: list[dict[str, Any]] | None = None,
         **options: Any,
     ):
         self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions
         self.temperature, self.forecast, self.fp32, self.aux_loss = temperature, forecast, fp32, aux_loss
-        self.options = options
+        self.forwards, self.options = forwards, options
         self.stats = FusedStats()
         self.attention_layers: int | None = None
 
@@ -77,8 +83,12 @@ class FusedRequest:
         if self.aux_loss or getattr(config, "output_router_logits", False):
             model_inputs["output_router_logits"] = True
         model_inputs["use_cache"] = False
-        outputs = model_compat.backbone(causal_lm)(**model_inputs)
-        logps, entropies = self._run_head(causal_lm, outputs.last_hidden_state)
+        backbone = model_compat.backbone(causal_lm)
+        *others, outputs = [backbone(**{**model_inputs, **inputs}) for inputs in self.forwards or [{}]]
+        hidden = outputs.last_hidden_state
+        if others:
+            hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in (*others, outputs)]).unsqueeze(0)
+        logps, entropies = self._run_head(causal_lm, hidden)
         results = (logps,) if entropies is None else (logps, entropies)
         if self.aux_loss:
             results += (load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
@@ -137,23 +147,6 @@ class FusedRequest:
             **self.options,
         )
         return logps.to(targets.device), None if entropies is None else entropies.to(targets.device)
-
-
-class FusedForwards:
-    """
-    Several forwards of a model in one call of its wrappers, for one backward: DDP prepares for one backward after each
-    call, and looks for unused parameters in what that call returns.
-
-    Args:
-        forwards (`list[tuple[FusedRequest, dict]]`): a request and the model's keyword arguments for each.
-    """
-
-    def __init__(self, forwards: list[tuple[FusedRequest, dict[str, Any]]]):
-        self.forwards = forwards
-
-    def __call__(self, causal_lm: PreTrainedModel, **_: Any) -> tuple[Tensor, ...]:
-        """Run them one after the other, and return the results of all in one tuple."""
-        return tuple(result for request, inputs in self.forwards for result in request(causal_lm, **inputs))
 
 
 @dataclass(frozen=True)
