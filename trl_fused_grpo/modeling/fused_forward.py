@@ -48,9 +48,8 @@ class FusedRequest:
             Whether to return the load-balancing loss of a Mixture-of-Experts model too.
         forwards (`list[dict]`, *optional*):
             Keyword arguments for each of several runs of the backbone, in place of those that the model is called with.
-            The head runs once, over the hidden states `[S, H]` of all, one after the other. All in one call of the
-            model's wrappers: DDP prepares for one backward after each call, and looks for unused parameters in what it
-            returns.
+            The head runs once, over the hidden states `[S, H]` of all, one after the other. Each run has a backward of
+            its own, within that of the loss.
         options:
             Further keyword arguments of [`fused_linear_logps`].
     """
@@ -87,7 +86,8 @@ class FusedRequest:
         *others, outputs = [backbone(**{**model_inputs, **inputs}) for inputs in self.forwards or [{}]]
         hidden = outputs.last_hidden_state
         if others:
-            hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in (*others, outputs)]).unsqueeze(0)
+            runs = [output.last_hidden_state.flatten(0, 1) for output in (*others, outputs)]
+            hidden = torch.cat([with_own_backward(run) for run in runs]).unsqueeze(0)
         logps, entropies = self._run_head(causal_lm, hidden)
         results = (logps,) if entropies is None else (logps, entropies)
         if self.aux_loss:
@@ -164,6 +164,29 @@ class DistantForecast:
         moved = None if entropies is None else entropies.to(self.device)
         grad_logps, grad_entropies = self.forecast(rows, logps.to(self.device), moved)
         return grad_logps.to(logps.device), None if grad_entropies is None else grad_entropies.to(logps.device)
+
+
+class _OwnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, detached: Tensor, results: list[Tensor]) -> Tensor:
+        (ctx.result,) = results  # in a list, so that it is no input of this function
+        return detached.view_as(detached)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        result, ctx.result = ctx.result, None
+        torch.autograd.backward(result, grads)
+        return None, None
+
+
+def with_own_backward(result: Tensor) -> Tensor:
+    """
+    The same values, with a backward of their own within the backward of what is computed from them. The gradients that
+    several uses give a parameter are added as they come; in one backward each waits, in memory, for those of all.
+    """
+    if not (torch.is_grad_enabled() and result.requires_grad):
+        return result
+    return _OwnBackward.apply(result.detach().requires_grad_(), [result])
 
 
 def as_complex(result: Tensor) -> Tensor:

@@ -208,6 +208,7 @@ class LogpsEngine:
             forces_layout=self.options.forces_layout,
             needs_last_column=needs_last_column,
             runs_sdpa=model_compat.attention_implementation(causal_lm.config) == "sdpa",
+            processes=self.trainer.accelerator.num_processes,
         )
 
     def _passes_trial(self, causal_lm: PreTrainedModel, call: LogpsArgs, options: LogpsOptions) -> bool:

@@ -65,7 +65,7 @@ def compute_logps(
 def _compute_in_widths(logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs) -> PerTokenLogps:
     """The same for aligned rows of several micro-batches: a run of the backbone for each width, and one of the head."""
     assert logps_request.micro_batch is not None, "there is more than one micro-batch"
-    widths = widths_of(len(call.input_ids) // logps_request.micro_batch)
+    widths = widths_of(len(call.input_ids) // logps_request.micro_batch, options.processes)
     groups, _ = rows_by_width(call.attention_mask.sum(1).tolist(), widths)
     everything = torch.arange(len(call.input_ids), device=call.input_ids.device)
     sub_batch = SubBatch(logps_request, everything)

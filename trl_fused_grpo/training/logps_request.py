@@ -108,6 +108,7 @@ class LogpsOptions:
         forces_layout (`bool`): whether the layout was asked for, so that no other may stand in for it.
         needs_last_column (`bool`): see [`layout_choice.Traits`].
         runs_sdpa (`bool`): whether attention goes through SDPA, where it is watched.
+        processes (`int`): how many train together.
     """
 
     temperature: float
@@ -119,6 +120,7 @@ class LogpsOptions:
     forces_layout: bool = False
     needs_last_column: bool = False
     runs_sdpa: bool = True
+    processes: int = 1
 
 
 @dataclass
