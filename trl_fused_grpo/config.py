@@ -178,9 +178,9 @@ class FusedGRPOConfig(GRPOConfig):
             random, where the loss does not depend on it. Logged means over micro-batches (`entropy`, `kl`,
             `clip_ratio/*`) do depend on it. Worth it where micro-batches do not share forwards.
         fused_max_tokens_per_forward (`int`, *optional*):
-            Run packed micro-batches of an accumulation window through the model together, up to this many tokens. Each
-            keeps a loss of its own. Defaults to the size of TRL's padded micro-batch, at most 16,384. 0 runs each
-            alone, in the least memory.
+            Run packed or aligned micro-batches of an accumulation window through the model together, up to this many
+            tokens, which for aligned rows include their padding. Each keeps a loss of its own. Defaults to the size of
+            TRL's padded micro-batch, at most 16,384. 0 runs each alone, in the least memory.
         fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
             metric then covers the others only.

@@ -76,7 +76,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         - While packed or aligned rows run, and while a graph of packed rows lives that may be run backward,
           transformers' `"sdpa"` attention and its mask functions are replaced by functions that do the same for all
           other calls. Undone with the last such graph. Here garbage is collected, so that none is left by accident.
-        - While rows with TRL's padding run on CUDA, cuDNN's attention is off. Undone after each call.
+        - While rows with TRL's padding are trained on CUDA, transformers' mask functions are replaced as well, and
+          cuDNN's attention is off until a mask is built. Undone after each call.
         - While a training step runs, the accelerator's `backward` is replaced, and with another `kl_estimator` than
           TRL's the trainer's `beta` is zero within the loss. Undone after each.
         - In the constructor `args.use_liger_kernel` is off, and TRL's check for an adapter on the output projection

@@ -9,7 +9,7 @@ RANKS = 2
 STEPS = 3
 ACCUMULATION = 2
 ROWS = 3  # completions to a micro-batch of one rank
-SHARED = ("shared-forward", "shared-widths")
+SHARED = ("shared-forward", "shared-aligned")
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Run:
         case (`str`):
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer computes
             old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
-            generation batch, and the micro-batches of an accumulation window share a forward; `"shared-widths"`: the
-            same with aligned rows, in a forward for each width. Or one of [`adapters.HEADS`] and
+            generation batch, and the micro-batches of an accumulation window share a forward; `"shared-aligned"`: the
+            same with aligned rows. Or one of [`adapters.HEADS`] and
             [`adapters.TOGETHER`].
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, or `"misled"`: fused, and

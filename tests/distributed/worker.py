@@ -100,7 +100,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     """
     shares_forwards = run.case in SHARED and run.trainer == "fused"
     options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
-    options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-widths" else {}
+    options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-aligned" else {}
     args = (FusedGRPOConfig if shares_forwards else GRPOConfig)(
         output_dir=str(folder / "output"),
         per_device_train_batch_size=len(batches[0]["completion_ids"]),
@@ -121,7 +121,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
         disable_tqdm=True,
         use_liger_loss=run.trainer not in ("stock", "dense"),
         # Without it DDP looks for parameters that get no gradient
-        gradient_checkpointing=not ((run.head and run.head.keeps_activations) or run.case == "shared-widths"),
+        gradient_checkpointing=not ((run.head and run.head.keeps_activations) or run.case == "shared-aligned"),
         model_init_kwargs={"dtype": "float32", "device_map": None},
         **options,
     )

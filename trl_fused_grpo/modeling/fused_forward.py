@@ -63,6 +63,10 @@ class FusedRequest:
             Whether the head computes in float32 outside autocast.
         aux_loss (`bool`):
             Whether to return the load-balancing loss of a Mixture-of-Experts model too.
+        forwards (`list[dict]`, *optional*):
+            Keyword arguments for each of several runs of the backbone, in place of those that the model is called with.
+            The head runs once, over the hidden states `[S, H]` of all, one after the other. Each run has a backward of
+            its own, within that of the loss.
         options:
             Further keyword arguments of [`fused_linear_logps`].
     """
@@ -76,11 +80,12 @@ class FusedRequest:
         logit_positions: Tensor | None = None,
         fp32: bool = False,
         aux_loss: bool = False,
+        forwards: list[dict[str, Any]] | None = None,
         **options: Any,
     ):
         self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions
         self.temperature, self.forecast, self.fp32, self.aux_loss = temperature, forecast, fp32, aux_loss
-        self.options = options
+        self.forwards, self.options = forwards, options
         self.stats = FusedStats()
 
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
@@ -88,8 +93,12 @@ class FusedRequest:
         asks_for_routers = self.aux_loss or getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
         if asks_for_routers:
             model_inputs["output_router_logits"] = True
-        outputs = run_backbone(causal_lm, model_inputs)
-        logps, entropies = self._run_head(causal_lm, outputs.last_hidden_state)
+        *others, outputs = [run_backbone(causal_lm, {**model_inputs, **inputs}) for inputs in self.forwards or [{}]]
+        hidden = outputs.last_hidden_state
+        if others:
+            runs = [output.last_hidden_state.flatten(0, 1) for output in (*others, outputs)]
+            hidden = torch.cat([with_own_backward(run) for run in runs]).unsqueeze(0)
+        logps, entropies = self._run_head(causal_lm, hidden)
         results = (logps,) if entropies is None else (logps, entropies)
         if self.aux_loss:
             results += (load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
@@ -137,23 +146,6 @@ class FusedRequest:
         return logps.to(targets.device), None if entropies is None else entropies.to(targets.device)
 
 
-class FusedForwards:
-    """
-    Several forwards of a model in one call of its wrappers, for one backward: DDP prepares for one backward after each
-    call, and looks for unused parameters in what that call returns.
-
-    Args:
-        forwards (`list[tuple[FusedRequest, dict]]`): a request and the model's keyword arguments for each.
-    """
-
-    def __init__(self, forwards: list[tuple[FusedRequest, dict[str, Any]]]):
-        self.forwards = forwards
-
-    def __call__(self, causal_lm: PreTrainedModel, **_: Any) -> tuple[Tensor, ...]:
-        """Run them one after the other, and return the results of all in one tuple."""
-        return tuple(result for request, inputs in self.forwards for result in request(causal_lm, **inputs))
-
-
 @dataclass(frozen=True)
 class DistantForecast:
     """A [`Forecast`] whose tensors are on another `device` than the head."""
@@ -169,6 +161,29 @@ class DistantForecast:
         moved = None if entropies is None else entropies.to(self.device)
         grad_logps, grad_entropies = self.forecast(rows, logps.to(self.device), moved)
         return grad_logps.to(logps.device), None if grad_entropies is None else grad_entropies.to(logps.device)
+
+
+class _OwnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, detached: Tensor, results: list[Tensor]) -> Tensor:
+        (ctx.result,) = results  # in a list, so that it is no input of this function
+        return detached.view_as(detached)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        result, ctx.result = ctx.result, None
+        torch.autograd.backward(result, grads)
+        return None, None
+
+
+def with_own_backward(result: Tensor) -> Tensor:
+    """
+    The same values, with a backward of their own within the backward of what is computed from them. The gradients that
+    several uses give a parameter are added as they come; in one backward each waits, in memory, for those of all.
+    """
+    if not (torch.is_grad_enabled() and result.requires_grad):
+        return result
+    return _OwnBackward.apply(result.detach().requires_grad_(), [result])
 
 
 def as_complex(result: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling.checkpointing import reenters
 from trl_fused_grpo.modeling.output_projection import has_adapter
 
 from .customisation import MICRO_BATCH_METHODS, replaced_backward, replaced_behind, replaced_method, watching_callback
@@ -112,9 +111,6 @@ def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
         return f"{backward} may see the loss of each micro-batch"
     if layout == "padded":
         return "rows keep TRL's padding"
-    if layout == "aligned" and trainer.accelerator.num_processes > 1 and reenters(trainer.model):
-        # Each width has a forward, and DDP refuses gradients that come in several parts
-        return "with reentrant checkpointing gradients of aligned rows come in several parts"
     if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss is computed in each micro-batch"
     if trainer.is_deepspeed_enabled and trl_compat.DEEPSPEED_STEPS_WITH_BACKWARD:

@@ -220,6 +220,7 @@ class LogpsEngine:
             share_prompts=self.shares_prompts(call.model),
             forces_layout=self.options.forces_layout,
             needs_last_column=needs_last_column,
+            processes=self.trainer.accelerator.num_processes,
         )
 
     def _passes_trial(

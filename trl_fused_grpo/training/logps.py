@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from trl_fused_grpo.modeling import layout as layouts
 from trl_fused_grpo.modeling.attention_watch import WatchedCall
-from trl_fused_grpo.modeling.fused_forward import FusedForwards, FusedRequest
+from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.modeling.layout import HolesError, Layout
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.packed_attention import watched_call
@@ -53,7 +53,7 @@ def compute_logps(
     if images is not None and not images.are_known_by_row:
         options, size = _padded(options, "which images belong to which row is not known"), len(call.input_ids)
     if options.layout == "aligned" and logps_request.micro_batch is not None:
-        return _compute_together(logps_request, options, call)
+        return _compute_in_widths(logps_request, options, call)
     parts = split_rows(call.input_ids, call.attention_mask, call.logits_to_keep, size, options.layout, share_prompts)
     rows_of_images = None if images is None else RowsWithImages(images, options, call)
     results = []
@@ -67,30 +67,28 @@ def compute_logps(
     return _in_order(results, torch.cat(parts).argsort())
 
 
-def _compute_together(logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs) -> PerTokenLogps:
-    """The same for aligned rows of several micro-batches, in few widths and in one call of the model's wrappers."""
+def _compute_in_widths(logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs) -> PerTokenLogps:
+    """The same for aligned rows of several micro-batches: a run of the backbone for each width, and one of the head."""
     assert logps_request.micro_batch is not None, "there is more than one micro-batch"
-    widths = widths_of(len(call.input_ids) // logps_request.micro_batch)
+    widths = widths_of(len(call.input_ids) // logps_request.micro_batch, options.processes)
     groups, _ = rows_by_width(call.attention_mask.sum(1).tolist(), widths)
-    parts = [torch.tensor(group, device=call.input_ids.device) for group in groups]
-    sub_batches = [SubBatch(logps_request, rows) for rows in parts]
-    forwards = []
-    for rows, sub_batch in zip(parts, sub_batches, strict=True):
-        layout = lay_out(options, call, rows, sub_batch.selected)
-        request = _fused_request(sub_batch, layout, options, call, rows, logps_request.entropy_grad)
-        request.stats.layout = layout.name
-        forwards.append((request, layout.model_inputs))
-    with watched_call(WatchedCall(packed=False)) as watched:
-        values = [result.real for result in call.model(fused=FusedForwards(forwards))]
-    if watched.reason is not None:
-        raise RowsRefusedError(watched.reason)
-    of_each = 1 + call.compute_entropy
-    means = torch.cat(values[1::of_each]).detach().mean() if call.compute_entropy else None
-    results = [
-        sub_batch.in_place(tuple(values[i * of_each : (i + 1) * of_each]), call.compute_entropy, request.stats, means)
-        for i, (sub_batch, (request, _)) in enumerate(zip(sub_batches, forwards, strict=True))
-    ]
-    return _in_order(results, torch.cat(parts).argsort())
+    everything = torch.arange(len(call.input_ids), device=call.input_ids.device)
+    sub_batch = SubBatch(logps_request, everything)
+    logit_positions = torch.zeros_like(call.completion_ids)  # [B, T], in the hidden states of all groups
+    forwards, tokens = [], 0
+    for group in groups:
+        rows = everything[group]
+        layout = lay_out(options, call, rows, sub_batch.selected[rows])
+        assert layout.logit_positions is not None, "the plan leaves micro-batches with holes alone"
+        logit_positions[rows] = layout.logit_positions + tokens
+        tokens += layout.model_inputs["input_ids"].numel()
+        forwards.append(layout.model_inputs)
+    layout = Layout("aligned", {}, logit_positions)
+    request = _fused_request(sub_batch, layout, options, call, everything, logps_request.entropy_grad)
+    request.forwards = forwards
+    values = run_model(call.model, layout, request)
+    request.stats.layout = layout.name
+    return sub_batch.in_place(values, call.compute_entropy, request.stats)
 
 
 def lay_out(

@@ -137,6 +137,7 @@ class LogpsOptions:
         share_prompts (`bool`): whether a prompt stands in a packed row once.
         forces_layout (`bool`): whether the layout was asked for, so that no other may stand in for it.
         needs_last_column (`bool`): see [`layout_choice.Traits`].
+        processes (`int`): how many train together.
     """
 
     causal_lm: PreTrainedModel
@@ -148,6 +149,7 @@ class LogpsOptions:
     share_prompts: bool
     forces_layout: bool = False
     needs_last_column: bool = False
+    processes: int = 1
 
 
 @dataclass

@@ -79,8 +79,10 @@ class MicroBatchMerger:
         if _is_possible(asked_for, why_forwards_are_not_shared(trainer, layout)):
             max_tokens = default_token_budget(batches) if max_tokens is None else max_tokens
             needs_last_column = traits(self.engine.causal_lm(trainer.model)).needs_last_column
-            ends = plan_merges(batches, max_tokens, shares_prompts, layout, needs_last_column)
-            if trainer.accelerator.num_processes > 1:  # every process must call the model at the same steps
+            processes = trainer.accelerator.num_processes
+            in_one_width = needs_last_column or processes > 1
+            ends = plan_merges(batches, max_tokens, shares_prompts, layout, needs_last_column, in_one_width)
+            if processes > 1:  # every process must call the model at the same steps
                 table = torch.tensor([ends], device=trainer.accelerator.device)
                 ends = trainer.accelerator.gather(table).amin(0).tolist()
         self.set_plan(batches, ends, layout)
@@ -204,6 +206,7 @@ def plan_merges(
     share_prompts: bool,
     layout: LayoutName = "packed",
     needs_last_column: bool = False,
+    in_one_width: bool = False,
 ) -> list[int]:
     """
     Decide which micro-batches of a generation batch may share a forward. None do where a row has holes in its mask:
@@ -215,6 +218,7 @@ def plan_merges(
         share_prompts (`bool`): whether a prompt counts once, in packed rows.
         layout (`str`): `"packed"` or `"aligned"`, whose rows are as long as the longest of their width.
         needs_last_column (`bool`): see [`layout_choice.Traits`].
+        in_one_width (`bool`): whether aligned rows are counted as wide as the longest of all.
 
     Returns:
         `list[int]`: for each micro-batch, the index of the last one that may share its forward.
@@ -235,7 +239,6 @@ def plan_merges(
 
     ends = []
     for start in range(len(batches)):
-        in_one_width = needs_last_column
         tokens = _packed_tokens(prompts, prompt_lengths, lengths) if is_packed else _aligned_tokens(whole, in_one_width)
         end = start
         for index, sequences in enumerate(sequences_of[start:], start):

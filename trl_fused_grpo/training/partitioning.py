@@ -141,14 +141,15 @@ def split_rows(
     ]
 
 
-def widths_of(micro_batches: int) -> int:
+def widths_of(micro_batches: int, processes: int = 1) -> int:
     """
-    In how many widths the aligned rows of several micro-batches go through the model.
+    In how many widths the aligned rows of several micro-batches go through the model, each in a run of its own.
 
-    Each width is a forward. Every process has the same number of micro-batches, hence of forwards: FSDP and ZeRO gather
-    weights in each. Never more than the micro-batches would have alone, and few more for many of them.
+    They are never more than the micro-batches, and few more for many of them. Several processes have one: in a backward
+    for each run, DDP would reduce gradients that are not complete, and in one backward for all, FSDP would hold whole
+    gradients of every layer.
     """
-    return micro_batches.bit_length()
+    return micro_batches.bit_length() if processes == 1 else 1
 
 
 def rows_by_width(lengths: list[int], widths: int) -> tuple[list[list[int]], int]:

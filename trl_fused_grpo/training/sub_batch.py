@@ -41,9 +41,7 @@ class SubBatch:
         in_batch = rows[self.positions // width] * width + self.positions % width  # [N], flat in [B, T]
         self.forecast = forecast.at(in_batch, grad_rows)
 
-    def in_place(
-        self, results: tuple[Tensor, ...], has_entropies: bool, stats: FusedStats, mean_entropy: Tensor | None = None
-    ) -> PerTokenLogps:
+    def in_place(self, results: tuple[Tensor, ...], has_entropies: bool, stats: FusedStats) -> PerTokenLogps:
         """
         Put results back to where they belong in `[b, T]`.
 
@@ -53,8 +51,6 @@ class SubBatch:
                 were asked for.
             has_entropies (`bool`): whether there are entropies.
             stats ([`FusedStats`]): of the call.
-            mean_entropy (`Tensor`, *optional*):
-                A scalar, which stands at sequences that were left out. By default the mean of these results.
         """
         values = iter(results)
         logps = self._scatter(next(values), self._fill)
@@ -64,8 +60,7 @@ class SubBatch:
             entropies = self._scatter(projected, None)
             if self._skipped is not None:
                 # The mean over the mask is then the mean over the sequences that went through the model
-                mean = projected.detach().mean() if mean_entropy is None else mean_entropy
-                entropies = where(self._skipped, mean, entropies)
+                entropies = where(self._skipped, projected.detach().mean(), entropies)
         return PerTokenLogps(logps, entropies, next(values, None), [stats])
 
     def _scatter(self, values: Tensor, fill: Tensor | None) -> Tensor:
