@@ -41,14 +41,6 @@ def lean_checkpoints(model: nn.Module) -> Generator[None, None, None]:
             model_compat.set_checkpoint_function(layer, original)
 
 
-def reenters(model: nn.Module) -> bool:
-    """Whether a layer of a transformers model checkpoints through a backward within the backward."""
-    functions = [
-        model_compat.checkpoint_function(m) for m in model.modules() if getattr(m, "gradient_checkpointing", 0)
-    ]
-    return any(getattr(function, "keywords", {}).get("use_reentrant", True) for function in functions)
-
-
 def _is_replaceable(layer: Any) -> bool:
     function = model_compat.checkpoint_function(layer)
     is_torch = isinstance(function, functools.partial) and function.func is torch.utils.checkpoint.checkpoint
