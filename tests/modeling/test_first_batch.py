@@ -1,4 +1,4 @@
-"""The first batch of a model: packed rows are left where its sequences do not stay apart in them, whatever the reason."""
+"""The first batch of a model: packed rows are left where sequences do not stay apart in them, whatever the reason."""
 
 import pytest
 import torch

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 
+from .attention_places import InFile, InTable
 from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall
 from .eager_attention import EagerLayer, eager_attention
 from .sequence_masks import are_sequence_masks, attend_with_masks, build_sequence_masks
@@ -129,33 +130,7 @@ def uninstall_attention() -> None:
         gc.collect()
 
 
-class _InTable(NamedTuple):
-    """An entry of one of transformers' tables, which all instances of the table share."""
-
-    table: Any
-    name: str
-
-    def read(self) -> Any:
-        return self.table().get(self.name)
-
-    def write(self, function: Callable) -> None:
-        self.table.register(self.name, function)
-
-
-class _InFile(NamedTuple):
-    """A function of a modeling file, which the file's layers look up when they are called."""
-
-    file: ModuleType
-    name: str
-
-    def read(self) -> Any:
-        return getattr(self.file, self.name)
-
-    def write(self, function: Callable) -> None:
-        setattr(self.file, self.name, function)
-
-
-_replaced: set[_InTable | _InFile] = set()
+_replaced: set[InTable | InFile] = set()
 
 
 def _install_while_alive(call: WatchedCall, model: nn.Module | None) -> None:
@@ -187,17 +162,17 @@ def _let_go(number: int) -> None:
                 place.write(function.__wrapped__)
 
 
-def _replacements(model: nn.Module | None) -> Iterator[tuple[_InTable | _InFile, Callable]]:
+def _replacements(model: nn.Module | None) -> Iterator[tuple[InTable | InFile, Callable]]:
     """Where our functions stand, and what makes them of transformers' own."""
-    yield _InTable(AttentionInterface, "sdpa"), _watched_sdpa
+    yield InTable(AttentionInterface, "sdpa"), _watched_sdpa
     for name in model_compat.flash_implementations():
-        yield _InTable(AttentionInterface, name), _watched_flash
+        yield InTable(AttentionInterface, name), _watched_flash
     for name in ("sdpa", "eager"):
-        yield _InTable(AttentionMaskInterface, name), functools.partial(_watched_mask, replaces=True)
-    yield _InTable(AttentionMaskInterface, "flex_attention"), _watched_mask
+        yield InTable(AttentionMaskInterface, name), functools.partial(_watched_mask, replaces=True)
+    yield InTable(AttentionMaskInterface, "flex_attention"), _watched_mask
     if model is not None:
         for file in _modeling_files(model):
-            yield _InFile(file, model_compat.EAGER_ATTENTION), _watched_eager
+            yield InFile(file, model_compat.EAGER_ATTENTION), _watched_eager
 
 
 def _modeling_files(model: nn.Module) -> list[ModuleType]:
