@@ -325,7 +325,7 @@ def make_architecture(architecture: Architecture, size: str, device: str, layers
 
 def _config(config_class: Any, architecture: Architecture, size: str, layers: int | None) -> Any:
     is_tiny = size == "tiny"
-    text = {**architecture.real, **(architecture.tiny if is_tiny else {}), "vocab_size": VOCAB[size]}
+    text: Options = {**architecture.real, **(architecture.tiny if is_tiny else {}), "vocab_size": VOCAB[size]}
     text |= {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
     text |= {} if "n_embd" in text else {"max_position_embeddings": 8192}
     if layers is not None:

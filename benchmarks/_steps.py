@@ -188,15 +188,19 @@ class StepBenchmark:
         runner.record["distance"] = sum(squares) ** 0.5 / self.reference_norm
 
     def _finish(self, runner: Runner) -> dict[str, Any]:
-        contender, record = runner.contender, runner.record
-        record = {"name": contender.name, "micro_batch": contender.micro_batch, "options": contender.options, **record}
+        contender, times = runner.contender, runner.counted(runner.seconds)
+        record: dict[str, Any] = {
+            "name": contender.name,
+            "micro_batch": contender.micro_batch,
+            "options": contender.options,
+        }
+        record |= runner.record
         if runner.seconds:
-            times, peaks = runner.counted(runner.seconds), runner.counted(runner.peaks)
             record |= {
                 "ms": statistics.median(times) * 1e3,
                 "all_ms": [round(s * 1e3, 2) for s in times],
                 "warm_up_ms": round(runner.seconds[0] * 1e3, 2) if len(times) < len(runner.seconds) else None,
-                "peak_gib": max(peaks) / GIB if self.device == "cuda" else None,
+                "peak_gib": max(runner.counted(runner.peaks)) / GIB if self.device == "cuda" else None,
                 "grad_norm": statistics.median(runner.norms),
                 "loss": statistics.median(runner.losses),
             }

@@ -94,7 +94,10 @@ class Case:
 
 _ALONE = Contender("apart", micro_batch=1, options={"fused_max_tokens_per_forward": 0})
 _ROW = Contender("one row", micro_batch=16)
-_MANY = {"real": (11_200,) * 15 + (12_500,), "tiny": (60,) * 15 + (64,)}  # 180,500 tokens and prompts
+_MANY: dict[str, tuple[int, ...]] = {
+    "real": (11_200,) * 15 + (12_500,),
+    "tiny": (60,) * 15 + (64,),
+}  # 180,500 tokens and prompts
 CASES = {
     "long": Case(
         {"real": (32_768, 16_384, 4_096, 1_024), "tiny": (64, 32, 8, 4)},
