@@ -59,7 +59,7 @@ def assert_close_to_float64(attention, inputs, sequences, tolerance, **options):
     weight = torch.randn_like(expected)
     gradients = torch.autograd.grad((output * weight.to(output.dtype)).sum(), inputs)
     exact_gradients = torch.autograd.grad((expected * weight).sum(), exact)
-    for name, gradient, exact_gradient in zip(["query", "key", "value", "sinks"], gradients, exact_gradients):
+    for name, gradient, exact_gradient in zip("query key value sinks".split(), gradients, exact_gradients):
         assert relative_error(gradient, exact_gradient) < tolerance, name
 
 
