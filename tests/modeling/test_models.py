@@ -141,18 +141,18 @@ def failing(*args, **kwargs):
 
 def test_a_case_is_skipped_where_stock_fails_as_it_says(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[compare.__module__], "stock_trainer", failing)
-    result = compare(dataclasses.replace(CASES["llama"], stock_fails="no such thing"), Settings(tmp_path))
+    result = compare(dataclasses.replace(CASES["llama"], stock_fails=("no such thing",)), Settings(tmp_path))
     assert (result.verdict, result.reason) == (
         "skipped",
         "stock itself fails: RuntimeError: there is no such thing as a hat",
     )
-    for other in ("", "no such word"):
+    for other in ((), ("no such word",)):
         assert compare(dataclasses.replace(CASES["llama"], stock_fails=other), Settings(tmp_path)).verdict == "failed"
 
 
 def test_a_case_is_not_skipped_where_the_fused_trainer_fails_so(tmp_path):
     settings = Settings(tmp_path, fused_class=failing)
-    assert compare(dataclasses.replace(CASES["llama"], stock_fails="no such thing"), settings).verdict == "failed"
+    assert compare(dataclasses.replace(CASES["llama"], stock_fails=("no such thing",)), settings).verdict == "failed"
 
 
 @pytest.mark.parametrize(

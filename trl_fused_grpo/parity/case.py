@@ -163,8 +163,8 @@ class Case:
             `FusedGRPOConfig` options of the fused trainer.
         layout (`str`, *optional*):
             How the fused trainer lays out the rows, where a test holds it: `"packed"`, `"aligned"` or `"padded"`.
-        stock_fails (`str`):
-            Part of the message with which stock itself fails on some versions. The case is skipped there, and only
+        stock_fails (`tuple[str, ...]`):
+            Parts of the messages with which stock itself fails on some versions. The case is skipped there, and only
             where stock fails so.
         compare_bf16 (`bool`):
             Whether bfloat16 is compared. `False` where rounding changes discrete choices, such as an expert's routing.
@@ -192,7 +192,7 @@ class Case:
     wrong_forecast: bool = False
     fused: Mapping[str, Any] = field(default_factory=dict)
     layout: str | None = None
-    stock_fails: str = ""
+    stock_fails: tuple[str, ...] = ()
     compare_bf16: bool = True
     compare_liger: bool = True
     customised: Customisation | None = None

@@ -86,6 +86,23 @@ def _placed_patches(sizes: Sequence[tuple[int, int]], generator: torch.Generator
     return {"pixel_values": pixels, "image_position_ids": places}
 
 
+def _shaped_patches(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
+    """LFM2-VL: the patches of each image, padded to as many as the largest has, with their mask; one tile an image."""
+    longest = max(height * width for height, width in _SIZES)
+    pixels = torch.zeros(len(sizes), longest, 3 * _PATCH * _PATCH)
+    mask = torch.zeros(len(sizes), longest, dtype=torch.long)
+    for i, (height, width) in enumerate(sizes):
+        count = height * width
+        pixels[i, :count] = torch.randn(count, pixels.size(-1), generator=generator)
+        mask[i, :count] = 1
+    return {
+        "pixel_values": pixels,
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor(sizes),
+        "num_tiles": [len(sizes)],
+    }
+
+
 FORMATS = {
     "patches": Format(_patches, ("mm_token_type_ids",)),
     "pixels": Format(_pixels, sizes=_SIZES[:1]),
@@ -93,6 +110,7 @@ FORMATS = {
     "patch-pixels": Format(_pixels, sizes=_SIZES[:1], merged=1),
     "tiles": Format(_tiles),
     "padded-pixels": Format(_padded_pixels),
+    "shaped-patches": Format(_shaped_patches),
     "placed-patches": Format(_placed_patches, ("mm_token_type_ids",)),
 }
 

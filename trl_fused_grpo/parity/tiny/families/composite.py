@@ -53,7 +53,7 @@ COMPOSITE_FAMILIES = {
         images="typed-pixels",
         vision=_TOWER,
         composite={"mm_tokens_per_image": 4, "image_token_index": IMAGE_ID},
-        stock_fails="`token_type_ids` is required as a model input when training",  # text alone, transformers 5.3
+        stock_fails=("`token_type_ids` is required as a model input when training",),  # text alone, transformers 5.3
         flat=("k_proj.bias",),  # without rotary positions it adds the same to all attention logits of a query
     ),
     "gemma4": Family(
@@ -109,6 +109,26 @@ COMPOSITE_FAMILIES = {
         images="patch-pixels",
         vision={**_TOWER, "model_type": "clip_vision_model", "num_hidden_layers": 2, "projection_dim": 32},
         composite={"image_token_index": IMAGE_ID, "image_seq_length": 16, "tie_word_embeddings": False},
+        flat=("k_proj.bias",),
+    ),
+    "lfm2-vl": Family(
+        "Lfm2VlConfig",
+        {
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"],
+            "block_multiple_of": 32,
+            "tie_word_embeddings": False,
+        },
+        images="shaped-patches",
+        vision={
+            **{name: value for name, value in _TOWER.items() if name != "image_size"},
+            "model_type": "siglip2_vision_model",
+            "num_patches": 64,
+            "vision_use_head": False,
+        },
+        composite={"image_token_id": IMAGE_ID, "projector_hidden_size": 32, "tie_word_embeddings": False},
+        # Transformers 4 cannot read its own configuration back; TRL < 1.8 leaves the shapes of images out
+        stock_fails=("has model type `lfm2-vl`", "'NoneType' object has no attribute 'shape'"),
         flat=("k_proj.bias",),
     ),
     "internvl": Family(

@@ -41,7 +41,7 @@ EXPERT_FAMILIES = {
             "no_rope_layers": [1, 0],
             "attention_chunk_size": 8,
         },
-        stock_fails="has no attribute 'last_hidden_state'",  # TRL >= 1.15 looks for the backbone under its prefix
+        stock_fails=("has no attribute 'last_hidden_state'",),  # TRL >= 1.15 looks for the backbone under its prefix
     ),
     "ernie4.5-moe": Family(
         "Ernie4_5_MoeConfig",

@@ -64,8 +64,8 @@ class Family:
             The same for rows with images.
         images (`str`, *optional*):
             Format of its images, a name in [`images.FORMATS`].
-        stock_fails (`str`):
-            Part of the message with which stock itself fails on some versions. The family is skipped there, and only
+        stock_fails (`tuple[str, ...]`):
+            Parts of the messages with which stock itself fails on some versions. The family is skipped there, and only
             where stock fails so.
         has_aux_loss (`bool`):
             Whether the model adds a load-balancing loss (Mixture-of-Experts).
@@ -86,7 +86,7 @@ class Family:
     layout: Layout = "packed"
     image_layout: Layout = "packed"
     images: str | None = None
-    stock_fails: str = ""
+    stock_fails: tuple[str, ...] = ()
     has_aux_loss: bool = False
     vision: dict[str, Any] | None = None
     composite: dict[str, Any] = field(default_factory=dict)

@@ -119,7 +119,7 @@ STATE_FAMILIES = {
             "num_key_value_heads": 4,
             "use_mamba_kernels": False,
         },
-        stock_fails="'Zamba2Model' object has no attribute 'rotary_emb'",  # transformers 5.3
+        stock_fails=("'Zamba2Model' object has no attribute 'rotary_emb'",),  # transformers 5.3
         weights={"A_log": -1.0, "dt_bias": 0.0},
     ),
     "minimax": Family(
