@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 from tests.layout_pairs import SHAPE, assert_trains_as_stock, from_config, log_probs, make_pair, short_rows
+from trl_fused_grpo.modeling.attention_watch import WatchedCall
 from trl_fused_grpo.modeling.packed_attention import uninstall_attention, watched_call
 
 
@@ -45,21 +46,21 @@ def test_stock_s_functions_are_transformers_own():
 
 
 def test_the_functions_are_replaced_during_the_call_alone():
-    with watched_call(packed=True):
+    with watched_call(WatchedCall(packed=True)):
         assert not set(registered()) & set(STOCK)
     assert registered() == STOCK
 
 
 def test_an_error_restores_them_too():
-    with contextlib.suppress(RuntimeError), watched_call(packed=True):
+    with contextlib.suppress(RuntimeError), watched_call(WatchedCall(packed=True)):
         raise RuntimeError
     assert registered() == STOCK
 
 
 def test_a_call_within_a_call_leaves_them_to_the_outer_one():
-    with watched_call(packed=True):
+    with watched_call(WatchedCall(packed=True)):
         outer = registered()
-        with watched_call(packed=False):
+        with watched_call(WatchedCall(packed=False)):
             assert registered() == outer
         assert registered() == outer
     assert registered() == STOCK
@@ -70,13 +71,13 @@ def test_what_the_user_registers_during_a_call_stays():
         return sdpa_attention_forward(*args, **kwargs)
 
     with mock.patch.dict(AttentionInterface._global_mapping):
-        with watched_call(packed=True):
+        with watched_call(WatchedCall(packed=True)):
             AttentionInterface.register("sdpa", own)
         assert registered() == (own, *STOCK[1:])
 
 
 def test_uninstalling_twice_is_uninstalling_once():
-    with watched_call(packed=True) as call:
+    with watched_call(WatchedCall(packed=True)) as call:
         call.itself = call  # garbage that only the collector finds
     del call
     assert registered() != STOCK

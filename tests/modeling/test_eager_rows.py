@@ -10,6 +10,7 @@ from transformers.models.llama import modeling_llama
 
 from tests.layout_pairs import SHAPE, assert_trains_as_stock, from_config, log_probs, make_pair, short_rows
 from tests.modeling.test_layout_refusals import NO_AUX_LOSS, SLIDING, WINDOW, config_of
+from trl_fused_grpo.modeling.attention_watch import WatchedCall
 from trl_fused_grpo.modeling.packed_attention import uninstall_attention, watched_call
 
 
@@ -80,7 +81,7 @@ def test_attention_that_drops_out_keeps_the_padding(tmp_path):
 
 def test_only_the_files_of_the_model_are_touched():
     model = from_config(LlamaConfig(**SHAPE), "eager")()
-    with watched_call(packed=True, model=model):
+    with watched_call(WatchedCall(packed=True), model):
         assert modeling_llama.eager_attention_forward is not STOCK[0]
         assert modeling_gpt_oss.eager_attention_forward is STOCK[1]
     assert registered() == STOCK

@@ -10,6 +10,7 @@ from tests.layout_pairs import assert_trains_as_stock, from_config, make_pair, s
 from tests.modeling import flash_attn_stand_in
 from tests.modeling.test_layout_refusals import NO_AUX_LOSS, SLIDING, WINDOW, config_of
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo.modeling.attention_watch import WatchedCall
 from trl_fused_grpo.modeling.packed_attention import uninstall_attention, watched_call
 
 
@@ -69,7 +70,7 @@ def test_transformers_has_its_own_functions_back():
     names = model_compat.flash_implementations()
     assert {"flash_attention_2", "flash_attention_3"} <= set(names)
     before = [AttentionInterface()[name] for name in names]
-    with watched_call(packed=True):
+    with watched_call(WatchedCall(packed=True)):
         assert not {AttentionInterface()[name] for name in names} & set(before)
         assert model_compat.flash_implementations() == names
     assert [AttentionInterface()[name] for name in names] == before
