@@ -158,7 +158,7 @@ def image_inputs(
         sizes = [form.size(image) for image in range(count)]
         each.append(each[0] if is_copy else form.make(sizes, generator) if count else {})
     made = [inputs for inputs in each if inputs]
-    inputs = {key: _joined([inputs[key] for inputs in made]) for key in made[0] if key != "num_tiles"}
+    inputs: dict[str, Any] = {key: _joined([inputs[key] for inputs in made]) for key in made[0] if key != "num_tiles"}
     if "num_tiles" in made[0]:
         inputs["num_tiles"] = [sum(inputs.get("num_tiles", [0])) for inputs in each]
     is_image = (input_ids == IMAGE_ID).long()  # [B, P + T]
