@@ -37,6 +37,9 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
 class HiddenStatesRequest:
     """Asks a forward for the hidden states of the backbone in place of logits."""
 
+    def __init__(self):
+        self.stats = FusedStats()
+
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
         """Hidden states `[B, L, H]`."""
         return (as_complex(run_backbone(causal_lm, model_inputs).last_hidden_state),)

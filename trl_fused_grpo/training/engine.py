@@ -32,7 +32,7 @@ from .customised_model import changed_module
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
-from .trial import RandomStates, try_layout, try_packing
+from .trial import RandomStates, try_layout, try_rows
 
 
 logger = logging.get_logger(__name__)
@@ -234,8 +234,8 @@ class LogpsEngine:
             if (options.layout, images is not None) not in tried:
                 if options.layout == "packed":
                     install_unpacking(causal_lm)
-                    if not try_packing(call, options, images, self._on_any_process):
-                        return True  # the batch says nothing of it: the next one may
+                if not try_rows(call, options, images, self._on_any_process):
+                    return True  # the batch says nothing of it: the next one may
                 tried.add((options.layout, images is not None))
             if "padding" not in tried and images is None and not options.forces_layout:
                 tried.add("padding")

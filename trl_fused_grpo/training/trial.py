@@ -1,6 +1,6 @@
 """
-Trials of a model at its first batch. Does a sequence in a packed row have the hidden states that it has alone? And
-where the model's code is not known: are its results the same without TRL's padding?
+Trials of a model at its first batch. Do sequences that share rows have the hidden states that each has alone? And where
+the model's code is not known: are its log-probs the same without TRL's padding?
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -22,23 +22,24 @@ from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 
 _ROWS_TRIED = 4
 _FIRST_TOKENS = 8  # of a sequence: what leaks into it over a boundary is seen there best
-_MOST_ROUNDING = 0.1  # of hidden states, relative: more than this is no rounding
+_MOST_ROUNDING = 0.03  # of hidden states, relative: more than this is no rounding
 _NOISE = 8  # how many times the rounding error a difference must be to count as one
 
 
-def try_packing(
+def try_rows(
     call: LogpsArgs, options: LogpsOptions, images: MultimodalInputs | None, on_any_process: Callable[[bool], bool]
 ) -> bool:
     """
-    Compare the hidden states of the shortest sequences of a batch, each alone, with those of the same sequences in one
-    packed row, in the precision that trains, without dropout and without gradient.
+    Compare the hidden states of the shortest sequences of a batch, each alone in TRL's padding, with those of the same
+    sequences together in a layout, in the precision that trains, without dropout and without gradient. Where the layout
+    was asked for, each is alone in this layout: whoever asks for it says that padding does not matter.
 
-    The sequence that stands first in the row shows how much rounding alone makes of it. A model mixes sequences when
-    each of the others differs by more than several times that.
+    Nothing stands before the first sequence in a packed row: it shows how much rounding makes. A model mixes sequences
+    when each of the others differs by more than several times that.
 
     Args:
         call ([`LogpsArgs`]): the batch.
-        options ([`LogpsOptions`]): with packed rows.
+        options ([`LogpsOptions`]): with the layout to try.
         images ([`MultimodalInputs`], *optional*): of the batch.
         on_any_process (`Callable`): whether a condition holds on any process, so that all decide alike.
 
@@ -46,8 +47,8 @@ def try_packing(
         `bool`: whether the batch could tell. It needs two sequences without holes in their masks.
 
     Raises:
-        [`CuSeqlensIgnoredError`]: when the model mixes sequences.
-        [`RowsRefusedError`]: when it asks for more of its attention than packed rows give.
+        [`CuSeqlensIgnoredError`]: when packed rows mix sequences.
+        [`RowsRefusedError`]: when aligned rows do, or when the model asks for more of its attention than rows give.
     """
     selected = call.attention_mask[:, -call.logits_to_keep :].bool()
     mask, width = call.attention_mask.bool(), call.logits_to_keep
@@ -57,28 +58,31 @@ def try_packing(
     tried = sorted(order[:_ROWS_TRIED])
     if on_any_process(len(tried) < min(_ROWS_TRIED, len(lengths)) or len(tried) < 2):
         return False
-    alone_options = replace(options, share_prompts=False)
+    alone = replace(options, layout=options.layout if options.forces_layout else "padded", share_prompts=False)
 
     def hidden_states(rows: list[int], options: LogpsOptions) -> list[Tensor]:
         index = torch.tensor(rows, device=mask.device)
         of_rows = None if images is None else RowsWithImages(images, options, call)
         layout = lay_out(options, call, index, selected[index], of_rows)
         (hidden,) = run_model(call.model, layout, HiddenStatesRequest())
-        flat = torch.cat([layout.logit_positions[i][selected[row]] for i, row in enumerate(rows)])
-        return hidden.flatten(0, 1)[flat].float().split([int(selected[row].sum()) for row in rows])
+        places = layout.logit_positions
+        if places is None:  # the last columns of rows in TRL's padding
+            columns = torch.arange(hidden.shape[1] - width, hidden.shape[1], device=index.device)
+            places = torch.arange(len(rows), device=index.device).unsqueeze(1) * hidden.shape[1] + columns - 1
+        return [hidden.flatten(0, 1)[places[i][selected[row]]].float() for i, row in enumerate(rows)]
 
     modules = [module for module in call.model.modules() if module.training]
     with torch.no_grad(), random_states_kept(call.input_ids), _in_evaluation(modules):
         together = hidden_states(tried, options)
-        alone = [hidden_states([row], alone_options)[0] for row in tried]
-    errors = [_relative_error(mine, other) for mine, other in zip(together, alone, strict=True)]
-    eps = torch.finfo(_compute_dtype(call, options)).eps
-    limit = max(_NOISE * min(errors[0], _MOST_ROUNDING, 1000 * eps), 4 * eps)
+        each = [hidden_states([row], alone)[0] for row in tried]
+    errors = [_relative_error(mine, other) for mine, other in zip(together, each, strict=True)]
+    eps = _rounding(call, options)
+    limit = max(_NOISE * min(errors[0], 64 * eps, _MOST_ROUNDING), 4 * eps)
     if on_any_process(not min(errors[1:]) <= limit):
-        raise CuSeqlensIgnoredError(
-            "its hidden states change when other sequences stand before them in the row "
-            f"(by {min(errors[1:]):.1e}, where rounding makes {errors[0]:.1e})"
-        )
+        found = f"by {min(errors[1:]):.1e}, where rounding makes {min(limit, errors[0]):.1e}"
+        if options.layout == "packed":
+            raise CuSeqlensIgnoredError(f"its hidden states change when sequences share a row ({found})")
+        raise RowsRefusedError(f"its hidden states change when rows lose TRL's padding ({found})")
     return True
 
 
@@ -89,9 +93,12 @@ def _relative_error(value: Tensor, reference: Tensor) -> float:
     return max(float((error / size.clamp(min=1e-30)).sqrt()) for error, size in parts)
 
 
-def _compute_dtype(call: LogpsArgs, options: LogpsOptions) -> torch.dtype:
+def _rounding(call: LogpsArgs, options: LogpsOptions) -> float:
+    """The rounding error of the precision that trains. On CUDA float32 may be TF32, at least in convolutions."""
     device_type = call.input_ids.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else options.causal_lm.dtype
+    is_cast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if is_cast else options.causal_lm.dtype
+    return 2**-10 if device_type == "cuda" and dtype == torch.float32 else torch.finfo(dtype).eps
 
 
 @contextmanager
@@ -136,7 +143,7 @@ def try_layout(
     difference = _difference_from_padded(call, options)
     if difference is None:
         return
-    eps = torch.finfo(_compute_dtype(call, options)).eps
+    eps = _rounding(call, options)
     if on_any_process(not difference <= max(1e-3, 32 * eps)):
         raise RowsRefusedError(f"{unknown}, whose code is not known, makes other log-probs of rows without it")
 
