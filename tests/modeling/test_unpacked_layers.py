@@ -1,5 +1,7 @@
 """Layers that run unpacked in packed rows: attention of their own, attention that chooses its keys, groups of rows."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import transformers
@@ -11,19 +13,31 @@ from trl_fused_grpo.modeling.sequence_rows import SequenceRows, length_groups
 from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
 
 
-WITHOUT_DROPOUT = {
-    name: 0.0
-    for name in (
+WITHOUT_DROPOUT = dict.fromkeys(
+    (
         *("attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop"),
         *("embd_pdrop", "attn_pdrop", "resid_dropout", "embed_dropout", "dropout", "activation_dropout", "layerdrop"),
-    )
-}
+    ),
+    0.0,
+)
 # Many heads: scores of keys that are exactly equal would be told apart by their columns, in stock too
 INDEXED = {
-    **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
-    **{"index_topk": 4, "index_n_heads": 24, "index_head_dim": 16, "num_key_value_heads": 4},
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
-    **{"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_topk": 4,
+    "index_n_heads": 24,
+    "index_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
 }
 OLD_NAMES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8}
 # By family: its configuration class, options, and options of other families that it does not know
@@ -102,7 +116,7 @@ def test_a_packed_row_is_unpacked_into_rows_and_packed_again():
     assert sorted(len(group) for group in groups) == sorted(len(index) for index in rows.indices)
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     seen = {tuple(line[:length].flatten().tolist()) for group in groups for line in group for length in lengths}
-    assert all(tuple(row[0, a:b].flatten().tolist()) in seen for a, b in zip(starts, starts[1:], strict=False))
+    assert all(tuple(row[0, a:b].flatten().tolist()) in seen for a, b in pairwise(starts))
 
     again = rows.pack([group * 2 for group in groups])
     assert torch.equal(again, row * 2)
