@@ -43,7 +43,8 @@ def try_packing(
         on_any_process (`Callable`): whether a condition holds on any process, so that all decide alike.
 
     Returns:
-        `bool`: whether the batch could tell. It needs two sequences without holes in their masks.
+        `bool`: whether the batch could tell. It needs two sequences without holes in their masks,
+            whose images are known.
 
     Raises:
         [`CuSeqlensIgnoredError`]: when the model mixes sequences.
@@ -55,7 +56,8 @@ def try_packing(
     lengths = (mask.sum(1) * selected.any(1)).masked_fill(padded.with_holes(mask), 0)
     order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
     tried = sorted(order[:_ROWS_TRIED])
-    if on_any_process(len(tried) < min(_ROWS_TRIED, len(lengths)) or len(tried) < 2):
+    are_images_known = images is None or images.are_known_by_row
+    if on_any_process(len(tried) < min(_ROWS_TRIED, len(lengths)) or len(tried) < 2 or not are_images_known):
         return False
     alone_options = replace(options, share_prompts=False)
 
