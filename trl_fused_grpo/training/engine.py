@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.trl_images import multimodal_model_inputs
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.fused_forward import (
@@ -256,6 +257,6 @@ class LogpsEngine:
 def _multimodal_inputs(call: LogpsArgs, trl_method: Callable) -> MultimodalInputs:
     def of_first_rows(count: int) -> dict[str, Any]:
         rows = call.input_ids[:count], call.attention_mask[:count], call.logits_to_keep, call.multimodal
-        return trl_compat.multimodal_model_inputs(trl_method, *rows)
+        return multimodal_model_inputs(trl_method, *rows)
 
     return MultimodalInputs(of_first_rows, len(call.input_ids))

@@ -44,7 +44,8 @@ def try_rows(
         on_any_process (`Callable`): whether a condition holds on any process, so that all decide alike.
 
     Returns:
-        `bool`: whether the batch could tell. It needs two sequences without holes in their masks.
+        `bool`: whether the batch could tell. It needs two sequences without holes in their masks,
+            whose images are known.
 
     Raises:
         [`CuSeqlensIgnoredError`]: when packed rows mix sequences.
@@ -56,7 +57,8 @@ def try_rows(
     lengths = (mask.sum(1) * selected.any(1)).masked_fill(padded.with_holes(mask), 0)
     order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
     tried = sorted(order[:_ROWS_TRIED])
-    if on_any_process(len(tried) < min(_ROWS_TRIED, len(lengths)) or len(tried) < 2):
+    are_images_known = images is None or images.are_known_by_row
+    if on_any_process(len(tried) < min(_ROWS_TRIED, len(lengths)) or len(tried) < 2 or not are_images_known):
         return False
     alone = replace(options, layout=options.layout if options.forces_layout else "padded", share_prompts=False)
 
