@@ -16,7 +16,7 @@ from trl_fused_grpo.modeling.layout import Rows
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 
 from .customised_model import own_class, row_reader, zero_weight
-from .logps import RowsRefusedError, RowsWithImages, compute_logps, lay_out, run_model
+from .logps import PromptsNotSharedError, RowsRefusedError, RowsWithImages, compute_logps, lay_out, run_model
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 
 
@@ -34,7 +34,8 @@ def try_packing(
     packed row, in the precision that trains, without dropout and without gradient.
 
     The sequence that stands first in the row shows how much rounding alone makes of it. A model mixes sequences when
-    each of the others differs by more than several times that.
+    each of the others differs by more than several times that. A process whose batch cannot tell calls the model as
+    often as the others, and hears what they found.
 
     Args:
         call ([`LogpsArgs`]): the batch.
@@ -43,43 +44,83 @@ def try_packing(
         on_any_process (`Callable`): whether a condition holds on any process, so that all decide alike.
 
     Returns:
-        `bool`: whether the batch could tell. It needs two sequences without holes in their masks.
+        `bool`: whether the batch of any process could tell. It needs two sequences without holes in their masks.
 
     Raises:
         [`CuSeqlensIgnoredError`]: when the model mixes sequences.
         [`RowsRefusedError`]: when it asks for more of its attention than packed rows give.
+        [`PromptsNotSharedError`]: when sequences must not share a prompt.
     """
     selected = call.attention_mask[:, -call.logits_to_keep :].bool()
-    mask, width = call.attention_mask.bool(), call.logits_to_keep
-    padded = Rows(call.input_ids, call.attention_mask, width, selected, selected.any(1))
-    lengths = (mask.sum(1) * selected.any(1)).masked_fill(padded.with_holes(mask), 0)
-    order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
-    tried = sorted(order[:_ROWS_TRIED])
-    if on_any_process(len(tried) < min(_ROWS_TRIED, len(lengths)) or len(tried) < 2):
+    with_images = [] if images is None else images.rows_with_images
+    if options.processes > 1 or len(with_images) > 1:  # all processes must run the vision tower as often
+        tried = _shortest_sequences(call, selected, with_images)
+    else:
+        tried = _shortest_sequences(call, selected)
+    can_tell = len(tried) > 1
+    count = next((n for n in range(_ROWS_TRIED, 1, -1) if on_any_process(len(tried) >= n)), 0)
+    if not count:
         return False
+    if not can_tell:  # any tokens will do
+        call, tried = replace(call, attention_mask=torch.ones_like(call.attention_mask)), with_images[:1] or [0]
     alone_options = replace(options, share_prompts=False)
+    refusals: list[RowsRefusedError | PromptsNotSharedError] = []
 
     def hidden_states(rows: list[int], options: LogpsOptions) -> list[Tensor]:
-        index = torch.tensor(rows, device=mask.device)
+        index = torch.tensor(rows, device=call.input_ids.device)
         of_rows = None if images is None else RowsWithImages(images, options, call)
         layout = lay_out(options, call, index, selected[index], of_rows)
-        (hidden,) = run_model(call.model, layout, HiddenStatesRequest())
+        try:
+            (hidden,) = run_model(call.model, layout, HiddenStatesRequest())
+        except (RowsRefusedError, PromptsNotSharedError) as error:
+            refusals.append(error)  # raised when all processes have called the model as often
+            return []
         flat = torch.cat([layout.logit_positions[i][selected[row]] for i, row in enumerate(rows)])
         return hidden.flatten(0, 1)[flat].float().split([int(selected[row].sum()) for row in rows])
 
     modules = [module for module in call.model.modules() if module.training]
     with torch.no_grad(), random_states_kept(call.input_ids), _in_evaluation(modules):
         together = hidden_states(tried, options)
-        alone = [hidden_states([row], alone_options)[0] for row in tried]
-    errors = [_relative_error(mine, other) for mine, other in zip(together, alone, strict=True)]
-    eps = torch.finfo(_compute_dtype(call, options)).eps
-    limit = max(_NOISE * min(errors[0], _MOST_ROUNDING, 1000 * eps), 4 * eps)
-    if on_any_process(not min(errors[1:]) <= limit):
-        raise CuSeqlensIgnoredError(
-            "its hidden states change when other sequences stand before them in the row "
-            f"(by {min(errors[1:]):.1e}, where rounding makes {errors[0]:.1e})"
-        )
+        alone = [hidden_states([tried[i % len(tried)]], alone_options) for i in range(count)]
+    for kind in (RowsRefusedError, PromptsNotSharedError):
+        mine = next((error for error in refusals if isinstance(error, kind)), None)
+        if on_any_process(mine is not None):
+            raise mine or kind("another process found it out")
+    _compare(together, [own for (own,) in alone], can_tell, _compute_dtype(call, options), on_any_process)
     return True
+
+
+def _shortest_sequences(call: LogpsArgs, selected: Tensor, among: Sequence[int] = ()) -> list[int]:
+    """
+    The rows of a few sequences without holes, of which `selected` `[B, T]` has tokens; the shortest, `among` some rows
+    if any are given.
+    """
+    mask = call.attention_mask.bool()
+    padded = Rows(call.input_ids, call.attention_mask, call.logits_to_keep, selected, selected.any(1))
+    lengths = (mask.sum(1) * selected.any(1)).masked_fill(padded.with_holes(mask), 0)
+    order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
+    order = [row for row in order if not among or row in among]
+    return sorted(order[:_ROWS_TRIED])
+
+
+def _compare(
+    together: Sequence[Tensor],
+    alone: Sequence[Tensor],
+    can_tell: bool,
+    dtype: torch.dtype,
+    on_any_process: Callable[[bool], bool],
+) -> None:
+    """Raise where hidden states `[n, H]` of sequences in one row differ from those of each alone, on any process."""
+    found = "its hidden states change when other sequences stand before them in the row"
+    mixes = False
+    if can_tell:
+        errors = [_relative_error(mine, other) for mine, other in zip(together, alone, strict=False)]
+        eps = torch.finfo(dtype).eps
+        limit = max(_NOISE * min(errors[0], _MOST_ROUNDING, 1000 * eps), 4 * eps)
+        mixes = not min(errors[1:]) <= limit
+        found += f" (by {min(errors[1:]):.1e}, where rounding makes {errors[0]:.1e})"
+    if on_any_process(mixes):
+        raise CuSeqlensIgnoredError(found)
 
 
 def _relative_error(value: Tensor, reference: Tensor) -> float:
