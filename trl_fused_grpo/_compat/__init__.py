@@ -3,5 +3,5 @@ Every fact about a version of TRL, transformers, PEFT or accelerate, and the pri
 builds upon.
 
 `required` checks these names at import. `trl` has what depends on TRL or accelerate, `models` what depends on
-transformers or PEFT, `torch` private names of torch.
+transformers or PEFT, `architecture` what a model of transformers is made of, `torch` private names of torch.
 """
