@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from tests.layout_pairs import assert_trains_as_stock, make_pair, seeded, short_rows
 from trl_fused_grpo.modeling.attention_watch import PACKED_ARGUMENTS
-from trl_fused_grpo.modeling.state_layers import state_layers
+from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
 from trl_fused_grpo.parity.tiny import model_config, tiny_model
 from trl_fused_grpo.training import engine, trial
 
@@ -97,7 +97,7 @@ def test_a_layer_that_sees_the_token_before_is_found_out(tmp_path, warnings):
 
 def test_a_convolution_of_the_users_own_runs_on_rows_of_its_own(tmp_path, warnings):
     fused, _ = make_pair(tmp_path, with_mlp(ConvolvingMLP))
-    assert [type(layer) for layer in state_layers(fused.model)] == [ConvolvingMLP]
+    assert [type(layer) for layer in unpacked_layers(fused.model).with_state] == [ConvolvingMLP]
     seeded(fused, short_rows())
     assert not any("sequences share a row" in message for message in warnings)
 

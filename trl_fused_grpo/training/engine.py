@@ -25,7 +25,7 @@ from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import Refusal, choose, supports_shared_prefix, traits
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
-from trl_fused_grpo.modeling.state_layers import install_unpacking, uninstall_unpacking
+from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
 
 from .checks import check_token_ids
 from .customised_model import changed_module
