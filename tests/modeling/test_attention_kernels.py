@@ -210,16 +210,15 @@ def test_flex_attention_with_a_mask_from_blocks(sequences, window, softcap, has_
 
 
 @pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
-def test_flex_attention_is_traced_whole_and_once(monkeypatch, is_checkpointed):
-    """By torch's compiler, without the kernels that it would generate on a GPU, forward and backward."""
+def test_flex_attention_is_traced_whole_and_once(monkeypatch):
+    """By torch's compiler, in a checkpointed layer, without the kernels that it would generate on a GPU."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     traced = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(flex_kernel.torch, "compile", traced)
     flex_kernel._compiled.cache_clear()
     sinks = torch.randn(HEADS, requires_grad=True)
     graphs = []
-    for first in (300, 200, 431):
+    for first in (450, 200):  # as many blocks as heads would be taken for the number of heads, and compiled again
         sequences = [first, 1, 150], [first, 201, 150], [*range(first), *range(200), *range(first, first + 151)]
         count = first + 151
         options = arguments(*sequences, count)
@@ -231,7 +230,7 @@ def test_flex_attention_is_traced_whole_and_once(monkeypatch, is_checkpointed):
             queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
             return flex_attention(queries, keys, values, mask, 0.3, 2.0, sinks)[None]
 
-        output = checkpoint(attention, *inputs) if is_checkpointed else attention(*inputs)
+        output = checkpoint(attention, *inputs)
         exact = [t.detach().double().requires_grad_() for t in inputs]
         expected = packed_attention(*exact[:3], *sequences, scaling=0.3, window=140, softcap=2.0, sinks=exact[3])
         assert relative_error(output, expected) < 1e-5
@@ -240,7 +239,7 @@ def test_flex_attention_is_traced_whole_and_once(monkeypatch, is_checkpointed):
         for gradient, other in zip(found, torch.autograd.grad((expected * weight).sum(), exact), strict=True):
             assert relative_error(gradient, other) < 1e-5
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[1:] == graphs[:1] * 2
+    assert graphs[0] == graphs[1]
     flex_kernel._compiled.cache_clear()
 
 

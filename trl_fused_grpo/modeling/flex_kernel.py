@@ -56,7 +56,8 @@ def _why_not_compiled(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of torch's compiler, of Triton or of the C compiler that these call
-        return f"torch cannot compile flex attention here ({type(error).__name__}: {str(error)[:200]})"
+        message = " ".join(str(error).split())[:1000]  # the compiler's begin with what it saw
+        return f"torch cannot compile flex attention here ({type(error).__name__}: {message})"
     return None
 
 
