@@ -3,6 +3,8 @@ What a model of transformers is made of: its backbone, the text model in a compo
 Each entry says what differs between versions of transformers, since when or until when.
 """
 
+import functools
+import inspect
 from typing import Any
 
 from packaging.version import Version
@@ -40,6 +42,30 @@ def backbone(causal_lm: PreTrainedModel) -> nn.Module:
             "run apart from it: train with use_liger_loss=False."
         )
     return module
+
+
+def takes_position_ids(causal_lm: PreTrainedModel) -> bool:
+    """Whether the backbone of a model is told the positions of its tokens."""
+    return "position_ids" in _forward_arguments(type(backbone(causal_lm)))
+
+
+def needs_mask(causal_lm: PreTrainedModel) -> bool:
+    """
+    Whether a model fails without a mask (transformers < 5): where there is none, it looks for packed sequences in
+    positions of three axes as if these were rows.
+    """
+    return _TRANSFORMERS_4 and causal_lm.config.get_text_config().model_type in ("glm4v_text", "glm4v_moe_text")
+
+
+def takes_any_argument(causal_lm: PreTrainedModel) -> bool:
+    """Whether the backbone of a model takes keyword arguments that it does not know."""
+    arguments = _forward_arguments(type(backbone(causal_lm)))
+    return any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+
+
+@functools.cache
+def _forward_arguments(cls: Any) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(cls.forward).parameters)
 
 
 def text_model(causal_lm: PreTrainedModel) -> nn.Module:

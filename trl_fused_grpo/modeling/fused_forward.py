@@ -30,6 +30,10 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
     """The outputs of a causal model's backbone, `last_hidden_state` `[B, L, H]` among them."""
     # PEFT passes the arguments it knows on, set or not; not every backbone knows them
     given = {name: value for name, value in model_inputs.items() if value is not None}
+    if not architecture.takes_position_ids(causal_lm):
+        given.pop("position_ids", None)
+    if architecture.needs_mask(causal_lm) and "attention_mask" not in given:
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
     with text_model_alone(causal_lm, PACKED_ARGUMENTS):
         return architecture.backbone(causal_lm)(**given, use_cache=False)
 

@@ -1,7 +1,5 @@
 """Which layout the rows of a model may have: what it is known to do with them, and what its first forwards showed."""
 
-import functools
-import inspect
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -75,7 +73,7 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
     config = causal_lm.config.get_text_config()
     if {causal_lm.config.model_type, config.model_type} & model_compat.PADDING_MATTERS:
         return "its own results depend on the padding"
-    if not _takes_position_ids(type(architecture.backbone(causal_lm))):
+    if not architecture.takes_position_ids(causal_lm) and not _is_all_state(causal_lm):
         return "it takes no position_ids"
     if not traits(causal_lm).is_causal or not getattr(config, "is_causal", True):
         return "its attention is not causal"  # padding would be attended to
@@ -91,6 +89,8 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     """Why rows that do not need TRL's padding may not share one row, or `None`."""
     config = causal_lm.config.get_text_config()
     attention = model_compat.attention_implementation(config)
+    if _is_all_state(causal_lm):
+        return None if architecture.takes_any_argument(causal_lm) else "its layers do not get what tells of sequences"
     if not model_compat.takes_attention_interface(architecture.text_model(causal_lm)):
         return "its attention does not go through transformers' attention interface"
     is_flash = attention in model_compat.flash_implementations()
@@ -164,6 +164,7 @@ def choose(
     return name
 
 
-@functools.cache
-def _takes_position_ids(backbone: Any) -> bool:
-    return "position_ids" in inspect.signature(backbone.forward).parameters
+def _is_all_state(causal_lm: PreTrainedModel) -> bool:
+    """Whether a model mixes tokens in known state layers alone, so that positions say nothing: it has no attention."""
+    names = {type(module).__name__ for module in architecture.text_model(causal_lm).modules()}
+    return bool(state_layers(causal_lm)) and not any("Attention" in name for name in names)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 
-from .attention_watch import PACKED_ARGUMENTS, WatchedCall
+from .attention_watch import PACKED_ARGUMENTS, WatchedCall, with_carried_arguments
 from .forward_override import override_forward, restore_forward
 
 
@@ -185,7 +185,7 @@ def uninstall_unpacking(causal_lm: PreTrainedModel) -> None:
 
 
 def _remember_call(layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    call = kwargs.get("watched")
+    call = with_carried_arguments(kwargs).get("watched")
     if call is None:
         return original(*args, **kwargs)
     checkpoint = model_compat.checkpoint_function(layer)
