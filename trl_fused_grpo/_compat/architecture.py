@@ -54,7 +54,11 @@ def needs_mask(causal_lm: PreTrainedModel) -> bool:
     Whether a model fails without a mask (transformers < 5): where there is none, it looks for packed sequences in
     positions of three axes as if these were rows.
     """
-    return _TRANSFORMERS_4 and causal_lm.config.get_text_config().model_type in ("glm4v_text", "glm4v_moe_text")
+    return _TRANSFORMERS_4 and causal_lm.config.get_text_config().model_type in (
+        "glm4v_text",
+        "glm4v_moe_text",
+        "Glm4vMoe_text",
+    )
 
 
 def takes_any_argument(causal_lm: PreTrainedModel) -> bool:
@@ -93,6 +97,25 @@ def carries_state(module: nn.Module) -> bool:
     if type(module).__name__.endswith(_STATE_CLASSES):
         return True
     return any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
+
+
+# Parts of the sparse attention of DeepSeek V3.2 and V4, GLM, MiniMax M3 and their like. Not every version of
+# transformers names the kind of layer in their configurations
+_CHOOSE_TOKENS = ("Indexer", "Compressor")
+
+
+def chooses_tokens(module: nn.Module) -> bool:
+    """Whether a module chooses or compresses the tokens that a layer attends to."""
+    return type(module).__name__.endswith(_CHOOSE_TOKENS)
+
+
+def unscaled_columns(config: Any) -> int | None:
+    """
+    In how many columns the queries of a model have their own scale, where layers scale them by the column: Llama 4's
+    do, where they have no rotary positions. `None` for any other model.
+    """
+    is_tuned = getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", ()))
+    return int(config.floor_scale) - 1 if is_tuned else None
 
 
 def layer_types(config: Any) -> set[str]:

@@ -1,6 +1,6 @@
 """Which layout the rows of a model may have: what it is known to do with them, and what its first forwards showed."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -41,11 +41,14 @@ class Traits(NamedTuple):
         needs_last_column (`bool`):
             Whether factors of rotary positions follow the longest position (longrope, dynamic NTK): then TRL's padding
             decides them for every token, and rows must reach as far.
+        chooses_by_column (`bool`):
+            Whether modules choose or compress the tokens that a layer attends to: by their columns, padding included.
     """
 
     has_sinks: bool
     is_causal: bool
     needs_last_column: bool
+    chooses_by_column: bool
 
 
 def traits(causal_lm: PreTrainedModel) -> Traits:
@@ -56,6 +59,7 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
             has_sinks=any(hasattr(module, "sinks") for module in modules),
             is_causal=all(getattr(module, "is_causal", True) is not False for module in modules),
             needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
+            chooses_by_column=any(map(architecture.chooses_tokens, modules)),
         )
     return _TRAITS[causal_lm]
 
@@ -75,6 +79,11 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
         return "its own results depend on the padding"
     if not architecture.takes_position_ids(causal_lm) and not _is_all_state(causal_lm):
         return "it takes no position_ids"
+    unknown = architecture.layer_types(config) - ATTENTION_LAYERS - STATE_LAYERS
+    if unknown:
+        return f"it has layers of a kind that is not known ({min(unknown)})"
+    if traits(causal_lm).chooses_by_column:
+        return "its layers choose by columns which tokens they attend to"
     if not traits(causal_lm).is_causal or not getattr(config, "is_causal", True):
         return "its attention is not causal"  # padding would be attended to
     return why_replaced(model_compat.attention_implementation(config))
@@ -100,8 +109,6 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     carries_state = model_compat.is_stateful(causal_lm) or types & STATE_LAYERS
     if carries_state and not state_layers(causal_lm):
         return "it has layers that carry a state from token to token, which are not known"
-    if not types <= ATTENTION_LAYERS | STATE_LAYERS:
-        return f"it has layers of a kind that is not known ({min(types - ATTENTION_LAYERS - STATE_LAYERS)})"
     if is_flash and "chunked_attention" in types:
         return "FlashAttention knows no chunks of a sequence"
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -113,6 +120,21 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     if is_flash and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
         return "it drops out attention"
     return None
+
+
+def why_wide_rows_differ(causal_lm: PreTrainedModel, layout: LayoutName, size: int, width: int) -> str | None:
+    """
+    Why rows of a layout that a model allows must be as TRL pads them all the same, or `None`.
+
+    Args:
+        causal_lm (`PreTrainedModel`): the model.
+        layout (`str`): of the rows.
+        size, width (`int`): of the batch in TRL's padding.
+    """
+    columns = architecture.unscaled_columns(causal_lm.config.get_text_config())
+    if layout == "padded" or columns is None or (size if layout == "packed" else 1) * width <= columns:
+        return None
+    return f"its layers without rotary positions scale queries by column, from the {columns + 1}st on"
 
 
 def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
