@@ -111,11 +111,12 @@ def chooses_tokens(module: nn.Module) -> bool:
 
 def unscaled_columns(config: Any) -> int | None:
     """
-    In how many columns the queries of a model have their own scale, where layers scale them by the column: Llama 4's
-    do, where they have no rotary positions. `None` for any other model.
+    In how many columns the queries of a model have their own scale, where layers scale them by the column, whatever
+    positions they are given: Llama 4's do where they have no rotary positions, and Inkling's. `None` for other models.
     """
-    is_tuned = getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", ()))
-    return int(config.floor_scale) - 1 if is_tuned else None
+    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", ())):
+        return int(config.floor_scale) - 1
+    return getattr(config, "log_scaling_n_floor", None) if config.model_type == "inkling_text" else None
 
 
 def layer_types(config: Any) -> set[str]:

@@ -134,7 +134,7 @@ def why_wide_rows_differ(causal_lm: PreTrainedModel, layout: LayoutName, size: i
     columns = architecture.unscaled_columns(causal_lm.config.get_text_config())
     if layout == "padded" or columns is None or (size if layout == "packed" else 1) * width <= columns:
         return None
-    return f"its layers without rotary positions scale queries by column, from the {columns + 1}st on"
+    return f"its layers scale queries by column, from column {columns} on"
 
 
 def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
