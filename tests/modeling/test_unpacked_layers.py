@@ -20,14 +20,13 @@ WITHOUT_DROPOUT = dict.fromkeys(
     ),
     0.0,
 )
-# Many heads: scores of keys that are exactly equal would be told apart by their columns, in stock too
 INDEXED = {
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
-    "index_topk": 4,
+    "index_topk": 16,
     "index_n_heads": 24,
     "index_head_dim": 16,
     "num_key_value_heads": 4,
@@ -106,6 +105,16 @@ def test_attention_that_reads_its_masks_by_itself_trains_as_stock_in_packed_rows
     for seed in range(2):
         assert_trains_as_stock(fused, stock, short_rows(8, seed=seed))
     assert fused.fused_layout() == "packed"
+
+
+def test_rows_wider_than_the_tokens_that_are_chosen_keep_the_padding(tmp_path):
+    """Scores that are exactly equal are told apart by their columns, in stock too."""
+    config = config_of("deepseek-v3.2")
+    config.index_topk, config.index_n_heads = 4, 2
+    options = {"router_aux_loss_coef": 0.0} if trl_compat.RETURNS_AUX_LOSS else {}
+    fused, stock = make_pair(tmp_path, from_config(config, attention=None), options)
+    assert_trains_as_stock(fused, stock, short_rows())
+    assert fused.fused_stats.layout == "padded"
 
 
 def test_a_packed_row_is_unpacked_into_rows_and_packed_again():

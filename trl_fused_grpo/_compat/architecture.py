@@ -45,6 +45,34 @@ def backbone(causal_lm: PreTrainedModel) -> nn.Module:
     return module
 
 
+def takes_position_ids(causal_lm: PreTrainedModel) -> bool:
+    """Whether the backbone of a model is told the positions of its tokens."""
+    return "position_ids" in _forward_arguments(type(backbone(causal_lm)))
+
+
+def needs_mask(causal_lm: PreTrainedModel) -> bool:
+    """
+    Whether a model fails without a mask (transformers < 5): where there is none, it looks for packed sequences in
+    positions of three axes as if these were rows.
+    """
+    return _TRANSFORMERS_4 and causal_lm.config.get_text_config().model_type in (
+        "glm4v_text",
+        "glm4v_moe_text",
+        "Glm4vMoe_text",
+    )
+
+
+def takes_any_argument(causal_lm: PreTrainedModel) -> bool:
+    """Whether the backbone of a model takes keyword arguments that it does not know."""
+    arguments = _forward_arguments(type(backbone(causal_lm)))
+    return any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+
+
+@functools.cache
+def _forward_arguments(cls: Any) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(cls.forward).parameters)
+
+
 def text_model(causal_lm: PreTrainedModel) -> nn.Module:
     """The part of a backbone that has the decoder layers: the backbone itself, or the text model in a composite one."""
     if not is_composite(causal_lm):
@@ -92,7 +120,9 @@ def attention_with_masks(text_model: nn.Module) -> list[nn.Module]:
         return indexed
     if not any(hasattr(file, "create_causal_mask") for file in _files(text_model)):
         return []  # nobody knows what its masks are
-    takers = {name: m for name, m in text_model.named_modules() if name and _takes(type(m), "attention_mask")}
+    takers = {
+        name: m for name, m in text_model.named_modules() if name and "attention_mask" in _forward_arguments(type(m))
+    }
     return [module for name, module in takers.items() if not any(other.startswith(f"{name}.") for other in takers)]
 
 
@@ -100,15 +130,32 @@ def _files(text_model: nn.Module) -> set[Any]:
     return {sys.modules.get(type(module).__module__) for module in text_model.modules()}
 
 
-@functools.cache
-def _takes(cls: Any, argument: str) -> bool:
-    return argument in inspect.signature(cls.forward).parameters
+def compresses_tokens(module: nn.Module) -> bool:
+    """Whether a module compresses tokens of a few columns into one, as in the sparse attention of DeepSeek V4."""
+    return type(module).__name__.endswith("Compressor")
 
 
-def takes_keywords(module: nn.Module) -> bool:
-    """Whether the forward of a module's class takes any keyword argument."""
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+def chooses_tokens(module: nn.Module) -> bool:
+    """
+    Whether a module chooses the tokens that a layer attends to, as in the sparse attention of DeepSeek V3.2, GLM and
+    their like. Not every version of transformers names the kind of layer in their configurations.
+    """
+    return type(module).__name__.endswith("Indexer")
+
+
+def chosen_tokens(config: Any) -> int:
+    """How many tokens such a module chooses for each query; 0 where it is not known."""
+    return getattr(config, "index_topk", None) or 0
+
+
+def unscaled_columns(config: Any) -> int | None:
+    """
+    In how many columns the queries of a model have their own scale, where layers scale them by the column, whatever
+    positions they are given: Llama 4's do where they have no rotary positions, and Inkling's. `None` for other models.
+    """
+    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", ())):
+        return int(config.floor_scale) - 1
+    return getattr(config, "log_scaling_n_floor", None) if config.model_type == "inkling_text" else None
 
 
 def layer_types(config: Any) -> set[str]:

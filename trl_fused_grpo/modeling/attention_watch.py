@@ -17,7 +17,24 @@ PACKED_ARGUMENTS = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
     *("shared_prefix_kv", "watched"),
 )
+_CARRIED = "packed_arguments"
 _FURTHER_OPTIONS = [name for name in model_compat.SDPA_ARGUMENTS if name not in ("dropout", "scaling", "is_causal")]
+
+
+def carry_arguments(model_inputs: dict[str, Any]) -> None:
+    """
+    Let the positions of packed rows carry the arguments that tell of their sequences: some models hand positions on to
+    their layers, and nothing else that they do not know.
+    """
+    arguments = {name: value for name, value in model_inputs.items() if name in PACKED_ARGUMENTS}
+    setattr(model_inputs["position_ids"], _CARRIED, arguments)
+
+
+def with_carried_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a layer or its attention, with those that its positions carry where they are missing."""
+    if "cu_seq_lens_q" in kwargs:
+        return kwargs
+    return {**kwargs, **getattr(kwargs.get("position_ids"), _CARRIED, {})}
 
 
 class Chunk(NamedTuple):

@@ -32,8 +32,14 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
     backbone = architecture.backbone(causal_lm)
     # PEFT passes the arguments it knows on, set or not; not every backbone knows them
     given = {name: value for name, value in model_inputs.items() if value is not None}
+    if not architecture.takes_position_ids(causal_lm):
+        given.pop("position_ids", None)
+    if architecture.needs_mask(causal_lm) and "attention_mask" not in given:
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
     call = given.get("watched")
-    if not architecture.takes_keywords(backbone):  # all of its layers that need to know of packed rows run unpacked
+    if not architecture.takes_any_argument(
+        causal_lm
+    ):  # all of its layers that need to know of packed rows run unpacked
         given = {name: value for name, value in given.items() if name not in PACKED_ARGUMENTS}
     with unpacking(causal_lm, call), text_model_alone(causal_lm, PACKED_ARGUMENTS):
         return backbone(**given, use_cache=False)

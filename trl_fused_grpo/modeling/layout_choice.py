@@ -1,8 +1,6 @@
 """Which layout the rows of a model may have: what it is known to do with them, and what its first forwards showed."""
 
-import functools
-import inspect
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -45,11 +43,15 @@ class Traits(NamedTuple):
         needs_last_column (`bool`):
             Whether factors of rotary positions follow the longest position (longrope, dynamic NTK): then TRL's padding
             decides them for every token, and rows must reach as far.
+        compresses (`bool`): whether modules compress the tokens that a layer attends to, padding included.
+        chooses (`bool`): whether modules choose the tokens that a layer attends to.
     """
 
     has_sinks: bool
     is_causal: bool
     needs_last_column: bool
+    compresses: bool
+    chooses: bool
 
 
 def traits(causal_lm: PreTrainedModel) -> Traits:
@@ -60,6 +62,8 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
             has_sinks=any(hasattr(module, "sinks") for module in modules),
             is_causal=all(getattr(module, "is_causal", True) is not False for module in modules),
             needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
+            compresses=any(map(architecture.compresses_tokens, modules)),
+            chooses=any(map(architecture.chooses_tokens, modules)),
         )
     return _TRAITS[causal_lm]
 
@@ -77,8 +81,14 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
     config = causal_lm.config.get_text_config()
     if {causal_lm.config.model_type, config.model_type} & model_compat.PADDING_MATTERS:
         return "its own results depend on the padding"
-    if not _takes_position_ids(type(architecture.backbone(causal_lm))):
+    if not architecture.takes_position_ids(causal_lm) and not _is_all_state(causal_lm):
         return "it takes no position_ids"
+    chosen = {INDEXED_LAYERS} if architecture.chosen_tokens(config) else set[str]()
+    unknown = architecture.layer_types(config) - ATTENTION_LAYERS - STATE_LAYERS - chosen
+    if unknown:
+        return f"it has layers of a kind that is not known ({min(unknown)})"
+    if traits(causal_lm).compresses or (traits(causal_lm).chooses and not chosen):
+        return "its layers choose by columns which tokens they attend to"
     if not traits(causal_lm).is_causal or not getattr(config, "is_causal", True):
         return "its attention is not causal"  # padding would be attended to
     return why_replaced(model_compat.attention_implementation(config))
@@ -94,6 +104,8 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     config = causal_lm.config.get_text_config()
     attention = model_compat.attention_implementation(config)
     unpacked = unpacked_layers(causal_lm)
+    if _is_all_state(causal_lm):
+        return None if architecture.takes_any_argument(causal_lm) else "its layers do not get what tells of sequences"
     if not unpacked.attention and not architecture.takes_attention_interface(architecture.text_model(causal_lm)):
         return "its attention does not go through transformers' attention interface"
     is_flash = attention in model_compat.flash_implementations()
@@ -103,9 +115,6 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     carries_state = model_compat.is_stateful(causal_lm) or types & STATE_LAYERS
     if carries_state and not unpacked.with_state:
         return "it has layers that carry a state from token to token, which are not known"
-    unknown = types - ATTENTION_LAYERS - STATE_LAYERS - ({INDEXED_LAYERS} if unpacked.attention else set())
-    if unknown:
-        return f"it has layers of a kind that is not known ({min(unknown)})"
     if is_flash and "chunked_attention" in types:
         return "FlashAttention knows no chunks of a sequence"
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -116,6 +125,26 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     # Dropout in the others is seen when they are called
     if is_flash and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
         return "it drops out attention"
+    return None
+
+
+def why_wide_rows_differ(causal_lm: PreTrainedModel, layout: LayoutName, size: int, width: int) -> str | None:
+    """
+    Why rows of a layout that a model allows must be as TRL pads them all the same, or `None`.
+
+    Args:
+        causal_lm (`PreTrainedModel`): the model.
+        layout (`str`): of the rows.
+        size, width (`int`): of the batch in TRL's padding.
+    """
+    config = causal_lm.config.get_text_config()
+    columns, chosen = architecture.unscaled_columns(config), architecture.chosen_tokens(config)
+    if layout == "padded":
+        return None
+    if columns is not None and (size if layout == "packed" else 1) * width > columns:
+        return f"its layers scale queries by column, from column {columns} on"
+    if traits(causal_lm).chooses and width > chosen:  # all keys are chosen in narrower rows
+        return f"its layers choose {chosen} tokens to attend to, among equal ones by their columns"
     return None
 
 
@@ -169,6 +198,7 @@ def choose(
     return name
 
 
-@functools.cache
-def _takes_position_ids(backbone: Any) -> bool:
-    return "position_ids" in inspect.signature(backbone.forward).parameters
+def _is_all_state(causal_lm: PreTrainedModel) -> bool:
+    """Whether a model mixes tokens in known state layers alone, so that positions say nothing: it has no attention."""
+    names = {type(module).__name__ for module in architecture.text_model(causal_lm).modules()}
+    return bool(unpacked_layers(causal_lm).with_state) and not any("Attention" in name for name in names)

@@ -24,7 +24,7 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 
 from .attention_places import InFile, InTable
-from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call
+from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
 from .eager_attention import EagerLayer, eager_attention
 from .sequence_masks import are_sequence_masks, attend_with_masks, build_sequence_masks, mask_device
 from .varlen_attention import chunked, gathered_keys, varlen_attention
@@ -245,7 +245,9 @@ def _watched_attention(original: Callable, packed: Callable[..., Tensor], watche
     names = list(inspect.signature(original).parameters)[5:]
 
     @functools.wraps(original)
-    def attention(module, query, key, value, attention_mask, *args, watched: WatchedCall | None = None, **kwargs):
+    def attention(module, query, key, value, attention_mask, *args, **kwargs):
+        kwargs = with_carried_arguments(kwargs)
+        watched: WatchedCall | None = kwargs.pop("watched", None)
         running = running_call.get()  # there is none when a checkpointed layer is computed again
         options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         cu_seqlens = kwargs.get("cu_seq_lens_q")

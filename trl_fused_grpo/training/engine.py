@@ -24,7 +24,7 @@ from trl_fused_grpo.modeling.fused_forward import (
     uninstall_fused_forward,
 )
 from trl_fused_grpo.modeling.layout import LayoutName
-from trl_fused_grpo.modeling.layout_choice import Refusal, choose, supports_shared_prefix, traits
+from trl_fused_grpo.modeling.layout_choice import Refusal, choose, supports_shared_prefix, traits, why_wide_rows_differ
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
 from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
@@ -222,6 +222,9 @@ class LogpsEngine:
         needs_last_column = traits(causal_lm).needs_last_column
         if layout == "packed" and needs_last_column and call.compute_aux_loss:
             layout = "padded"  # the auxiliary loss counts every token, also one that stands for the last column
+        wide = why_wide_rows_differ(causal_lm, layout, *call.input_ids.shape)
+        if wide is not None:
+            layout = self._without_wide_rows(causal_lm, layout, call, wide)
         return LogpsOptions(
             causal_lm=causal_lm,
             temperature=trl_compat.temperature_of(self.trainer),
@@ -234,6 +237,16 @@ class LogpsEngine:
             needs_last_column=needs_last_column,
             processes=self.trainer.accelerator.num_processes,
         )
+
+    def _without_wide_rows(
+        self, causal_lm: PreTrainedModel, layout: LayoutName, call: LogpsArgs, reason: str
+    ) -> LayoutName:
+        """The layout of a batch whose rows are too wide for another one, for a `reason`."""
+        if self.options.forces_layout:
+            raise ValueError(f"fused_layout={layout!r} does not fit this batch: {reason}. Use 'auto'.")
+        logger.warning_once(f"Wide rows keep more of TRL's padding, because {reason}.")
+        is_aligned_right = why_wide_rows_differ(causal_lm, "aligned", *call.input_ids.shape) is None
+        return "aligned" if is_aligned_right and not call.multimodal else "padded"
 
     def _passes_trial(
         self,

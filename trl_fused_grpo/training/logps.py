@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from trl_fused_grpo.modeling import layout as layouts
-from trl_fused_grpo.modeling.attention_watch import WatchedCall
+from trl_fused_grpo.modeling.attention_watch import WatchedCall, carry_arguments
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.modeling.layout import HolesError, Layout
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
@@ -214,8 +214,10 @@ def run_model(model: nn.Module, layout: Layout, request: Callable) -> tuple[Tens
         described = () if row is None else (row.lengths, row.has_images, row.shares_prompts)
         with watched_call(WatchedCall(row is not None, *described), model) as call:
             # Every layer gets it, as it gets cu_seqlens: a checkpointed layer is computed again in the backward
-            watched = {} if row is None else {"watched": call}
-            results = model(**layout.model_inputs, **watched, fused=request)
+            model_inputs = {**layout.model_inputs, **({} if row is None else {"watched": call})}
+            if row is not None:
+                carry_arguments(model_inputs)
+            results = model(**model_inputs, fused=request)
         if call.reason is not None:
             raise RowsRefusedError(call.reason)
         if call.needs_own_prompts:
