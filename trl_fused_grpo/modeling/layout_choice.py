@@ -3,7 +3,6 @@
 import functools
 import inspect
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,6 +11,7 @@ from transformers.utils import logging
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 
+from .layer_memo import LayerMemo
 from .layout import LayoutName
 from .packed_attention import why_replaced
 from .state_layers import state_layers
@@ -23,7 +23,6 @@ logger = logging.get_logger(__name__)
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
 # Kinds of layers that carry a state, some beside attention
 STATE_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
-_TRAITS: WeakKeyDictionary[PreTrainedModel, "Traits"] = WeakKeyDictionary()
 
 
 class Refusal(NamedTuple):
@@ -50,16 +49,15 @@ class Traits(NamedTuple):
     needs_last_column: bool
 
 
+@LayerMemo
 def traits(causal_lm: PreTrainedModel) -> Traits:
     """The [`Traits`] of a model."""
-    if causal_lm not in _TRAITS:  # a walk over all modules takes as long as a layer
-        modules = list(architecture.text_model(causal_lm).modules())
-        _TRAITS[causal_lm] = Traits(
-            has_sinks=any(hasattr(module, "sinks") for module in modules),
-            is_causal=all(getattr(module, "is_causal", True) is not False for module in modules),
-            needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
-        )
-    return _TRAITS[causal_lm]
+    modules = list(architecture.text_model(causal_lm).modules())
+    return Traits(
+        has_sinks=any(hasattr(module, "sinks") for module in modules),
+        is_causal=all(getattr(module, "is_causal", True) is not False for module in modules),
+        needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
+    )
 
 
 def why_padded(model: nn.Module, reads_padding: bool) -> str | None:

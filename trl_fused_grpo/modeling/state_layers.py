@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from trl_fused_grpo._compat import models as model_compat
 
 from .attention_watch import PACKED_ARGUMENTS, WatchedCall
 from .forward_override import override_forward, restore_forward
+from .layer_memo import LayerMemo
 
 
 # What one more row of a state layer costs, in columns, and one more group of rows, in tokens: a torch implementation
@@ -30,7 +30,6 @@ MOST_PARTS = 48  # more sequences than these are grouped a few at a time: findin
 
 # The call that watches the decoder layer which runs: its state layer need not get the layer's keyword arguments
 _layer_call: ContextVar[WatchedCall | None] = ContextVar("layer_call", default=None)
-_LAYERS: WeakKeyDictionary[PreTrainedModel, tuple[list[nn.Module], list[nn.Module]]] = WeakKeyDictionary()
 
 
 class SequenceRows:
@@ -155,17 +154,15 @@ def state_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     return _layers(causal_lm)[0]
 
 
+@LayerMemo
 def _layers(causal_lm: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
     """The state layers of a model, and the decoder layers that they are in."""
-    if causal_lm not in _LAYERS:  # a walk over all modules takes as long as a layer
-        names = dict(architecture.text_model(causal_lm).named_modules())
-        found: dict[str, nn.Module] = {}
-        for name, module in names.items():  # outer modules come first
-            if architecture.carries_state(module) and not any(name.startswith(f"{outer}.") for outer in found):
-                found[name] = module
-        parents = [names[name.rpartition(".")[0]] for name in found]
-        _LAYERS[causal_lm] = list(found.values()), parents
-    return _LAYERS[causal_lm]
+    names = dict(architecture.text_model(causal_lm).named_modules())
+    found: dict[str, nn.Module] = {}
+    for name, module in names.items():  # outer modules come first
+        if architecture.carries_state(module) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return list(found.values()), [names[name.rpartition(".")[0]] for name in found]
 
 
 def install_unpacking(causal_lm: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ from trl_fused_grpo.modeling.fused_forward import (
     install_fused_forward,
     uninstall_fused_forward,
 )
+from trl_fused_grpo.modeling.layer_memo import LayerMemo
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import Refusal, choose, supports_shared_prefix, traits
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
@@ -53,7 +54,7 @@ class LogpsEngine:
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.options = FusedOptions()
         self._refusals: WeakKeyDictionary[nn.Module, dict[bool, Refusal]] = WeakKeyDictionary()
-        self._tried: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
+        self._tried: LayerMemo[set[Any]] = LayerMemo(lambda _: set())
         self._modules: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
         self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
@@ -245,7 +246,7 @@ class LogpsEngine:
         """Whether a layout stands its trials, each of which a model has once. If not, it is refused from now on."""
         if options.layout == "padded":
             return True
-        tried = self._tried.setdefault(causal_lm, set())
+        tried = self._tried(causal_lm)
         try:
             if (options.layout, is_multimodal) not in tried:
                 if options.layout == "packed":
