@@ -14,7 +14,7 @@ SHARED = ("shared-forward", "shared-aligned")
 ARCHITECTURES = {
     "deaf": "llama",
     "deaf-holes": "llama",
-    "delta-rule": "qwen3.5",
+    "convolution": "lfm2",
     "sinks": "gpt-oss",
     "images": "qwen3-vl",
     "images-on-one": "qwen3-vl",
@@ -105,13 +105,13 @@ LAUNCHES = {
     ],
     "architectures": [
         *(Run("ddp", case, "stock") for case in ARCHITECTURES),
-        *_fused("ddp", "deaf-holes", "delta-rule", "images-on-one"),
-        *_fused("fsdp2", "deaf", "delta-rule", "images", "sinks"),
+        *_fused("ddp", "deaf-holes", "images-on-one"),
+        *_fused("fsdp2", "deaf", "convolution", "images", "sinks"),
     ],
     "deepspeed": [
         *_runs("zero3", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
         *_fused("zero3", "lora-head", "lora-head-tied", "saved-head", "saved-head-tied"),
-        *_fused("zero3", "delta-rule", "sinks"),
+        *_fused("zero3", "convolution", "sinks"),
         *_runs("zero2", "untied", *SHARED),
         *_fused("zero2", "lora-head", "saved-head"),
     ],

@@ -35,7 +35,6 @@ LAUNCH_SECONDS = 240
 _CLASSES = {
     "tied": "Qwen3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
-    "qwen3.5": "Qwen3_5ForConditionalGeneration",
     "gpt-oss": "GptOssForCausalLM",
     "qwen3-vl": "Qwen3VLForConditionalGeneration",
 }

@@ -125,7 +125,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
         use_liger_loss=run.trainer not in ("stock", "dense"),
         # Without it DDP looks for parameters that get no gradient
         gradient_checkpointing=not (
-            (run.head and run.head.keeps_activations) or run.case in ("shared-aligned", "images-on-one", "delta-rule")
+            (run.head and run.head.keeps_activations) or run.case in ("shared-aligned", "images-on-one")
         ),
         model_init_kwargs={"dtype": "float32", "device_map": None},
         **options,
