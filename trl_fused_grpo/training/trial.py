@@ -75,6 +75,7 @@ def try_packing(
         except (RowsRefusedError, PromptsNotSharedError) as error:
             refusals.append(error)  # raised when all processes have called the model as often
             return []
+        assert layout.logit_positions is not None, "the layout is packed"
         flat = torch.cat([layout.logit_positions[i][selected[row]] for i, row in enumerate(rows)])
         return hidden.flatten(0, 1)[flat].float().split([int(selected[row].sum()) for row in rows])
 
