@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 
 from trl_fused_grpo._compat import architecture as architecture_compat
 from trl_fused_grpo.modeling import layout_choice
-from trl_fused_grpo.modeling.state_layers import state_layers
+from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
 
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +78,7 @@ def layout_of(model: PreTrainedModel, is_multimodal: bool) -> tuple[str, str | N
         return "refused", reason
     layout = layout_choice.choose("auto", model, model, is_multimodal, False, None)
     if layout == "packed":
-        return ("around" if state_layers(model) else "packed"), None
+        return ("around" if any(unpacked_layers(model)) else "packed"), None
     reason = layout_choice.why_padded(model, False)
     if layout == "padded":
         reason = reason or layout_choice.why_not_aligned(model, is_multimodal)

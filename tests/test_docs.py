@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling import attention_watch, layout, layout_choice, packed_attention
-from trl_fused_grpo.training import checks, eligibility, engine, forecastable
+from trl_fused_grpo.modeling import attention_watch, flex_kernel, layout, layout_choice, packed_attention
+from trl_fused_grpo.training import checks, eligibility, engine, forecastable, logps, trial
 from trl_fused_grpo.training.customisation import LIBRARIES, MICRO_BATCH_METHODS
 
 
@@ -20,16 +20,21 @@ MODULES = (
     checks,
     eligibility,
     engine,
+    flex_kernel,
     forecastable,
     layout,
     layout_choice,
+    logps,
     packed_attention,
+    trial,
 )
+# What else takes a reason as an argument
+TAKE_REASONS = ("refuse", "HolesError", "RowsRefusedError", "CuSeqlensIgnoredError", "_padded")
 
 
 def reasons():
     """
-    The literal parts of every reason: what a `why_*` function returns, and what is passed to `refuse` and `HolesError`.
+    The literal parts of every reason: what a `why_*` function returns, and what is passed to those that take one.
     Words after a colon say what to change; parts of one or two words say too little to be looked for.
     """
     for module in MODULES:
@@ -37,11 +42,9 @@ def reasons():
             texts = []
             if isinstance(node, ast.FunctionDef) and is_predicate(node.name):
                 texts = [r.value for r in ast.walk(node) if isinstance(r, ast.Return) and r.value is not None]
-            elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
-                "refuse",
-                "HolesError",
-            ):
-                texts = node.args
+            elif isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                texts = node.args if name in TAKE_REASONS else []
             for text in texts:
                 for part in literal_parts(text):
                     phrase, colon, _ = part.partition(":")

@@ -165,14 +165,15 @@ class FusedGRPOConfig(GRPOConfig):
         fused_layout (`str`, *optional*, defaults to `"auto"`):
             How the sequences of a micro-batch are laid out for the model: `"packed"` (all in one row without padding),
             `"aligned"` (rows shifted left and truncated to the longest) or `"padded"` (as TRL pads them). `"auto"`
-            takes the first that the model allows. Forcing one that the model does not allow raises.
+            takes the first that the model allows, and tries it out at the first batch. Forcing one that the model does
+            not allow raises.
         fused_skip_old_logps (`bool`, *optional*):
             With vLLM and on-policy steps, take the importance ratio from the training forward instead of computing old
             log-probs in a forward of their own. By default this happens where it is possible; `True` also logs where it
             is not, `False` turns it off.
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
-            Run the prompt of several completions in a packed micro-batch through the model once. Needs
-            `attn_implementation="sdpa"`.
+            Run the prompt of several completions in a packed forward through the model once. Has no effect in models
+            with layers that carry a state.
         fused_balance (`bool`, *optional*, defaults to `False`):
             Distribute the sequences of a generation batch over its micro-batches by prompt and length instead of at
             random, where the loss does not depend on it. Logged means over micro-batches (`entropy`, `kl`,

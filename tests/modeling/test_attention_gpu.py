@@ -19,6 +19,7 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import attention_kernels, eager_attention
 from trl_fused_grpo.modeling.eager_attention import EagerLayer
+from trl_fused_grpo.modeling.flex_kernel import why_no_flex
 from trl_fused_grpo.modeling.varlen_attention import SharedPrefixKV, chunked, cu_seqlens_arguments, varlen_attention
 
 
@@ -61,12 +62,15 @@ def assert_close_to_float64(attention, inputs, sequences, tolerance, **options):
     expected = packed_attention(*exact[:3], *sequences, scaling=SCALING, sinks=sinks, **options)
     output = attention(*inputs)
     assert output.shape == expected.shape
-    assert relative_error(output, expected) < tolerance
     weight = torch.randn_like(expected)
     gradients = torch.autograd.grad((output * weight.to(output.dtype)).sum(), inputs)
     exact_gradients = torch.autograd.grad((expected * weight).sum(), exact)
-    for name, gradient, exact_gradient in zip(NAMES, gradients, exact_gradients, strict=False):
-        assert relative_error(gradient, exact_gradient) < tolerance, name
+    pairs = {
+        "output": (output, expected),
+        **dict(zip(NAMES, zip(gradients, exact_gradients, strict=True), strict=False)),
+    }
+    errors = {name: float(relative_error(*pair)) for name, pair in pairs.items()}
+    assert max(errors.values()) < tolerance, errors
 
 
 def own_function(family):
@@ -77,10 +81,16 @@ def refuse(*args, **kwargs):
     raise AssertionError("a kernel that should not be taken")
 
 
+def refuse_with_reason(*args):
+    reason = why_no_flex(*args)
+    assert reason is None, reason
+
+
 @pytest.fixture
 def kernels_only(monkeypatch):
     """Fails where sequences would be computed one after the other."""
     monkeypatch.setattr(eager_attention, "_sequence_by_sequence", refuse)
+    monkeypatch.setattr(eager_attention, "why_no_flex", refuse_with_reason)
     monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention._one_sequence", refuse)
 
 

@@ -3,11 +3,13 @@ The algebra of attention over packed rows against float64: sinks on FlashAttenti
 chunks, and which formula a modeling file's own function computes. `test_attention_gpu.py` runs the kernels themselves.
 """
 
+import functools
 import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.attention_oracle import packed_attention, visible
 from tests.oracle import relative_error
@@ -15,7 +17,8 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import eager_attention as eager
 from trl_fused_grpo.modeling import eager_formula, flex_kernel
 from trl_fused_grpo.modeling.attention_kernels import Boundaries
-from trl_fused_grpo.modeling.flex_kernel import build_block_mask, flex_attention, why_no_flex
+from trl_fused_grpo.modeling.checkpointing import checkpoint
+from trl_fused_grpo.modeling.flex_kernel import build_block_mask, flex_attention, not_compiled, why_no_flex
 from trl_fused_grpo.modeling.sink_attention import sink_attention
 from trl_fused_grpo.modeling.varlen_attention import (
     SharedPrefixKV,
@@ -139,6 +142,49 @@ def test_a_frozen_sink_gets_no_gradient(emulated_flash):
     assert all(t.grad is not None for t in inputs)
 
 
+def windows_of(window):
+    return {
+        "window_size_left": None if window is None else window - 1,
+        "window_size_right": None if window is None else 0,
+    }
+
+
+def emulated_efficient(q, k, v, bias, cu_q, cu_k, max_q, max_k, dropout, mask, *, scale, window_size, **_):
+    rows = (t.squeeze(0) for t in (q, k, v))
+    forward = emulated_forward(False)
+    output, *rest = forward(
+        *rows, cu_q, cu_k, max_q, max_k, dropout, window_size is None, False, scale=scale, **windows_of(window_size)
+    )
+    return output[None], *rest
+
+
+def emulated_efficient_backward(
+    grad, q, k, v, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout, seed, offset, mask, _, *, scale, window_size
+):
+    """The kernel's own reckons its window from the first query of a sequence, as if that stood at the first key."""
+    assert torch.equal(cu_q, cu_k)
+    rows = (t.squeeze(0) for t in (grad, q, k, v, out))
+    grads = emulated_backward(
+        *(*rows, lse, cu_q, cu_k, max_q, max_k, dropout, False, seed, offset),
+        scale=scale,
+        **windows_of(window_size),
+    )
+    return *(grad[None] for grad in grads), None
+
+
+@pytest.mark.parametrize("widths", [(16, 16), (12, 20)], ids=["equal", "odd"])
+@WINDOWS
+@SEQUENCES
+def test_memory_efficient_attention(monkeypatch, sequences, window, widths):
+    monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention.efficient_takes", lambda query: True)
+    monkeypatch.setattr(torch_compat, "efficient_attention", emulated_efficient)
+    monkeypatch.setattr(torch_compat, "efficient_attention_backward", emulated_efficient_backward)
+    inputs = random_tensors(20, *widths)
+    output = varlen_attention(None, *inputs, **arguments(*sequences, 20), scaling=0.3, sliding_window=window)
+    expected = packed_attention(*inputs, *sequences, scaling=0.3, window=window)
+    assert_same_with_gradients(output, expected, inputs)
+
+
 LONG_SHARED = ([300, 1, 150], [300, 201, 150], [*range(300), *range(200), *range(300, 451)])
 
 
@@ -156,12 +202,45 @@ def test_flex_attention_with_a_mask_from_blocks(sequences, window, softcap, has_
     gathered = gathered_keys(key, value, options.get("shared_prefix_kv"))
     queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (query, *gathered))
     block_mask = build_block_mask(boundaries_of(options), count, len(keys), window)
-    attention = torch_compat.flex_attention
-    output = flex_attention(queries, keys, values, block_mask, 0.3, softcap, sinks, attention=attention)
+    output = flex_attention(queries, keys, values, block_mask, 0.3, softcap, sinks, attention=not_compiled)
     exact = [t.double() for t in (query, key, value)]
     options = {"scaling": 0.3, "window": window, "softcap": softcap}
     expected = packed_attention(*exact, *sequences, **options, sinks=sinks.double() if has_sinks else None)
     assert relative_error(output[None], expected) < 1e-5
+
+
+@pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
+def test_flex_attention_is_traced_whole_and_once(monkeypatch):
+    """By torch's compiler, in a checkpointed layer, without the kernels that it would generate on a GPU."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    traced = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(flex_kernel.torch, "compile", traced)
+    flex_kernel._compiled.cache_clear()
+    sinks = torch.randn(HEADS, requires_grad=True)
+    graphs = []
+    for first in (450, 200):  # as many blocks as heads would be taken for the number of heads, and compiled again
+        sequences = [first, 1, 150], [first, 201, 150], [*range(first), *range(200), *range(first, first + 151)]
+        count = first + 151
+        options = arguments(*sequences, count)
+        inputs = [*random_tensors(count, dtype=torch.float32), sinks]
+
+        def attention(query, key, value, sinks, options=options, count=count):
+            key, value = gathered_keys(key, value, options["shared_prefix_kv"])
+            mask = build_block_mask(boundaries_of(options), count, key.shape[2], 140)
+            queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+            return flex_attention(queries, keys, values, mask, 0.3, 2.0, sinks)[None]
+
+        output = checkpoint(attention, *inputs)
+        exact = [t.detach().double().requires_grad_() for t in inputs]
+        expected = packed_attention(*exact[:3], *sequences, scaling=0.3, window=140, softcap=2.0, sinks=exact[3])
+        assert relative_error(output, expected) < 1e-5
+        weight = torch.randn_like(expected)
+        found = torch.autograd.grad((output * weight).sum(), inputs)
+        for gradient, other in zip(found, torch.autograd.grad((expected * weight).sum(), exact), strict=True):
+            assert relative_error(gradient, other) < 1e-5
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]
+    flex_kernel._compiled.cache_clear()
 
 
 @pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
@@ -175,19 +254,19 @@ def test_the_mask_from_blocks_leaves_out_what_no_token_of_a_block_sees():
 
 def test_why_flex_attention_is_not_taken(monkeypatch):
     wide, odd = torch.empty(1, 1, 3, 64), torch.empty(1, 1, 3, 48)
-    assert why_no_flex(odd, odd, odd, 2.0, False) == "flex attention takes no heads of 48 and 48"
-    assert why_no_flex(wide, wide, odd, 2.0, False) == "flex attention takes no heads of 64 and 48"
+    assert why_no_flex(odd, odd, odd, 0.3, 2.0, False) == "flex attention takes no heads of 48 and 48"
+    assert why_no_flex(wide, wide, odd, 0.3, 2.0, False) == "flex attention takes no heads of 64 and 48"
     reason = "torch cannot compile flex attention here (RuntimeError: no compiler)"
 
-    def compiled():
+    def compiled(*kind):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(flex_kernel, "_compiled", compiled)
     flex_kernel._why_not_compiled.cache_clear()
-    assert why_no_flex(wide, wide, wide, 2.0, False) == reason
+    assert why_no_flex(wide, wide, wide, 0.3, 2.0, False) == reason
     flex_kernel._why_not_compiled.cache_clear()
     monkeypatch.setattr(torch_compat, "flex_attention", None)
-    assert "has no flex attention" in why_no_flex(wide, wide, wide, 2.0, False)
+    assert "has no flex attention" in why_no_flex(wide, wide, wide, 0.3, 2.0, False)
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 4, 100])
@@ -268,7 +347,7 @@ def test_which_kernel_a_formula_gets(monkeypatch):
     monkeypatch.setattr(eager, "_is_fast", lambda query: True)
     monkeypatch.setattr(eager, "flash_takes", lambda query, value: True)
     monkeypatch.setattr(torch_compat, "flash_attention", emulated_forward(False))
-    monkeypatch.setattr(flex_kernel, "_compiled", lambda: torch_compat.flex_attention)
+    monkeypatch.setattr(flex_kernel, "_compiled", lambda *kind: not_compiled)
     monkeypatch.setattr(flex_kernel, "_why_not_compiled", lambda *key: None)  # it has no backward on the CPU
     inputs = [t.detach() for t in random_tensors(20, dtype=torch.float32)]
     sinks, memo = torch.randn(HEADS), {}

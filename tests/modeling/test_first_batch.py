@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from tests.layout_pairs import assert_trains_as_stock, make_pair, seeded, short_rows
 from trl_fused_grpo.modeling.attention_watch import PACKED_ARGUMENTS
-from trl_fused_grpo.modeling.state_layers import state_layers
+from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
 from trl_fused_grpo.parity.tiny import model_config, tiny_model
 from trl_fused_grpo.training import engine, trial
 
@@ -77,12 +77,12 @@ def test_attention_that_ignores_sequence_boundaries_is_found_out(tmp_path, layer
         assert_trains_as_stock(fused, stock, short_rows(8, seed=seed))
     assert fused.fused_layout() == "aligned"
     (message,) = warnings
-    assert "change when other sequences stand before them" in message
+    assert "change when sequences share a row" in message
 
 
 def test_packed_rows_that_were_asked_for_raise_with_the_reason(tmp_path):
     fused, _ = make_pair(tmp_path, deaf(), fused_layout="packed")
-    with pytest.raises(RuntimeError, match="hidden states change when other sequences stand before them in the row"):
+    with pytest.raises(RuntimeError, match="hidden states change when sequences share a row"):
         seeded(fused, short_rows())
 
 
@@ -92,14 +92,14 @@ def test_a_layer_that_sees_the_token_before_is_found_out(tmp_path, warnings):
         assert_trains_as_stock(fused, stock, short_rows())
     assert fused.fused_layout() == "aligned"
     (message,) = warnings
-    assert "change when other sequences stand before them" in message
+    assert "change when sequences share a row" in message
 
 
 def test_a_convolution_of_the_users_own_runs_on_rows_of_its_own(tmp_path, warnings):
     fused, _ = make_pair(tmp_path, with_mlp(ConvolvingMLP))
-    assert [type(layer) for layer in state_layers(fused.model)] == [ConvolvingMLP]
+    assert [type(layer) for layer in unpacked_layers(fused.model).with_state] == [ConvolvingMLP]
     seeded(fused, short_rows())
-    assert not any("when other sequences" in message for message in warnings)
+    assert not any("sequences share a row" in message for message in warnings)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "gemma3", "lfm2", "falcon-h1", "gpt-oss", "qwen3-vl"])

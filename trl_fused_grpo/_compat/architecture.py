@@ -3,6 +3,9 @@ What a model of transformers is made of: its backbone, the text model in a compo
 Each entry says what differs between versions of transformers, since when or until when.
 """
 
+import functools
+import inspect
+import sys
 from typing import Any
 
 from packaging.version import Version
@@ -67,6 +70,45 @@ def carries_state(module: nn.Module) -> bool:
     if type(module).__name__.endswith(_STATE_CLASSES):
         return True
     return any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
+
+
+def takes_attention_interface(text_model: nn.Module) -> bool:
+    """
+    Whether the modules of a text model may look their attention up in transformers' table: the model says so, or the
+    files of their classes know the table (most families before they were declared to, and hybrids to this day).
+    """
+    if getattr(text_model, "_supports_attention_backend", False):
+        return True
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in _files(text_model))
+
+
+def attention_with_masks(text_model: nn.Module) -> list[nn.Module]:
+    """
+    The attention of a text model that reads the masks of transformers by itself: with an indexer that chooses keys, or
+    where none of the model's attention goes through transformers' interface.
+    """
+    indexed = [module for module in text_model.modules() if getattr(module, "indexer", None) is not None]
+    if indexed or takes_attention_interface(text_model):
+        return indexed
+    if not any(hasattr(file, "create_causal_mask") for file in _files(text_model)):
+        return []  # nobody knows what its masks are
+    takers = {name: m for name, m in text_model.named_modules() if name and _takes(type(m), "attention_mask")}
+    return [module for name, module in takers.items() if not any(other.startswith(f"{name}.") for other in takers)]
+
+
+def _files(text_model: nn.Module) -> set[Any]:
+    return {sys.modules.get(type(module).__module__) for module in text_model.modules()}
+
+
+@functools.cache
+def _takes(cls: Any, argument: str) -> bool:
+    return argument in inspect.signature(cls.forward).parameters
+
+
+def takes_keywords(module: nn.Module) -> bool:
+    """Whether the forward of a module's class takes any keyword argument."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def layer_types(config: Any) -> set[str]:

@@ -44,17 +44,6 @@ def attention_implementation(config: Any) -> str:
     return config._attn_implementation
 
 
-def takes_attention_interface(text_model: nn.Module) -> bool:
-    """
-    Whether the modules of a text model may look their attention up in transformers' table: the model says so, or the
-    files of their classes know the table (most families before they were declared to, and hybrids to this day).
-    """
-    if getattr(text_model, "_supports_attention_backend", False):
-        return True
-    files = {sys.modules.get(type(module).__module__) for module in text_model.modules()}
-    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
-
-
 # The name under which a modeling file of transformers has the attention of models that load as `"eager"`; its layers
 # look it up when they are called, also where they give it to transformers' table as the default
 EAGER_ATTENTION = "eager_attention_forward"

@@ -85,7 +85,10 @@ NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "torch.ops.aten": (
         torch.ops.aten,
-        ("_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward"),
+        (
+            *("_flash_attention_forward", "_flash_attention_backward"),
+            *("_efficient_attention_forward", "_efficient_attention_backward"),
+        ),
     ),
     "torch.nn.modules.module": (
         torch_module,

@@ -22,6 +22,8 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward.default
 # masks the one in which the last query of a sequence stands at the last key
 efficient_attention = torch.ops.aten._efficient_attention_forward.default
 CAUSAL_FROM_THE_LAST_KEY = 2
+# Autograd calls it without the window of the forward
+efficient_attention_backward = torch.ops.aten._efficient_attention_backward.default
 
 # Flex attention with a mask that is made from blocks of keys: `None` where torch has none that knows their lengths
 flex_attention: Any = getattr(flex, "flex_attention", None)

@@ -2,10 +2,17 @@
 Hugging Face models: their head, the layout of their rows, their attention, and `model(..., fused=request)`. A map of
 the folder:
 
-- `fused_forward` has the forward that returns log-probabilities in place of logits.
+- `fused_forward` has the forward that returns log-probabilities in place of logits; `forward_override` puts it, and
+  others, into modules and takes it out again.
 - `output_projection` finds a model's head and reads it as an `LMHead`; `moe` computes its auxiliary loss.
-- `layout` makes packed and aligned rows; `layout_choice` says which of them a model allows.
-- `packed_attention` registers the attention for packed rows with transformers, `varlen_attention` computes it, and
+- `layout` makes packed and aligned rows; `layout_choice` says which of them a model allows. `multimodal` has what
+  belongs to images.
+- `packed_attention` puts the attention for packed rows where models look for theirs (`attention_places`), and
   `attention_watch` looks at what the model asks of it.
+- `varlen_attention` computes it with `attention_kernels`; for models that load as `"eager"` it is `eager_attention`,
+  with `eager_formula` (which formula their own function computes), `sink_attention` and `flex_kernel`.
+- `sequence_masks` has masks of more than causality, one for each packed sequence; `padded_attention` keeps padded rows
+  safe from NaN gradients.
+- `state_layers` runs layers that carry a state on rows of their own.
 - `checkpointing` is gradient checkpointing with less bookkeeping.
 """

@@ -155,17 +155,75 @@ def efficient_attention(
         `Tensor`: `[S, heads, D of values]`.
     """
     groups = queries.shape[1] // keys.shape[1]
+    keys, values = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (keys, values))
+    if window is None:
+        return of_one_width(_efficient(boundaries, None), queries, keys, values, scaling)
+    if len(queries) == len(keys):  # and so in every sequence, none of which has more queries than keys
+        return of_one_width(_efficient(boundaries, window), queries, keys, values, scaling)
+    # With more keys than queries, the kernel's backward has the window at another place than its forward: a query of
+    # zeros goes before those of a sequence for each key more, and what it finds is left out
+    own = own_keys(boundaries, len(queries))
+    queries = queries.new_zeros(len(keys), *queries.shape[1:]).index_copy(0, own, queries)
+    of_keys = boundaries._replace(cu_seq_lens_q=boundaries.cu_seq_lens_k, max_length_q=boundaries.max_length_k)
+    return of_one_width(_efficient(of_keys, window), queries, keys, values, scaling).index_select(0, own)
 
-    def attention(*tensors_and_scaling: Any) -> Tensor:
-        *tensors, scaling = tensors_and_scaling
-        q, k, v = (t.unsqueeze(0) for t in tensors)
-        output, *_ = torch_compat.efficient_attention(
-            *(q, k, v, None, *boundaries, 0.0, torch_compat.CAUSAL_FROM_THE_LAST_KEY),
-            compute_log_sumexp=True,
-            scale=scaling,
-            window_size=window,
-        )
+
+def own_keys(boundaries: Boundaries, queries: int) -> Tensor:
+    """At which key each of `queries` tokens stands, `[S]`, int64: the last tokens of a sequence at its last keys."""
+    cu_q, cu_k = boundaries.cu_seq_lens_q.long(), boundaries.cu_seq_lens_k.long()
+    token = torch.arange(queries, device=cu_q.device)
+    sequence = torch.searchsorted(cu_q, token, right=True)
+    return cu_k[sequence] - (cu_q[sequence] - token)
+
+
+def _efficient(boundaries: Boundaries, window: int | None) -> Callable[..., Tensor]:
+    def attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        call = _EfficientCall(boundaries, scaling, window)
+        q, k, v = (t.unsqueeze(0) for t in (queries, keys, values))
+        output = call.forward(q, k, v)[0] if window is None else _WindowedAttention.apply(q, k, v, call)
         return output.squeeze(0)
 
-    keys, values = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (keys, values))
-    return of_one_width(attention, queries, keys, values, scaling)
+    return attention
+
+
+class _EfficientCall(NamedTuple):
+    """Memory-efficient attention over sequences: causal, the last query of each at its last key, in a window."""
+
+    boundaries: Boundaries
+    scaling: float
+    window: int | None  # in tokens, the query among them
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Any:
+        """From `[1, S or K, heads, D]`: output, log-sum-exp, two random states and the longest lengths."""
+        return torch_compat.efficient_attention(
+            *(queries, keys, values, None, *self.boundaries, 0.0, torch_compat.CAUSAL_FROM_THE_LAST_KEY),
+            compute_log_sumexp=True,
+            scale=self.scaling,
+            window_size=self.window,
+        )
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values; `saved` are these, output, log-sum-exp and two random states."""
+        queries, keys, values, output, lse, seed, offset = saved
+        grads = torch_compat.efficient_attention_backward(
+            *(grad, queries, keys, values, None, output, *self.boundaries, lse, 0.0, seed, offset),
+            *(torch_compat.CAUSAL_FROM_THE_LAST_KEY, False),
+            scale=self.scaling,
+            window_size=self.window,
+        )
+        return grads[:3]
+
+
+class _WindowedAttention(torch.autograd.Function):
+    """The kernel with its backward, which torch calls without the window."""
+
+    @staticmethod
+    def forward(ctx, queries: Tensor, keys: Tensor, values: Tensor, call: _EfficientCall) -> Tensor:
+        output, lse, seed, offset, *_ = call.forward(queries, keys, values)
+        ctx.save_for_backward(queries, keys, values, output, lse, seed, offset)
+        ctx.call = call
+        return output
+
+    @staticmethod
+    def backward(ctx, *grads: Any) -> tuple[Tensor | None, ...]:
+        return *ctx.call.backward(grads[0].contiguous(), *ctx.saved_tensors), None

@@ -1,6 +1,7 @@
 """Watches what a model asks of its attention: rows lose TRL's padding only where that changes no result."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,25 @@ class Chunk(NamedTuple):
 _KIND_OF_LAYER: dict[str, type] = {"sliding_attention": int, "chunked_attention": Chunk}
 
 
+class KeptMask(NamedTuple):
+    """
+    How transformers would build a mask of the packed row.
+
+    Args:
+        stand_in (`Tensor`): what the model got in its place.
+        original (`Callable`): transformers' mask function.
+        options (`dict`): its arguments.
+    """
+
+    stand_in: Tensor
+    original: Callable
+    options: dict[str, Any]
+
+
+# The call that watches the model which runs in this thread
+running_call: ContextVar["WatchedCall | None"] = ContextVar("running_call", default=None)
+
+
 class WatchedCall:
     """
     What is seen of a model's attention while it runs on rows that are not padded as TRL pads them.
@@ -46,6 +66,7 @@ class WatchedCall:
         windows (`set`):
             Of the masks that the model asked for: sliding windows, [`Chunk`]s, or `None` for a mask without.
         memo (`dict`): what is made once for all layers.
+        keeps_masks (`bool`): whether layers with an attention of their own want the masks that packed rows do without.
         mask_dtype (`torch.dtype`, *optional*): of the masks that it asked for, where they are numbers.
         reason (`str`, *optional*): why the rows must have TRL's padding.
         open_mask (`Callable`, *optional*): makes of a mask what the model gets, where rows have TRL's padding.
@@ -62,6 +83,7 @@ class WatchedCall:
         self.has_images, self.shares_prompts, self.needs_own_prompts = has_images, shares_prompts, False
         self.windows: set[int | Chunk | None] = set()
         self.memo: dict[Any, Any] = {}
+        self.keeps_masks, self._kept_masks = False, dict[int, KeptMask]()
         self.mask_dtype: torch.dtype | None = None
         self.reason: str | None = None
         self.open_mask: Callable[[Any], Any] | None = None
@@ -92,6 +114,16 @@ class WatchedCall:
         """Whether the mask of packed rows with images is more than causality, windows and chunks."""
         return self.packed and self.has_images and "unknown" in dict(model_compat.mask_parts(mask_function))
 
+    def keep_mask(self, original: Callable, options: dict[str, Any], device: torch.device) -> Tensor:
+        """What the model gets in place of a mask of the packed row: [`kept_mask`] finds by it how to build one."""
+        stand_in = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        self._kept_masks[id(stand_in)] = KeptMask(stand_in, original, options)
+        return stand_in
+
+    def kept_mask(self, mask: Any) -> "KeptMask | None":
+        """The mask that a tensor stands in for, or `None`."""
+        return self._kept_masks.get(id(mask))
+
     def note_built(self, mask: Any) -> Any:
         """Note whether transformers built the mask or left it to the attention function, and return it."""
         self._has_built_masks |= mask is not None
@@ -103,6 +135,8 @@ class WatchedCall:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if options.get("dropout"):
             self.refuse("its attention drops out")
+        elif self.kept_mask(attention_mask) is not None:
+            pass  # its rows are packed, and the layer's attention knows where sequences begin
         elif self.has_images and are_sequence_masks(attention_mask, self.lengths):
             pass
         elif attention_mask is not None and (self.packed or (self.windows and not self._has_built_masks)):

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.utils.checkpoint
@@ -16,7 +16,8 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
 
-_LAYERS: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+# Weak references: a list with the model itself would keep it alive for good
+_LAYERS: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -29,8 +30,9 @@ def lean_checkpoints(model: nn.Module) -> Generator[None, None, None]:
     if model not in _LAYERS:  # a walk over all modules takes as long as a layer
         modules = list(model.modules())
         is_compiled = any(map(torch_compat.is_compiled, modules))
-        _LAYERS[model] = [] if is_compiled else [m for m in modules if hasattr(m, "gradient_checkpointing")]
-    layers: list[Any] = [layer for layer in _LAYERS[model] if _is_replaceable(layer)]
+        _LAYERS[model] = [] if is_compiled else [ref(m) for m in modules if hasattr(m, "gradient_checkpointing")]
+    found = [layer for weak in _LAYERS[model] if (layer := weak()) is not None]
+    layers: list[Any] = [layer for layer in found if _is_replaceable(layer)]
     replaced = [(layer, model_compat.checkpoint_function(layer)) for layer in layers]
     for layer, _ in replaced:
         model_compat.set_checkpoint_function(layer, checkpoint)

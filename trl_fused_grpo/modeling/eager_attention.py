@@ -72,7 +72,7 @@ def eager_attention(
         if not formula.caps and flash_takes(q, v):
             return _with_sinks(layer, q, k, v)
         softcap = layer.options["softcap"] if formula.caps else None
-        reason = why_no_flex(q, k, v, softcap, formula.has_sinks)
+        reason = why_no_flex(q, k, v, layer.options["scaling"], softcap, formula.has_sinks)
         if reason is None:
             return _with_flex(layer, softcap, formula.has_sinks, q, k, v)
         logger.warning_once(f"Attention runs for one sequence after the other, because {reason}.")

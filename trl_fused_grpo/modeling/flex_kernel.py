@@ -1,6 +1,7 @@
 """Soft-capped attention scores on CUDA: torch's flex attention, compiled once, with a mask by sequence and window."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,20 +10,23 @@ from torch import Tensor
 
 from trl_fused_grpo._compat import torch as torch_compat
 
-from .attention_kernels import Boundaries
+from .attention_kernels import Boundaries, own_keys
 
 
 _BLOCK = 128
 
 
-def why_no_flex(query: Tensor, key: Tensor, value: Tensor, softcap: float | None, has_sinks: bool) -> str | None:
+def why_no_flex(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None, has_sinks: bool
+) -> str | None:
     """Why flex attention cannot stand in for a model's own function, or `None`. It is tried out once, on few tokens."""
     width = query.shape[-1]
     if torch_compat.flex_attention is None:
         return "this torch has no flex attention with masks from blocks"
     if width != value.shape[-1] or width < 16 or width & (width - 1):
         return f"flex attention takes no heads of {width} and {value.shape[-1]}"
-    return _why_not_compiled(query.shape[1], key.shape[1], width, query.dtype, query.device, softcap, has_sinks)
+    heads = query.shape[1], key.shape[1]
+    return _why_not_compiled(*heads, width, query.dtype, query.device, scaling, softcap, has_sinks)
 
 
 @functools.cache
@@ -32,6 +36,7 @@ def _why_not_compiled(
     width: int,
     dtype: torch.dtype,
     device: torch.device,
+    scaling: float | None,
     softcap: float | None,
     has_sinks: bool,
 ) -> str | None:
@@ -47,11 +52,12 @@ def _why_not_compiled(
             cu_seqlens = torch.tensor([0, count], dtype=torch.int32, device=device)
             block_mask = build_block_mask(Boundaries(cu_seqlens, cu_seqlens, count, count), count, count, None)
             sinks = torch.zeros(heads, device=device, requires_grad=True) if has_sinks else None
-            flex_attention(q, k, v, block_mask, 1.0, softcap, sinks).sum().backward()
+            flex_attention(q, k, v, block_mask, scaling, softcap, sinks).sum().backward()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of torch's compiler, of Triton or of the C compiler that these call
-        return f"torch cannot compile flex attention here ({type(error).__name__}: {str(error)[:200]})"
+        message = " ".join(str(error).split())[:1000]  # the compiler's begin with what it saw
+        return f"torch cannot compile flex attention here ({type(error).__name__}: {message})"
     return None
 
 
@@ -71,32 +77,57 @@ def flex_attention(
 
     Args:
         block_mask: from [`build_block_mask`].
-        attention (`Callable`, *optional*): torch's function, by default compiled.
+        attention (`Callable`, *optional*): [`not_compiled`] or the like, by default compiled.
 
     Returns:
         `Tensor`: `[S, heads, D]`.
     """
-    attention = attention or _compiled()
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (queries, keys, values))  # [1, heads, S or K, D]
-    options: dict[str, Any] = {"block_mask": block_mask, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+    scale = repr(float(q.shape[-1] ** -0.5 if scaling is None else scaling))
+    options: dict[str, Any] = {"scale": scale, "block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
     if softcap is not None:
-        options["score_mod"] = _soft_cap(softcap)
+        options["score_mod"] = _soft_cap(repr(float(softcap)))
+    if sinks is not None:
+        options.update(torch_compat.FLEX_LSE)
+    attention = attention or _compiled(*_kind(q, k), scale, softcap, sinks is not None)
+    result = attention(q, k, v, **options)
     if sinks is None:
-        return attention(q, k, v, **options).squeeze(0).transpose(0, 1)
-    output, lse = torch_compat.with_lse(attention(q, k, v, **options, **torch_compat.FLEX_LSE))  # lse: [1, heads, S]
+        return result.squeeze(0).transpose(0, 1)
+    output, lse = torch_compat.with_lse(result)  # lse: [1, heads, S]
     factor = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1)
     return (output * factor).to(output.dtype).squeeze(0).transpose(0, 1)
 
 
-@functools.cache
-def _compiled() -> Callable:
-    return torch.compile(torch_compat.flex_attention, dynamic=True)
+def not_compiled(query: Tensor, key: Tensor, value: Tensor, *, scale: str, **options: Any) -> Any:
+    """
+    Torch's function, its scale given as a text.
+
+    The compiler takes a number for a variable of the graph, which the kernel cannot have. It takes a text for a
+    constant, and the number in it too.
+    """
+    return torch_compat.flex_attention(query, key, value, scale=float(scale), **options)
 
 
 @functools.cache
-def _soft_cap(softcap: float) -> Callable:
+def _compiled(*kind: Any) -> Callable:
+    """[`not_compiled`], compiled for one kind of call: the compiler gives up a function that it met in many kinds."""
+    function = types.FunctionType(not_compiled.__code__.replace(co_name="flex_attention"), globals())
+    # With a graph break it would run uncompiled, with all scores in memory
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
+def _kind(query: Tensor, key: Tensor) -> tuple[Any, ...]:
+    """What the compiler looks at in queries and keys, beyond their lengths: whether these are equal, or one block."""
+    counts = query.shape[2], key.shape[2]
+    lengths = counts[0] == counts[1], *(count > _BLOCK for count in counts)
+    return query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device, torch.is_grad_enabled(), lengths
+
+
+@functools.cache
+def _soft_cap(softcap: str) -> Callable:
     def capped(score, batch, head, query, key):
-        return softcap * torch.tanh(score / softcap)
+        cap = float(softcap)
+        return cap * torch.tanh(score / cap)
 
     return capped
 
@@ -112,18 +143,16 @@ def build_block_mask(boundaries: Boundaries, queries: int, keys: int, window: in
         queries, keys (`int`): `S` and `K`.
         window (`int`, *optional*): in tokens, the token itself among them.
     """
-    cu_q, cu_k = boundaries.cu_seq_lens_q.long(), boundaries.cu_seq_lens_k.long()
-    token = torch.arange(queries, device=cu_q.device)
-    sequence = torch.searchsorted(cu_q, token, right=True) - 1
-    last = cu_k[sequence + 1] - (cu_q[sequence + 1] - token)  # [S], the key of the token itself
-    first = cu_k[sequence]  # [S]
+    last = own_keys(boundaries, queries)  # [S]
+    cu_k = boundaries.cu_seq_lens_k.long()
+    first = cu_k[torch.searchsorted(cu_k, last, right=True) - 1]  # [S]
     if window is not None:
         first = torch.maximum(first, last - window + 1)
 
     def sees(batch, head, query, key):
         return (key >= first[query]) & (key <= last[query])
 
-    block = torch.arange(-(-keys // _BLOCK), device=cu_q.device)  # [key blocks]
+    block = torch.arange(-(-keys // _BLOCK), device=cu_k.device)  # [key blocks]
     lowest, highest = (_extreme(first, keys, "amin"), _extreme(last, -1, "amax"))  # [query blocks]
     within = (block >= lowest // _BLOCK) & (block <= highest // _BLOCK)  # [query blocks, key blocks]
     # Every token of the query's block sees every key of these

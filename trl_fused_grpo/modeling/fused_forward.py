@@ -20,6 +20,7 @@ from .forward_override import override_forward, restore_forward
 from .moe import load_balancing_loss
 from .output_projection import head_parameter_modules, read_lm_head
 from .packed_attention import text_model_alone
+from .unpacked_layers import unpacking
 
 
 class CuSeqlensIgnoredError(RuntimeError):
@@ -28,14 +29,21 @@ class CuSeqlensIgnoredError(RuntimeError):
 
 def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> Any:
     """The outputs of a causal model's backbone, `last_hidden_state` `[B, L, H]` among them."""
+    backbone = architecture.backbone(causal_lm)
     # PEFT passes the arguments it knows on, set or not; not every backbone knows them
     given = {name: value for name, value in model_inputs.items() if value is not None}
-    with text_model_alone(causal_lm, PACKED_ARGUMENTS):
-        return architecture.backbone(causal_lm)(**given, use_cache=False)
+    call = given.get("watched")
+    if not architecture.takes_keywords(backbone):  # all of its layers that need to know of packed rows run unpacked
+        given = {name: value for name, value in given.items() if name not in PACKED_ARGUMENTS}
+    with unpacking(causal_lm, call), text_model_alone(causal_lm, PACKED_ARGUMENTS):
+        return backbone(**given, use_cache=False)
 
 
 class HiddenStatesRequest:
     """Asks a forward for the hidden states of the backbone in place of logits."""
+
+    def __init__(self):
+        self.stats = FusedStats()
 
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
         """Hidden states `[B, L, H]`."""

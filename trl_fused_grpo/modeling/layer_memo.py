@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,13 +24,13 @@ class LayerMemo(Generic[T]):
 
     def __init__(self, find_out: Callable[[PreTrainedModel], T]):
         self._find_out = find_out
-        self._kept: WeakKeyDictionary[PreTrainedModel, tuple[list[nn.Module], T]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[PreTrainedModel, tuple[list[ref[nn.Module]], T]] = WeakKeyDictionary()
 
     def __call__(self, causal_lm: PreTrainedModel) -> T:
         """What was found out about a model."""
-        parts = _layers_and_their_parts(causal_lm)
+        parts = [ref(part) for part in _layers_and_their_parts(causal_lm)]
         kept = self._kept.get(causal_lm)
-        if kept is None or len(kept[0]) != len(parts) or any(a is not b for a, b in zip(kept[0], parts, strict=True)):
+        if kept is None or kept[0] != parts:  # of the same living modules, references are equal
             kept = self._kept[causal_lm] = parts, self._find_out(causal_lm)
         return kept[1]
 

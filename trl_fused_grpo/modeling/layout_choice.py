@@ -14,13 +14,15 @@ from trl_fused_grpo._compat import models as model_compat
 from .layer_memo import LayerMemo
 from .layout import LayoutName
 from .packed_attention import why_replaced
-from .state_layers import state_layers
+from .unpacked_layers import unpacked_layers
 
 
 logger = logging.get_logger(__name__)
 
 # Kinds of layers whose tokens attend to those before them, and kinds that see one token at a time
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
+# A kind of layers whose attention chooses its keys
+INDEXED_LAYERS = "indexed_attention"
 # Kinds of layers that carry a state, some beside attention
 STATE_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
 
@@ -89,17 +91,19 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     """Why rows that do not need TRL's padding may not share one row, or `None`."""
     config = causal_lm.config.get_text_config()
     attention = model_compat.attention_implementation(config)
-    if not model_compat.takes_attention_interface(architecture.text_model(causal_lm)):
+    unpacked = unpacked_layers(causal_lm)
+    if not unpacked.attention and not architecture.takes_attention_interface(architecture.text_model(causal_lm)):
         return "its attention does not go through transformers' attention interface"
     is_flash = attention in model_compat.flash_implementations()
     if attention not in ("sdpa", "eager") and not is_flash:
         return f"attn_implementation={attention!r} knows no sequence boundaries"
     types = architecture.layer_types(config)
     carries_state = model_compat.is_stateful(causal_lm) or types & STATE_LAYERS
-    if carries_state and not state_layers(causal_lm):
+    if carries_state and not unpacked.with_state:
         return "it has layers that carry a state from token to token, which are not known"
-    if not types <= ATTENTION_LAYERS | STATE_LAYERS:
-        return f"it has layers of a kind that is not known ({min(types - ATTENTION_LAYERS - STATE_LAYERS)})"
+    unknown = types - ATTENTION_LAYERS - STATE_LAYERS - ({INDEXED_LAYERS} if unpacked.attention else set())
+    if unknown:
+        return f"it has layers of a kind that is not known ({min(unknown)})"
     if is_flash and "chunked_attention" in types:
         return "FlashAttention knows no chunks of a sequence"
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -116,11 +120,12 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
 def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
     """
     Whether sequences of a packed row may attend to a prompt elsewhere in it: where our function gathers keys, and where
-    no layer carries the state of the prompt on.
+    no layer runs unpacked.
     """
     implementation = model_compat.attention_implementation(causal_lm.config.get_text_config())
     gathers = implementation in ("sdpa", "eager", *model_compat.flash_implementations())
-    return gathers and not state_layers(causal_lm)
+    unpacked = unpacked_layers(causal_lm)
+    return gathers and not unpacked.with_state and not unpacked.attention
 
 
 def choose(

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,13 +24,12 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 
 from .attention_places import InFile, InTable
-from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall
+from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call
 from .eager_attention import EagerLayer, eager_attention
-from .sequence_masks import are_sequence_masks, attend_with_masks, build_sequence_masks
+from .sequence_masks import are_sequence_masks, attend_with_masks, build_sequence_masks, mask_device
 from .varlen_attention import chunked, gathered_keys, varlen_attention
 
 
-_call: ContextVar[WatchedCall | None] = ContextVar("watched_call", default=None)
 # The watched calls that are alive, by `id`. One lives as long as something refers to it: the forward that it watches,
 # or a checkpointed layer that will be computed again in backward and holds the keyword arguments of its first call
 _living: set[int] = set()
@@ -56,11 +54,11 @@ def watched_call(call: WatchedCall, model: nn.Module | None = None) -> Generator
             that load as `"eager"`.
     """
     _install_while_alive(call, model)
-    token = _call.set(call)
+    token = running_call.set(call)
     try:
         yield call
     finally:
-        _call.reset(token)
+        running_call.reset(token)
 
 
 @contextmanager
@@ -72,11 +70,11 @@ def text_model_alone(causal_lm: PreTrainedModel, arguments: Sequence[str]) -> Ge
     tokens = []
 
     def enter(module, args, kwargs):
-        tokens.append(_call.set(None))
+        tokens.append(running_call.set(None))
         return args, {name: value for name, value in kwargs.items() if name not in arguments}
 
     def leave(*_):
-        _call.reset(tokens.pop())
+        running_call.reset(tokens.pop())
 
     parts = architecture.modules_beside_text(causal_lm) if architecture.is_composite(causal_lm) else []
     hooks = [part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for part in parts]
@@ -248,7 +246,7 @@ def _watched_attention(original: Callable, packed: Callable[..., Tensor], watche
 
     @functools.wraps(original)
     def attention(module, query, key, value, attention_mask, *args, watched: WatchedCall | None = None, **kwargs):
-        running = _call.get()  # there is none when a checkpointed layer is computed again
+        running = running_call.get()  # there is none when a checkpointed layer is computed again
         options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         call = watched or running or getattr(cu_seqlens, "watched", None)
@@ -272,13 +270,15 @@ def _watched_mask(original: Callable, replaces: bool = False) -> Callable:
 
     @functools.wraps(original)
     def mask(*args, **kwargs):
-        call = _call.get()
+        call = running_call.get()
         if call is None:
             return original(*args, **kwargs)
         mask_function = kwargs.get("mask_function", causal_mask_function)
         call.read_mask(mask_function, kwargs.get("dtype"))
         if replaces and not args and call.needs_sequence_masks(mask_function):
             return build_sequence_masks(original, call.lengths, kwargs)
+        if replaces and not args and call.packed and call.keeps_masks:
+            return call.keep_mask(original, kwargs, mask_device(kwargs))
         built = None if call.packed and replaces else original(*args, **kwargs)
         return call.note_built(built)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function
 
 from trl_fused_grpo._compat import models as model_compat
 
@@ -27,24 +28,30 @@ def build_sequence_masks(original: Callable, lengths: list[int], options: dict[s
     Returns:
         `Tensor`: `[1, 1, 1, N]`, so that a model that looks at it finds a mask.
     """
-    masks, rule = [], model_compat.within_one_sequence(options["mask_function"])
-    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
-        place = {
-            "q_length": length,
-            "kv_length": length,
-            "q_offset": start,
-            "kv_offset": start,
-            "cache_position": torch.arange(start, start + length, device=_device(options)),  # transformers < 5.4
-        }
-        ours = {name: value for name, value in place.items() if name in options}
-        ours |= {"mask_function": rule, "batch_size": 1, "attention_mask": None, "allow_is_causal_skip": False}
-        masks.append(original(**{**options, **ours}).flatten())
-    return torch.cat(masks)[None, None, None]
+    starts = accumulate(lengths, initial=0)
+    masks = [build_mask(original, options, start, length) for start, length in zip(starts, lengths, strict=False)]
+    return torch.cat([mask.flatten() for mask in masks])[None, None, None]
 
 
-def _device(options: dict[str, Any]) -> Any:
+def build_mask(original: Callable, options: dict[str, Any], start: int, length: int) -> Tensor:
+    """The mask `[1, 1, length, length]` of the tokens of a row from `start` on, which are one sequence."""
+    place = {
+        "q_length": length,
+        "kv_length": length,
+        "q_offset": start,
+        "kv_offset": start,
+        "cache_position": torch.arange(start, start + length, device=mask_device(options)),  # transformers < 5.4
+    }
+    ours = {name: value for name, value in place.items() if name in options}
+    rule = model_compat.within_one_sequence(options.get("mask_function", causal_mask_function))
+    ours |= {"mask_function": rule, "batch_size": 1, "attention_mask": None, "allow_is_causal_skip": False}
+    return original(**{**options, **ours})
+
+
+def mask_device(options: dict[str, Any]) -> torch.device:
+    """The device of the masks that transformers' mask function makes with these arguments."""
     position = options.get("cache_position")
-    return options.get("device") if position is None else position.device
+    return torch.device(options.get("device", "cpu")) if position is None else position.device
 
 
 def are_sequence_masks(mask: Any, lengths: list[int]) -> bool:

@@ -15,6 +15,7 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.trl_images import multimodal_model_inputs
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.fused_forward import (
@@ -27,14 +28,14 @@ from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import Refusal, choose, supports_shared_prefix, traits
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
-from trl_fused_grpo.modeling.state_layers import install_unpacking, uninstall_unpacking
+from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
 
 from .checks import check_token_ids
 from .customised_model import changed_module
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
-from .trial import RandomStates, try_layout, try_packing
+from .trial import RandomStates, try_layout, try_rows
 
 
 logger = logging.get_logger(__name__)
@@ -251,8 +252,8 @@ class LogpsEngine:
             if (options.layout, is_multimodal) not in tried:
                 if options.layout == "packed":
                     install_unpacking(causal_lm)
-                    if not try_packing(call, options, images, self._on_any_process):
-                        return True  # the batch says nothing of it: the next one may
+                if not try_rows(call, options, images, self._on_any_process):
+                    return True  # the batch says nothing of it: the next one may
                 tried.add((options.layout, is_multimodal))
             if "padding" not in tried and not is_multimodal and not options.forces_layout:
                 tried.add("padding")
@@ -288,6 +289,6 @@ class LogpsEngine:
 def _multimodal_inputs(call: LogpsArgs, trl_method: Callable) -> MultimodalInputs:
     def of_first_rows(count: int) -> dict[str, Any]:
         rows = call.input_ids[:count], call.attention_mask[:count], call.logits_to_keep, call.multimodal
-        return trl_compat.multimodal_model_inputs(trl_method, *rows)
+        return multimodal_model_inputs(trl_method, *rows)
 
     return MultimodalInputs(of_first_rows, len(call.input_ids))

@@ -1,6 +1,6 @@
 """
-Trials of a model at its first batch. Does a sequence in a packed row have the hidden states that it has alone? And
-where the model's code is not known: are its results the same without TRL's padding?
+Trials of a model at its first batch. Do sequences that share rows have the hidden states that each has alone? And where
+the model's code is not known: are its log-probs the same without TRL's padding?
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, HiddenStatesRequest
-from trl_fused_grpo.modeling.layout import Rows
+from trl_fused_grpo.modeling.layout import Layout, Rows
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 
 from .customised_model import own_class, row_reader, zero_weight
@@ -22,35 +22,39 @@ from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 
 _ROWS_TRIED = 4
 _FIRST_TOKENS = 8  # of a sequence: what leaks into it over a boundary is seen there best
-_MOST_ROUNDING = 0.1  # of hidden states, relative: more than this is no rounding
+_MOST_ROUNDING = 0.03  # of hidden states, relative: more than this is no rounding
 _NOISE = 8  # how many times the rounding error a difference must be to count as one
 
 
-def try_packing(
+def try_rows(
     call: LogpsArgs, options: LogpsOptions, images: MultimodalInputs | None, on_any_process: Callable[[bool], bool]
 ) -> bool:
     """
-    Compare the hidden states of the shortest sequences of a batch, each alone, with those of the same sequences in one
-    packed row, in the precision that trains, without dropout and without gradient.
+    Compare the hidden states of the shortest sequences of a batch, each alone in TRL's padding, with those of the same
+    sequences together in a layout, in the precision that trains, without dropout and without gradient. Where the layout
+    was asked for, each is alone in this layout: whoever asks for it says that padding does not matter.
 
-    The sequence that stands first in the row shows how much rounding alone makes of it. A model mixes sequences when
-    each of the others differs by more than several times that. A process whose batch cannot tell calls the model as
-    often as the others, and hears what they found.
+    Nothing stands before the first sequence in a packed row: it shows how much rounding makes. A model mixes sequences
+    when each of the others differs by more than several times that. A process whose batch cannot tell calls the model
+    as often as the others, and hears what they found.
 
     Args:
         call ([`LogpsArgs`]): the batch.
-        options ([`LogpsOptions`]): with packed rows.
+        options ([`LogpsOptions`]): with the layout to try.
         images ([`MultimodalInputs`], *optional*): of the batch.
         on_any_process (`Callable`): whether a condition holds on any process, so that all decide alike.
 
     Returns:
-        `bool`: whether the batch of any process could tell. It needs two sequences without holes in their masks.
+        `bool`: whether the batch of any process could tell. It needs two sequences without holes in their masks,
+            whose images are known.
 
     Raises:
-        [`CuSeqlensIgnoredError`]: when the model mixes sequences.
-        [`RowsRefusedError`]: when it asks for more of its attention than packed rows give.
+        [`CuSeqlensIgnoredError`]: when packed rows mix sequences.
+        [`RowsRefusedError`]: when aligned rows do, or when the model asks for more of its attention than rows give.
         [`PromptsNotSharedError`]: when sequences must not share a prompt.
     """
+    if on_any_process(images is not None and not images.are_known_by_row):
+        return False
     selected = call.attention_mask[:, -call.logits_to_keep :].bool()
     with_images = [] if images is None else images.rows_with_images
     if options.processes > 1 or len(with_images) > 1:  # all processes must run the vision tower as often
@@ -63,7 +67,7 @@ def try_packing(
         return False
     if not can_tell:  # any tokens will do
         call, tried = replace(call, attention_mask=torch.ones_like(call.attention_mask)), with_images[:1] or [0]
-    alone_options = replace(options, share_prompts=False)
+    alone = replace(options, layout=options.layout if options.forces_layout else "padded", share_prompts=False)
     refusals: list[RowsRefusedError | PromptsNotSharedError] = []
 
     def hidden_states(rows: list[int], options: LogpsOptions) -> list[Tensor]:
@@ -75,20 +79,42 @@ def try_packing(
         except (RowsRefusedError, PromptsNotSharedError) as error:
             refusals.append(error)  # raised when all processes have called the model as often
             return []
-        assert layout.logit_positions is not None, "the layout is packed"
-        flat = torch.cat([layout.logit_positions[i][selected[row]] for i, row in enumerate(rows)])
-        return hidden.flatten(0, 1)[flat].float().split([int(selected[row].sum()) for row in rows])
+        places = _places(layout, hidden, call.logits_to_keep)
+        return [hidden.flatten(0, 1)[places[i][selected[row]]].float() for i, row in enumerate(rows)]
 
     modules = [module for module in call.model.modules() if module.training]
     with torch.no_grad(), random_states_kept(call.input_ids), _in_evaluation(modules):
         together = hidden_states(tried, options)
-        alone = [hidden_states([tried[i % len(tried)]], alone_options) for i in range(count)]
+        each = [hidden_states([tried[i % len(tried)]], alone) for i in range(count)]
     for kind in (RowsRefusedError, PromptsNotSharedError):
         mine = next((error for error in refusals if isinstance(error, kind)), None)
         if on_any_process(mine is not None):
             raise mine or kind("another process found it out")
-    _compare(together, [own for (own,) in alone], can_tell, _compute_dtype(call, options), on_any_process)
-    return True
+    difference = _difference(together, [own for (own,) in each], _rounding(call, options)) if can_tell else None
+    if not on_any_process(difference is not None):
+        return True
+    found = f"({difference or 'found on another process'})"
+    if options.layout == "packed":
+        raise CuSeqlensIgnoredError(f"its hidden states change when sequences share a row {found}")
+    raise RowsRefusedError(f"its hidden states change when rows lose TRL's padding {found}")
+
+
+def _places(layout: Layout, hidden: Tensor, completion_length: int) -> Tensor:
+    """Flat positions `[b, T]` in the hidden states `[B, L, H]` of the tokens before those of the completions."""
+    if layout.logit_positions is not None:
+        return layout.logit_positions
+    rows, width = hidden.shape[:2]  # the last columns of rows in TRL's padding
+    columns = torch.arange(width - completion_length - 1, width - 1, device=hidden.device)
+    return torch.arange(rows, device=hidden.device).unsqueeze(1) * width + columns
+
+
+def _difference(together: Sequence[Tensor], alone: Sequence[Tensor], eps: float) -> str | None:
+    """How far hidden states `[n, H]` of sequences in rows are from those of each alone; `None` for rounding."""
+    errors = [_relative_error(mine, other) for mine, other in zip(together, alone, strict=False)]
+    limit = max(_NOISE * min(errors[0], 64 * eps, _MOST_ROUNDING), 4 * eps)
+    if min(errors[1:]) <= limit:
+        return None
+    return f"by {min(errors[1:]):.1e}, where rounding makes {min(limit, errors[0]):.1e}"
 
 
 def _shortest_sequences(call: LogpsArgs, selected: Tensor, among: Sequence[int] = ()) -> list[int]:
@@ -104,26 +130,6 @@ def _shortest_sequences(call: LogpsArgs, selected: Tensor, among: Sequence[int] 
     return sorted(order[:_ROWS_TRIED])
 
 
-def _compare(
-    together: Sequence[Tensor],
-    alone: Sequence[Tensor],
-    can_tell: bool,
-    dtype: torch.dtype,
-    on_any_process: Callable[[bool], bool],
-) -> None:
-    """Raise where hidden states `[n, H]` of sequences in one row differ from those of each alone, on any process."""
-    found = "its hidden states change when other sequences stand before them in the row"
-    mixes = False
-    if can_tell:
-        errors = [_relative_error(mine, other) for mine, other in zip(together, alone, strict=False)]
-        eps = torch.finfo(dtype).eps
-        limit = max(_NOISE * min(errors[0], _MOST_ROUNDING, 1000 * eps), 4 * eps)
-        mixes = not min(errors[1:]) <= limit
-        found += f" (by {min(errors[1:]):.1e}, where rounding makes {errors[0]:.1e})"
-    if on_any_process(mixes):
-        raise CuSeqlensIgnoredError(found)
-
-
 def _relative_error(value: Tensor, reference: Tensor) -> float:
     """How far hidden states `[n, H]` are from others, over all tokens or over the first few, whichever is more."""
     squares, sizes = (value - reference).square().sum(1), reference.square().sum(1)
@@ -131,9 +137,12 @@ def _relative_error(value: Tensor, reference: Tensor) -> float:
     return max(float((error / size.clamp(min=1e-30)).sqrt()) for error, size in parts)
 
 
-def _compute_dtype(call: LogpsArgs, options: LogpsOptions) -> torch.dtype:
+def _rounding(call: LogpsArgs, options: LogpsOptions) -> float:
+    """The rounding error of the precision that trains. On CUDA float32 may be TF32, at least in convolutions."""
     device_type = call.input_ids.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else options.causal_lm.dtype
+    is_cast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if is_cast else options.causal_lm.dtype
+    return 2**-10 if device_type == "cuda" and dtype == torch.float32 else torch.finfo(dtype).eps
 
 
 @contextmanager
@@ -178,7 +187,7 @@ def try_layout(
     difference = _difference_from_padded(call, options)
     if difference is None:
         return
-    eps = torch.finfo(_compute_dtype(call, options)).eps
+    eps = _rounding(call, options)
     if on_any_process(not difference <= max(1e-3, 32 * eps)):
         raise RowsRefusedError(f"{unknown}, whose code is not known, makes other log-probs of rows without it")
 

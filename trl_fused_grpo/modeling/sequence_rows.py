@@ -1,35 +1,16 @@
-"""
-Layers that carry a state along the sequence (short convolutions, Mamba, gated delta rules), in packed rows.
+"""Rows of their own for the sequences of a packed row, which begin at column zero."""
 
-Such a layer would carry the state of one sequence into the next. So its input is unpacked before it runs, and its
-output is packed again: each sequence gets a row that begins at column zero. A causal layer does not see what stands
-behind a sequence, so that the result is the same, whatever kernel computes it.
-"""
-
-import functools
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from trl_fused_grpo._compat import architecture
-from trl_fused_grpo._compat import models as model_compat
-
-from .attention_watch import PACKED_ARGUMENTS, WatchedCall
-from .forward_override import override_forward, restore_forward
-from .layer_memo import LayerMemo
+from torch import Tensor
 
 
-# What one more row of a state layer costs, in columns, and one more group of rows, in tokens: a torch implementation
-# walks along the columns in a loop, and every group begins the loop anew
+# What one more column of rows costs, in tokens, and one more group of rows: a torch implementation of a state walks
+# along the columns in a loop, and every group begins the loop anew
 COLUMN_COST, GROUP_COST = 8, 2048
 MOST_PARTS = 48  # more sequences than these are grouped a few at a time: finding the best groups takes the square
-
-# The call that watches the decoder layer which runs: its state layer need not get the layer's keyword arguments
-_layer_call: ContextVar[WatchedCall | None] = ContextVar("layer_call", default=None)
 
 
 class SequenceRows:
@@ -147,87 +128,3 @@ def length_groups(lengths: Sequence[int], most: int | None = None) -> list[list[
         groups.insert(0, [i for part in parts[begin:end] for i in part])
         end = begin
     return groups
-
-
-def state_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
-    """The layers of a model that carry a state along the sequence, as far as they are known here."""
-    return _layers(causal_lm)[0]
-
-
-@LayerMemo
-def _layers(causal_lm: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The state layers of a model, and the decoder layers that they are in."""
-    names = dict(architecture.text_model(causal_lm).named_modules())
-    found: dict[str, nn.Module] = {}
-    for name, module in names.items():  # outer modules come first
-        if architecture.carries_state(module) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return list(found.values()), [names[name.rpartition(".")[0]] for name in found]
-
-
-def install_unpacking(causal_lm: PreTrainedModel) -> None:
-    """Have the state layers of a model run unpacked wherever they are called with packed rows. Idempotent."""
-    layers, parents = _layers(causal_lm)
-    for module in parents:
-        override_forward(module, _remember_call)
-    for module in layers:
-        override_forward(module, _run_unpacked)
-
-
-def uninstall_unpacking(causal_lm: PreTrainedModel) -> None:
-    """Undo [`install_unpacking`]. Idempotent."""
-    for modules in _layers(causal_lm):
-        for module in modules:
-            restore_forward(module)
-
-
-def _remember_call(layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    call = kwargs.get("watched")
-    if call is None:
-        return original(*args, **kwargs)
-    checkpoint = model_compat.checkpoint_function(layer)
-
-    def checkpoint_with_call(function: Callable, *inputs: Any) -> Any:
-        # Since transformers 5.23 a layer checkpoints within its forward: backward does not come through here again
-        return checkpoint(functools.partial(_run_with_call, call, function), *inputs)
-
-    if checkpoint is not None:
-        model_compat.set_checkpoint_function(layer, checkpoint_with_call)
-    try:
-        return _run_with_call(call, original, *args, **kwargs)
-    finally:
-        if checkpoint is not None:
-            model_compat.set_checkpoint_function(layer, checkpoint)
-
-
-def _run_with_call(call: WatchedCall, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    token = _layer_call.set(call)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _layer_call.reset(token)
-
-
-def _run_unpacked(layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    # Where transformers checkpoints inside a layer's `forward`, backward runs it without the override around it
-    call = kwargs.get("watched") or _layer_call.get()
-    if call is None:
-        return original(*args, **kwargs)
-    kwargs = {name: value for name, value in kwargs.items() if name not in PACKED_ARGUMENTS}
-    rows = _rows_of(call, layer)
-    columns = [rows.unpack(value) for value in (*args, *kwargs.values())]
-    results = []
-    for group in range(rows.groups):
-        values = [column[group] for column in columns]
-        named = dict(zip(kwargs, values[len(args) :], strict=True))
-        results.append(original(*values[: len(args)], **named))
-    return rows.pack(results)
-
-
-def _rows_of(call: WatchedCall, layer: nn.Module) -> SequenceRows:
-    parameter = next(layer.parameters())
-    if parameter.device not in call.memo:
-        # ZeRO-3 gathers weights whenever a module is called, so that it must be called as often on every process
-        most_groups = 1 if hasattr(parameter, "ds_id") else None
-        call.memo[parameter.device] = SequenceRows(call.lengths, parameter.device, most_groups)
-    return call.memo[parameter.device]

@@ -1,0 +1,10 @@
+#!/bin/bash
+# Runs benchmarks/architectures.py for each model in a process of its own, so that no memory of another one counts.
+# Usage: each_architecture.sh FOLDER COMMIT SECONDS MODEL... ; one record for each model goes to FOLDER.
+set -u
+folder=$1 commit=$2 seconds=$3
+shift 3
+for model in "$@"; do
+    timeout "$seconds" python3 "$(dirname "$0")/architectures.py" --model "$model" --commit "$commit" \
+        --json "$folder/$model.json" 2>&1 | grep -v -i "warn\|transformers\]"
+done
