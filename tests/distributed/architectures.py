@@ -83,7 +83,6 @@ def _micro_batch(case: str, rank: int, index: int, generator: torch.Generator) -
 
 def _padded(rows: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(map(len, rows))
-    ids = torch.tensor(
-        [[PAD_ID] * (width - len(row)) * left + row + [PAD_ID] * (width - len(row)) * (not left) for row in rows]
-    )
+    gaps = [[PAD_ID] * (width - len(row)) for row in rows]
+    ids = torch.tensor([gap + row if left else row + gap for gap, row in zip(gaps, rows, strict=True)])
     return ids, (ids != PAD_ID).long()

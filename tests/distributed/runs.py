@@ -15,7 +15,6 @@ ARCHITECTURES = {
     "deaf": "llama",
     "deaf-holes": "llama",
     "convolution": "lfm2",
-    "delta-rule": "qwen3.5",
     "sinks": "gpt-oss",
     "images": "qwen3-vl",
     "images-on-one": "qwen3-vl",
@@ -77,7 +76,7 @@ def _runs(backend: str, *cases: str, misled: tuple[str, ...] = ()) -> list[Run]:
     return runs + [Run(backend, case, "misled") for case in misled]
 
 
-def _heads(backend: str, *cases: str) -> list[Run]:
+def _fused(backend: str, *cases: str) -> list[Run]:
     return [Run(backend, case, "fused") for case in cases]
 
 
@@ -96,21 +95,24 @@ REFUSED = [
 LAUNCHES = {
     "torch": [
         *_runs("ddp", "untied", "tied", "lora", *SHARED, misled=("untied",)),
-        *_heads("ddp", "lora-head", "saved-head"),
-        *_runs("ddp", "deaf", "deaf-holes", "convolution", "images", "images-on-one"),
+        *_fused("ddp", "lora-head", "saved-head"),
         *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
-        *_heads("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
+        *_fused("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
         *_runs("fsdp1", "untied", "reference", *SHARED, misled=("untied",)),
-        *_heads("fsdp1", *HEADS),
+        *_fused("fsdp1", *HEADS),
         *_runs("fsdp2", "bf16"),
-        *_runs("fsdp2", "deaf", "delta-rule", "images", "sinks"),
         *REFUSED,
+    ],
+    "architectures": [
+        *(Run("ddp", case, "stock") for case in ARCHITECTURES),
+        *_fused("ddp", "deaf-holes", "images-on-one"),
+        *_fused("fsdp2", "deaf", "convolution", "images", "sinks"),
     ],
     "deepspeed": [
         *_runs("zero3", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
-        *_heads("zero3", "lora-head", "lora-head-tied", "saved-head", "saved-head-tied"),
-        *_runs("zero3", "deaf", "convolution", "delta-rule", "sinks"),
+        *_fused("zero3", "lora-head", "lora-head-tied", "saved-head", "saved-head-tied"),
+        *_fused("zero3", "convolution", "sinks"),
         *_runs("zero2", "untied", *SHARED),
-        *_heads("zero2", "lora-head", "saved-head"),
+        *_fused("zero2", "lora-head", "saved-head"),
     ],
 }

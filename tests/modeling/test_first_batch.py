@@ -146,3 +146,28 @@ def test_a_batch_that_cannot_tell_leaves_it_to_the_next(tmp_path, monkeypatch):
     assert fused.fused_layout() == "packed"  # a sequence alone stays apart
     seeded(fused, short_rows())
     assert fused.fused_layout() == "aligned"
+
+
+def test_a_model_is_tried_out_anew_when_a_layer_was_replaced(tmp_path):
+    fused, stock = make_pair(tmp_path, lambda: tiny_model("llama"))
+    assert_trains_as_stock(fused, stock, short_rows())
+    assert fused.fused_layout() == "packed"
+    for trainer in (fused, stock):
+        layers = trainer.model.model.layers
+        weights = layers[0].self_attn.state_dict()
+        layers[0].self_attn = DeafAttention(trainer.model.config, 0)
+        layers[0].self_attn.load_state_dict(weights)
+    assert_trains_as_stock(fused, stock, short_rows())
+    assert fused.fused_layout() == "aligned"
+
+
+def test_a_state_layer_that_was_replaced_runs_on_rows_of_its_own(tmp_path, warnings):
+    fused, stock = make_pair(tmp_path, lambda: tiny_model("lfm2"))
+    assert_trains_as_stock(fused, stock, short_rows())
+    for trainer in (fused, stock):
+        layers = trainer.model.model.layers
+        new = type(layers[0])(trainer.model.config, 0)
+        new.load_state_dict(layers[0].state_dict())
+        layers[0] = new
+    assert_trains_as_stock(fused, stock, short_rows(seed=1))
+    assert (fused.fused_layout(), warnings) == ("packed", [])

@@ -1,7 +1,6 @@
 """Which layout the rows of a model may have: what it is known to do with them, and what its first forwards showed."""
 
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,6 +9,7 @@ from transformers.utils import logging
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 
+from .layer_memo import LayerMemo
 from .layout import LayoutName
 from .packed_attention import why_replaced
 from .unpacked_layers import unpacked_layers
@@ -23,7 +23,6 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", 
 INDEXED_LAYERS = "indexed_attention"
 # Kinds of layers that carry a state, some beside attention
 STATE_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
-_TRAITS: WeakKeyDictionary[PreTrainedModel, "Traits"] = WeakKeyDictionary()
 
 
 class Refusal(NamedTuple):
@@ -54,18 +53,17 @@ class Traits(NamedTuple):
     chooses: bool
 
 
+@LayerMemo
 def traits(causal_lm: PreTrainedModel) -> Traits:
     """The [`Traits`] of a model."""
-    if causal_lm not in _TRAITS:  # a walk over all modules takes as long as a layer
-        modules = list(architecture.text_model(causal_lm).modules())
-        _TRAITS[causal_lm] = Traits(
-            has_sinks=any(hasattr(module, "sinks") for module in modules),
-            is_causal=all(getattr(module, "is_causal", True) is not False for module in modules),
-            needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
-            compresses=any(map(architecture.compresses_tokens, modules)),
-            chooses=any(map(architecture.chooses_tokens, modules)),
-        )
-    return _TRAITS[causal_lm]
+    modules = list(architecture.text_model(causal_lm).modules())
+    return Traits(
+        has_sinks=any(hasattr(module, "sinks") for module in modules),
+        is_causal=all(getattr(module, "is_causal", True) is not False for module in modules),
+        needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
+        compresses=any(map(architecture.compresses_tokens, modules)),
+        chooses=any(map(architecture.chooses_tokens, modules)),
+    )
 
 
 def why_padded(model: nn.Module, reads_padding: bool) -> str | None:

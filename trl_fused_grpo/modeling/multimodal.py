@@ -114,12 +114,22 @@ class MultimodalInputs:
         """
         Positions of the whole batch in the shape that a model makes them in, for example `[3, B, P + T]` for time,
         height and width; `None` for a model that counts tokens.
+
+        Raises:
+            `ValueError`: when the model finds none, as where images do not match their placeholders.
         """
         function = getattr(architecture.backbone(causal_lm), "get_rope_index", None)
         if function is None:
             return None
         known = inspect.signature(function).parameters
-        positions, *_ = function(**{name: value for name, value in self.of_batch.items() if name in known})
+        try:
+            positions, *_ = function(**{name: value for name, value in self.of_batch.items() if name in known})
+        except Exception as error:
+            owner = type(architecture.backbone(causal_lm)).__name__
+            raise ValueError(
+                f"{owner}.get_rope_index finds no positions for this batch: do its images match their placeholders in "
+                f"the prompts? ({error})"
+            ) from error
         return positions
 
     def image_keys(self, prompts: Sequence[int]) -> Tensor:

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,6 +21,7 @@ from trl_fused_grpo._compat import models as model_compat
 
 from .attention_watch import PACKED_ARGUMENTS, KeptMask, WatchedCall, running_call
 from .forward_override import override_forward, restore_forward
+from .layer_memo import LayerMemo
 from .sequence_masks import build_mask
 from .sequence_rows import SequenceRows
 
@@ -42,22 +42,18 @@ class UnpackedLayers(NamedTuple):
     checkpointed: list[nn.Module]
 
 
-_LAYERS: WeakKeyDictionary[PreTrainedModel, UnpackedLayers] = WeakKeyDictionary()
-
-
+@LayerMemo
 def unpacked_layers(causal_lm: PreTrainedModel) -> UnpackedLayers:
     """The layers of a model that run unpacked in packed rows, as far as they are known here."""
-    if causal_lm not in _LAYERS:  # a walk over all modules takes as long as a layer
-        text_model = architecture.text_model(causal_lm)
-        with_state: dict[str, nn.Module] = {}
-        for name, module in text_model.named_modules():  # outer modules come first
-            if architecture.carries_state(module) and not any(name.startswith(f"{outer}.") for outer in with_state):
-                with_state[name] = module
-        attention = architecture.attention_with_masks(text_model)
-        is_any = bool(with_state or attention)
-        checkpointed = [m for m in text_model.modules() if is_any and hasattr(m, "gradient_checkpointing")]
-        _LAYERS[causal_lm] = UnpackedLayers(list(with_state.values()), attention, checkpointed)
-    return _LAYERS[causal_lm]
+    text_model = architecture.text_model(causal_lm)
+    with_state: dict[str, nn.Module] = {}
+    for name, module in text_model.named_modules():  # outer modules come first
+        if architecture.carries_state(module) and not any(name.startswith(f"{outer}.") for outer in with_state):
+            with_state[name] = module
+    attention = architecture.attention_with_masks(text_model)
+    is_any = bool(with_state or attention)
+    checkpointed = [m for m in text_model.modules() if is_any and hasattr(m, "gradient_checkpointing")]
+    return UnpackedLayers(list(with_state.values()), attention, checkpointed)
 
 
 def install_unpacking(causal_lm: PreTrainedModel) -> None:

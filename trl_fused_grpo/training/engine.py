@@ -15,7 +15,6 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.trl_images import multimodal_model_inputs
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.fused_forward import (
@@ -23,6 +22,7 @@ from trl_fused_grpo.modeling.fused_forward import (
     install_fused_forward,
     uninstall_fused_forward,
 )
+from trl_fused_grpo.modeling.layer_memo import LayerMemo
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import Refusal, choose, supports_shared_prefix, traits, why_wide_rows_differ
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
@@ -31,7 +31,7 @@ from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall
 
 from .checks import check_token_ids
 from .customised_model import changed_module
-from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps
+from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, multimodal_inputs
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
 from .trial import RandomStates, try_layout, try_rows
@@ -54,7 +54,7 @@ class LogpsEngine:
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.options = FusedOptions()
         self._refusals: WeakKeyDictionary[nn.Module, dict[bool, Refusal]] = WeakKeyDictionary()
-        self._tried: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
+        self._tried: LayerMemo[set[Any]] = LayerMemo(lambda _: set())
         self._modules: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
         self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
@@ -189,7 +189,7 @@ class LogpsEngine:
         vocab_size = vocab_size_of(output_projection(causal_lm), causal_lm)
         check_token_ids(call.completion_ids, logps_request.mask, vocab_size)
 
-        images = _multimodal_inputs(call, trl_method) if call.multimodal else None
+        images = multimodal_inputs(call, trl_method) if call.multimodal else None
         if is_multimodal is None:
             (is_multimodal,) = self.with_images_anywhere(causal_lm, [images is not None])
         with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
@@ -259,7 +259,7 @@ class LogpsEngine:
         """Whether a layout stands its trials, each of which a model has once. If not, it is refused from now on."""
         if options.layout == "padded":
             return True
-        tried = self._tried.setdefault(causal_lm, set())
+        tried = self._tried(causal_lm)
         try:
             if (options.layout, is_multimodal) not in tried:
                 if options.layout == "packed":
@@ -296,11 +296,3 @@ class LogpsEngine:
 
     def _on_any_process(self, condition: bool) -> bool:
         return bool(self.of_all_processes([condition]).any())
-
-
-def _multimodal_inputs(call: LogpsArgs, trl_method: Callable) -> MultimodalInputs:
-    def of_first_rows(count: int) -> dict[str, Any]:
-        rows = call.input_ids[:count], call.attention_mask[:count], call.logits_to_keep, call.multimodal
-        return multimodal_model_inputs(trl_method, *rows)
-
-    return MultimodalInputs(of_first_rows, len(call.input_ids))

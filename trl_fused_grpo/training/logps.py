@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from trl_fused_grpo._compat.trl_images import multimodal_model_inputs
 from trl_fused_grpo.modeling import layout as layouts
 from trl_fused_grpo.modeling.attention_watch import WatchedCall, carry_arguments
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
@@ -133,6 +135,16 @@ def _padded(options: LogpsOptions, reason: str) -> LogpsOptions:
         raise ValueError(f"fused_layout={options.layout!r} does not fit this batch: {reason}. Use 'auto'.")
     logger.warning_once(f"Batches keep TRL's padding where {reason}.")
     return replace(options, layout="padded")
+
+
+def multimodal_inputs(call: LogpsArgs, trl_method: Callable) -> MultimodalInputs:
+    """What TRL would call a multimodal model with; its own `trl_method` tells, see [`MultimodalInputs`]."""
+
+    def of_first_rows(count: int) -> dict[str, Any]:
+        rows = call.input_ids[:count], call.attention_mask[:count], call.logits_to_keep, call.multimodal
+        return multimodal_model_inputs(trl_method, *rows)
+
+    return MultimodalInputs(of_first_rows, len(call.input_ids))
 
 
 class RowsWithImages:

@@ -1,0 +1,40 @@
+"""What was found out about a model, kept as long as its layers are the same."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from trl_fused_grpo._compat import architecture
+
+
+T = TypeVar("T")
+
+
+class LayerMemo(Generic[T]):
+    """
+    Keeps what a function finds out about a model: a walk over all modules takes as long as a layer. When the user
+    replaces a decoder layer, or a part of one, the function is called again.
+
+    Args:
+        find_out (`Callable`): gets the causal language model.
+    """
+
+    def __init__(self, find_out: Callable[[PreTrainedModel], T]):
+        self._find_out = find_out
+        self._kept: WeakKeyDictionary[PreTrainedModel, tuple[list[ref[nn.Module]], T]] = WeakKeyDictionary()
+
+    def __call__(self, causal_lm: PreTrainedModel) -> T:
+        """What was found out about a model."""
+        parts = [ref(part) for part in _layers_and_their_parts(causal_lm)]
+        kept = self._kept.get(causal_lm)
+        if kept is None or kept[0] != parts:  # of the same living modules, references are equal
+            kept = self._kept[causal_lm] = parts, self._find_out(causal_lm)
+        return kept[1]
+
+
+def _layers_and_their_parts(causal_lm: PreTrainedModel) -> list[nn.Module]:
+    lists = [child for child in architecture.text_model(causal_lm).children() if isinstance(child, nn.ModuleList)]
+    return [part for layers in lists for layer in layers for part in (layer, *layer.children())]
