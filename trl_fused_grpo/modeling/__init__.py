@@ -13,6 +13,7 @@ the folder:
   with `eager_formula` (which formula their own function computes), `sink_attention` and `flex_kernel`.
 - `sequence_masks` has masks of more than causality, one for each packed sequence; `padded_attention` keeps padded rows
   safe from NaN gradients.
-- `state_layers` runs layers that carry a state on rows of their own.
+- `unpacked_layers` runs layers that know no packed rows, such as those that carry a state, on rows of their own
+  (`sequence_rows`).
 - `checkpointing` is gradient checkpointing with less bookkeeping.
 """
