@@ -10,6 +10,16 @@ STEPS = 3
 ACCUMULATION = 2
 ROWS = 3  # completions to a micro-batch of one rank
 SHARED = ("shared-forward", "shared-aligned")
+# The tiny model of each case that is about an architecture
+ARCHITECTURES = {
+    "deaf": "llama",
+    "deaf-holes": "llama",
+    "convolution": "lfm2",
+    "delta-rule": "qwen3.5",
+    "sinks": "gpt-oss",
+    "images": "qwen3-vl",
+    "images-on-one": "qwen3-vl",
+}
 
 
 @dataclass(frozen=True)
@@ -24,8 +34,7 @@ class Run:
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer computes
             old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
             generation batch, and the micro-batches of an accumulation window share a forward; `"shared-aligned"`: the
-            same with aligned rows. Or one of [`adapters.HEADS`] and
-            [`adapters.TOGETHER`].
+            same with aligned rows. Or one of [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, or `"misled"`: fused, and
             rank 1 alone is given a wrong forecast.
@@ -44,7 +53,18 @@ class Run:
         return HEADS.get(self.case) or TOGETHER.get(self.case)
 
     @property
+    def architecture(self) -> str | None:
+        return ARCHITECTURES.get(self.case)
+
+    @property
+    def data(self) -> str:
+        """Name of the micro-batches."""
+        return self.case if self.architecture else self.model
+
+    @property
     def model(self) -> str:
+        if self.architecture:
+            return self.architecture
         return "tied" if self.case == "tied" or (self.head and self.head.tied) else "llama"
 
     @property
@@ -77,16 +97,19 @@ LAUNCHES = {
     "torch": [
         *_runs("ddp", "untied", "tied", "lora", *SHARED, misled=("untied",)),
         *_heads("ddp", "lora-head", "saved-head"),
+        *_runs("ddp", "deaf", "deaf-holes", "convolution", "images", "images-on-one"),
         *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
         *_heads("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
         *_runs("fsdp1", "untied", "reference", *SHARED, misled=("untied",)),
         *_heads("fsdp1", *HEADS),
         *_runs("fsdp2", "bf16"),
+        *_runs("fsdp2", "deaf", "delta-rule", "images", "sinks"),
         *REFUSED,
     ],
     "deepspeed": [
         *_runs("zero3", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
         *_heads("zero3", "lora-head", "lora-head-tied", "saved-head", "saved-head-tied"),
+        *_runs("zero3", "deaf", "convolution", "delta-rule", "sinks"),
         *_runs("zero2", "untied", *SHARED),
         *_heads("zero2", "lora-head", "saved-head"),
     ],

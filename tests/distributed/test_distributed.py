@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import save_checkpoint
 
-from . import batches
+from . import architectures, batches
 from .adapters import HEADS, TOGETHER, adapter, oracle
 from .batches import Batch
-from .runs import ACCUMULATION, LAUNCHES, RANKS, REFUSED, SHARED, STEPS, Run
+from .runs import ACCUMULATION, ARCHITECTURES, LAUNCHES, RANKS, REFUSED, SHARED, STEPS, Run
 from .worker import build, train
 
 
@@ -32,6 +32,13 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 TOLERANCE = 1e-5  # relative, float32
 LAUNCH_SECONDS = 240
 
+_CLASSES = {
+    "tied": "Qwen3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "qwen3.5": "Qwen3_5ForConditionalGeneration",
+    "gpt-oss": "GptOssForCausalLM",
+    "qwen3-vl": "Qwen3VLForConditionalGeneration",
+}
 _FLOAT32_CASES = ("untied", "tied", "reference", "lora")
 
 _HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
@@ -69,6 +76,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for model in ("llama", "tied"):
         save_checkpoint(model, folder, torch.float32).rename(folder / model)
         torch.save(batches.make(folder / model), folder / f"{model}.pt")
+    for case, model in ARCHITECTURES.items():
+        if not (folder / model).exists():
+            save_checkpoint(model, folder, torch.float32).rename(folder / model)
+        torch.save(architectures.micro_batches(case), folder / f"{case}.pt")
     return folder
 
 
@@ -148,7 +159,7 @@ def _close(losses: list[float]) -> Any:
 @_each(("stock", "fused"))
 def test_two_processes_train_under_the_wrapper_that_was_asked_for(run: Run, outcome):
     result = outcome(run)
-    bare = "Qwen3ForCausalLM" if run.model == "tied" else "LlamaForCausalLM"
+    bare = _CLASSES.get(run.model, "LlamaForCausalLM")
     model = bare if adapter(run.case) is None else "PeftModelForCausalLM"
     wrapper, parameters = {
         "ddp": ("DistributedDataParallel", ["Parameter"]),
@@ -175,6 +186,28 @@ def test_trains_what_stock_trains(run: Run, outcome):
             assert my_log.keys() - stock_log.keys() == {"fused/rows_recomputed"}
             expected = {name: value for name, value in stock_log.items() if name != "step_time"}
             assert {name: my_log[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@_each(("fused",), *ARCHITECTURES)
+def test_an_architecture_trains_what_stock_trains(run: Run, outcome):
+    """Also where processes have other numbers and lengths of sequences, or one has no image or no completion."""
+    fused, stock = outcome(run), outcome(run, "stock")
+    distances = _distances(fused.moved, stock.moved)
+    assert max(distances.values()) <= TOLERANCE, distances
+    for mine, stocks in zip(fused.ranks, stock.ranks, strict=True):
+        assert mine["losses"] == _close(stocks["losses"])
+        if not run.case.startswith("deaf"):
+            assert (mine["layouts"], mine["warnings"]) == (["packed"] * len(mine["layouts"]), [])
+
+
+@_each(("fused",), "deaf", "deaf-holes")
+def test_attention_that_ignores_where_sequences_begin_is_found_out_on_all_processes(run: Run, outcome):
+    """By the first batch, which can tell on one of them alone; both lay out aligned, and each is told once."""
+    for rank, seen in enumerate(outcome(run).ranks):
+        has_holes = run.case == "deaf-holes" and rank == 0
+        assert seen["layouts"] == ["padded" if has_holes else "aligned"] * (STEPS * ACCUMULATION)
+        told = [message for message in seen["warnings"] if "when other sequences stand before them" in message]
+        assert len(told) == 1
 
 
 @_each(("fused",), *SHARED)

@@ -24,9 +24,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import tokenizer
-from trl_fused_grpo.training import eligibility
+from trl_fused_grpo.training import eligibility, engine
 
 from .adapters import adapter, adapters_disabled, dense_log_probs
+from .architectures import deafen
 from .batches import Batch, join
 from .engines import launcher_options, parameter_kind, whole_parameters
 from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, SHARED, STEPS, Run
@@ -46,6 +47,7 @@ class Fed(GRPOTrainer):
         self.logps: list[list] = []
         self.recomputed: list[tuple[int, int]] = []
         self.waited: list[bool] = []
+        self.layouts: list[str] = []
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
         return join(self.batches[self._step : self._step + ACCUMULATION])
@@ -78,6 +80,7 @@ class Fed(GRPOTrainer):
         if isinstance(self, FusedGRPOTrainer):
             self.waited.append(self._fused.merger.is_waiting)
             self.recomputed.append((self.fused_stats.recomputed, self.fused_stats.rows))
+            self.layouts.append(self.fused_stats.layout)
         return loss
 
 
@@ -121,7 +124,9 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
         disable_tqdm=True,
         use_liger_loss=run.trainer not in ("stock", "dense"),
         # Without it DDP looks for parameters that get no gradient
-        gradient_checkpointing=not ((run.head and run.head.keeps_activations) or run.case == "shared-aligned"),
+        gradient_checkpointing=not (
+            (run.head and run.head.keeps_activations) or run.case in ("shared-aligned", "images-on-one")
+        ),
         model_init_kwargs={"dtype": "float32", "device_map": None},
         **options,
     )
@@ -136,7 +141,9 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
             processing_class=tokenizer(),
             peft_config=adapter(run.case),
         )
-    trainer.use_vllm = True  # so that importance ratios count; the constructor would start vLLM
+    if run.case.startswith("deaf"):
+        deafen(trainer.model)
+    trainer.use_vllm = run.architecture is None  # so that importance ratios count; the constructor would start vLLM
     trainer.feed(batches, computes_logps=run.refers, is_split_by_trl=run.case in SHARED)
     return trainer
 
@@ -155,22 +162,25 @@ def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
         "logps": trainer.logps,
         "recomputed": trainer.recomputed,
         "waited": trainer.waited,
+        "layouts": trainer.layouts,
     }
     return seen, moved
 
 
 def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
-    batches = torch.load(folder / f"{run.model}.pt")[rank]
+    batches = torch.load(folder / f"{run.data}.pt")[rank]
     trainer = None
     try:
         trainer = build(run, folder, batches, **launcher_options(run))
         shared = mock.patch.object(eligibility, "why_micro_batches_are_seen", return_value=None)
         with ExitStack() as stack:
+            warning = stack.enter_context(mock.patch.object(engine.logger, "warning"))
             if run.trainer == "misled" and rank == 1:
                 stack.enter_context(misled())
             if run.case in SHARED:  # the methods that feed the trainer count as replaced, but read no micro-batch
                 stack.enter_context(shared)
-            return train(trainer)
+            seen, moved = train(trainer)
+            return {**seen, "warnings": [call.args[0] for call in warning.call_args_list]}, moved
     except Exception as error:
         if run not in REFUSED:
             raise

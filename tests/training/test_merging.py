@@ -105,9 +105,9 @@ def test_an_accumulation_window_in_one_forward_trains_and_logs_what_stock_does(t
 @pytest.mark.parametrize(
     "options",
     [
-        {"kind": "gptj", "loss_type": "dapo"},
-        {"kind": "gptj", "loss_type": "bnpo", "gradient_checkpointing": True},
-        {"kind": "gptj", "loss_type": "grpo", "beta": 0.1},
+        {"kind": "gptj", "fused_layout": "aligned", "loss_type": "dapo"},
+        {"kind": "gptj", "fused_layout": "aligned", "loss_type": "bnpo", "gradient_checkpointing": True},
+        {"kind": "gptj", "fused_layout": "aligned", "loss_type": "grpo", "beta": 0.1},
         {"kind": "longrope", "fused_layout": "aligned"},
         {"fused_layout": "aligned", "loss_type": "dapo", "num_iterations": 2, "max_steps": 4},
         {"fused_layout": "aligned", "loss_type": "grpo", "importance_sampling_level": "sequence"},

@@ -2,6 +2,6 @@
 Every fact about a version of TRL, transformers, PEFT or accelerate, and the private names of theirs that this package
 builds upon.
 
-`required` checks these names at import. `trl` has what depends on TRL or accelerate, `models` what depends on
-transformers or PEFT, `architecture` what a model of transformers is made of, `torch` private names of torch.
+`required` checks these names at import. `trl` and `trl_images` have what depends on TRL or accelerate, `models` what
+depends on transformers or PEFT, `architecture` what a model of transformers is made of, `torch` private names of torch.
 """

@@ -267,27 +267,3 @@ def leave_layers(args: Any) -> None:
         "for them need a GPU."
     )
     args.use_liger_loss, args.use_liger_kernel = True, False
-
-
-class _ModelCallError(Exception):
-    def __init__(self, model_inputs: dict[str, Any]):
-        self.model_inputs = model_inputs
-
-
-def multimodal_model_inputs(
-    trl_method: Callable, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, multimodal: dict[str, Any]
-) -> dict[str, Any]:
-    """
-    The keyword arguments with which TRL would call a multimodal model. Each version selects images in its own way, so
-    TRL's own method is run up to that call.
-    """
-
-    def model(**model_inputs):
-        raise _ModelCallError(model_inputs)
-
-    try:
-        trl_method(model, input_ids, attention_mask, logits_to_keep, **multimodal)
-    except _ModelCallError as call:
-        not_the_backbones = ("labels", "logits_to_keep", "fused_lm_head", "use_cache")
-        return {name: value for name, value in call.model_inputs.items() if name not in not_the_backbones}
-    raise RuntimeError("TRL computed log-probs without calling the model")

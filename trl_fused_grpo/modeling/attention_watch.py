@@ -59,7 +59,7 @@ class WatchedCall:
         packed (`bool`): whether the rows are packed; otherwise they are aligned.
         lengths (`list[int]`, *optional*): tokens of each sequence in a packed row.
         has_images (`bool`): whether the row has images, whose tokens a mask may treat in its own way.
-        shares_prompts (`bool`): whether sequences in the row attend to a prompt elsewhere in it.
+        shares_prompts (`bool`): whether sequences in the row may attend to a prompt elsewhere in it.
 
     Attributes:
         needs_own_prompts (`bool`): whether the row must not share prompts.

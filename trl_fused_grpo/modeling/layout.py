@@ -42,7 +42,7 @@ class PackedRow:
         index (`Tensor`): `[S]`: flat position in TRL's padded batch `[B, P + T]` of each token.
         lengths (`list[int]`): tokens of each sequence in the row.
         has_prompt (`list[bool]`): for each of the `B` sequences, whether its prompt stands in the row under it.
-        shares_prompts (`bool`): whether sequences attend to a prompt under another one.
+        shares_prompts (`bool`): whether sequences may attend to a prompt under another one.
         has_images (`bool`): whether there are images in the row.
     """
 
@@ -136,7 +136,7 @@ def packed(rows: Rows, share_prompts: bool) -> Layout:
         "position_ids": (index % width).unsqueeze(0),
         **cu_seqlens_arguments(lengths, key_lengths, shared, input_ids.device),
     }
-    row = PackedRow(index, lengths, [bool(flag) for flag in has_prompt], keys is not None)
+    row = PackedRow(index, lengths, [bool(flag) for flag in has_prompt], share_prompts)
     return Layout("packed", model_inputs, torch.cat([first, place[:, start:-1]], dim=1), row)
 
 

@@ -62,6 +62,12 @@ class MultimodalInputs:
         """Whether it is known which images belong to which row."""
         return self._starts is not None
 
+    @cached_property
+    def rows_with_images(self) -> list[int]:
+        """The rows that have images, as far as it is known."""
+        starts = (self._starts or {}).values()
+        return [row for row in range(self.count) if any(of_name[row] < of_name[row + 1] for of_name in starts)]
+
     def _images_of(self, rows: Sequence[int]) -> dict[str, Any]:
         """The inputs that are not of single tokens, for these rows in this order."""
         whole = {name: value for name, value in self.of_batch.items() if name not in self._per_token}

@@ -6,14 +6,16 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
+from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.trl_images import multimodal_model_inputs
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.fused_forward import (
@@ -164,7 +166,12 @@ class LogpsEngine:
         self._refusals.setdefault(causal_lm, {})[is_multimodal] = Refusal(str(error), layout)
 
     def compute(
-        self, logps_request: LogpsRequest, call: LogpsArgs, trl_method: Callable, keeps_padding: str | None = None
+        self,
+        logps_request: LogpsRequest,
+        call: LogpsArgs,
+        trl_method: Callable,
+        keeps_padding: str | None = None,
+        is_multimodal: bool | None = None,
     ) -> PerTokenLogps:
         """
         Compute log-probabilities of a batch, and what else TRL asks for.
@@ -174,6 +181,7 @@ class LogpsEngine:
             call ([`LogpsArgs`]): TRL's call.
             trl_method (`Callable`): TRL's own method for it, which knows how images belong to rows.
             keeps_padding (`str`, *optional*): see [`layout`].
+            is_multimodal (`bool`, *optional*): whether a process has images, where it is known already.
         """
         unwrapped = self.unwrapped(call.model)
         causal_lm = self.causal_lm(unwrapped)
@@ -182,12 +190,14 @@ class LogpsEngine:
         check_token_ids(call.completion_ids, logps_request.mask, vocab_size)
 
         images = _multimodal_inputs(call, trl_method) if call.multimodal else None
+        if is_multimodal is None:
+            (is_multimodal,) = self.with_images_anywhere(causal_lm, [images is not None])
         with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
             while True:
-                options = self._logps_options(logps_request, call, keeps_padding)
-                if images is not None and causal_lm in self._unshared_with_images:
+                options = self._logps_options(logps_request, call, keeps_padding, is_multimodal)
+                if is_multimodal and causal_lm in self._unshared_with_images:
                     options = replace(options, share_prompts=False)
-                if not self._passes_trial(causal_lm, call, options, images):
+                if not self._passes_trial(causal_lm, call, options, images, is_multimodal):
                     continue
                 if options.layout == "padded":
                     if logps_request.micro_batch is not None:  # they share a forward, but are not to share padding
@@ -201,12 +211,14 @@ class LogpsEngine:
                 except PromptsNotSharedError:
                     self._unshared_with_images.add(causal_lm)
                 except (RowsRefusedError, CuSeqlensIgnoredError) as error:
-                    self._refuse(causal_lm, options, error, images is not None)
+                    self._refuse(causal_lm, options, error, is_multimodal)
                 before.restore()
 
-    def _logps_options(self, logps_request: LogpsRequest, call: LogpsArgs, keeps_padding: str | None) -> LogpsOptions:
+    def _logps_options(
+        self, logps_request: LogpsRequest, call: LogpsArgs, keeps_padding: str | None, is_multimodal: bool
+    ) -> LogpsOptions:
         causal_lm = self.causal_lm(call.model)
-        layout = self.layout(call.model, bool(call.multimodal), keeps_padding, logps_request.reads_padding)
+        layout = self.layout(call.model, is_multimodal, keeps_padding, logps_request.reads_padding)
         needs_last_column = traits(causal_lm).needs_last_column
         if layout == "packed" and needs_last_column and call.compute_aux_loss:
             layout = "padded"  # the auxiliary loss counts every token, also one that stands for the last column
@@ -224,38 +236,58 @@ class LogpsEngine:
         )
 
     def _passes_trial(
-        self, causal_lm: PreTrainedModel, call: LogpsArgs, options: LogpsOptions, images: MultimodalInputs | None
+        self,
+        causal_lm: PreTrainedModel,
+        call: LogpsArgs,
+        options: LogpsOptions,
+        images: MultimodalInputs | None,
+        is_multimodal: bool,
     ) -> bool:
         """Whether a layout stands its trials, each of which a model has once. If not, it is refused from now on."""
         if options.layout == "padded":
             return True
         tried = self._tried.setdefault(causal_lm, set())
         try:
-            if (options.layout, images is not None) not in tried:
+            if (options.layout, is_multimodal) not in tried:
                 if options.layout == "packed":
                     install_unpacking(causal_lm)
                 if not try_rows(call, options, images, self._on_any_process):
                     return True  # the batch says nothing of it: the next one may
-                tried.add((options.layout, images is not None))
-            if "padding" not in tried and images is None and not options.forces_layout:
+                tried.add((options.layout, is_multimodal))
+            if "padding" not in tried and not is_multimodal and not options.forces_layout:
                 tried.add("padding")
                 try_layout(causal_lm, self._modules_of(call.model), call, options, self._on_any_process)
         except PromptsNotSharedError:
             self._unshared_with_images.add(causal_lm)
             return False
         except (RowsRefusedError, CuSeqlensIgnoredError) as error:
-            self._refuse(causal_lm, options, error, images is not None)
+            self._refuse(causal_lm, options, error, is_multimodal)
             return False
         return True
 
-    def _on_any_process(self, condition: bool) -> bool:
+    def with_images_anywhere(self, causal_lm: PreTrainedModel, with_images: list[bool]) -> list[bool]:
+        """
+        For each of some batches, whether it has images on any process: all processes must choose the same layout, and
+        try a model out at the same batch.
+        """
+        if not architecture.is_composite(causal_lm):  # never
+            return with_images
+        return self.of_all_processes(with_images).any(0).tolist()
+
+    def of_all_processes(self, values: list[int] | list[bool]) -> Tensor:
+        """Numbers of each process `[processes, n]`."""
         accelerator = self.trainer.accelerator
-        return bool(accelerator.gather(torch.tensor([int(condition)], device=accelerator.device)).any())
+        if accelerator.num_processes == 1:
+            return torch.tensor([values])
+        return accelerator.gather(torch.tensor([values], dtype=torch.long, device=accelerator.device)).cpu()
+
+    def _on_any_process(self, condition: bool) -> bool:
+        return bool(self.of_all_processes([condition]).any())
 
 
 def _multimodal_inputs(call: LogpsArgs, trl_method: Callable) -> MultimodalInputs:
     def of_first_rows(count: int) -> dict[str, Any]:
         rows = call.input_ids[:count], call.attention_mask[:count], call.logits_to_keep, call.multimodal
-        return trl_compat.multimodal_model_inputs(trl_method, *rows)
+        return multimodal_model_inputs(trl_method, *rows)
 
     return MultimodalInputs(of_first_rows, len(call.input_ids))

@@ -108,6 +108,8 @@ def lay_out(
         `ValueError`: when a forced layout does not fit the batch.
     """
     in_model = selected.any(1) | call.compute_aux_loss  # [b], the auxiliary loss counts every sequence
+    if images is not None and options.layout == "packed":
+        in_model = images.with_some(in_model, rows)
     shares_prompts = options.share_prompts and not call.compute_aux_loss
     tensors = call.input_ids[rows], call.attention_mask[rows], call.logits_to_keep, selected, in_model
     keys = None if images is None else images.keys
@@ -156,6 +158,20 @@ class RowsWithImages:
         if options.share_prompts and not call.compute_aux_loss and inputs.may_share_prompts(causal_lm, width):
             prompts = prompt_group_ids(call.input_ids[:, :-width], call.attention_mask[:, :-width])
             self.keys = inputs.image_keys(prompts)
+
+    def with_some(self, in_model: Tensor, rows: Tensor) -> Tensor:
+        """
+        Which of these sequences `[b]` are in the model `[b]`: one with images among them if there is any, so that each
+        process runs the vision tower, whose weights FSDP and ZeRO-3 gather on all.
+        """
+        with_images = self.inputs.rows_with_images
+        if len(with_images) in (0, self.inputs.count):
+            return in_model
+        has_images = torch.zeros(self.inputs.count, dtype=torch.bool)
+        has_images[with_images] = True
+        has_images = has_images.to(rows.device)[rows]  # [b]
+        first = has_images & (has_images.cumsum(0) == 1)
+        return in_model | first & ~(in_model & has_images).any()
 
     def packed(self, layout: Layout, rows: Tensor) -> Layout:
         """A packed layout of these sequences `[b]` with their images."""

@@ -19,7 +19,7 @@ from trl_fused_grpo.modeling.layout_choice import traits
 
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
 from .engine import LogpsEngine
-from .logps_request import PerTokenLogps, images_of
+from .logps_request import PerTokenLogps, can_join_images, images_of
 from .partitioning import prompt_group_ids, rebalance, rows_by_width, widths_of
 
 
@@ -66,7 +66,9 @@ class MicroBatchMerger:
             `list[dict]`: the micro-batches, as they were or with their sequences partitioned anew.
         """
         trainer, options = self.trainer, self.engine.options
-        layout = self.engine.layout(trainer.model, is_multimodal=any(map(images_of, batches)))
+        causal_lm = self.engine.causal_lm(trainer.model)
+        with_images = self.engine.with_images_anywhere(causal_lm, [bool(images_of(batch)) for batch in batches])
+        layout = self.engine.layout(trainer.model, is_multimodal=any(with_images))
         shares_prompts = self.engine.shares_prompts(trainer.model)
         if options.fused_balance and _is_possible("fused_balance", why_not_balanced(trainer)):
             rebalanced = rebalance(batches, layout, shares_prompts)
@@ -78,17 +80,22 @@ class MicroBatchMerger:
         asked_for = "fused_max_tokens_per_forward" if max_tokens else None
         if _is_possible(asked_for, why_forwards_are_not_shared(trainer, layout)):
             max_tokens = default_token_budget(batches) if max_tokens is None else max_tokens
-            needs_last_column = traits(self.engine.causal_lm(trainer.model)).needs_last_column
+            needs_last_column = traits(causal_lm).needs_last_column
             processes = trainer.accelerator.num_processes
             in_one_width = needs_last_column or processes > 1
             ends = plan_merges(batches, max_tokens, shares_prompts, layout, needs_last_column, in_one_width)
-            if processes > 1:  # every process must call the model at the same steps
-                table = torch.tensor([ends], device=trainer.accelerator.device)
-                ends = trainer.accelerator.gather(table).amin(0).tolist()
-        self.set_plan(batches, ends, layout)
+            # Every process must call the model at the same steps
+            ends = self.engine.of_all_processes(ends).amin(0).tolist()
+        self.set_plan(batches, ends, layout, with_images)
         return batches
 
-    def set_plan(self, batches: list[dict[str, Any]], ends: list[int], layout: LayoutName = "packed") -> None:
+    def set_plan(
+        self,
+        batches: list[dict[str, Any]],
+        ends: list[int],
+        layout: LayoutName = "packed",
+        with_images: list[bool] | None = None,
+    ) -> None:
         """
         Replace the plan by that of a new generation batch. Log-probs of the one before are dropped.
 
@@ -98,7 +105,9 @@ class MicroBatchMerger:
                 For each, the index of the last one that may share its forward. Where the list is empty, each has a
                 forward of its own.
             layout (`str`): the layout of their rows, for which tokens were counted.
+            with_images (`list[bool]`, *optional*): for each, whether it has images on any process.
         """
+        self._with_images = with_images or []
         self._batches, self._ends, self.layout = batches, ends, layout
         self._logps: dict[int, PerTokenLogps] = {}
         self._last = -1
@@ -144,6 +153,11 @@ class MicroBatchMerger:
         """Remove and return the log-probs that an earlier forward left for these inputs, or `None`."""
         index = self._index_of(inputs)
         return None if index is None else self._logps.pop(index, None)
+
+    def is_multimodal(self, inputs: dict[str, Any]) -> bool | None:
+        """Whether these inputs have images on any process; `None` where that is not known."""
+        index = self._index_of(inputs)
+        return self._with_images[index] if index is not None and self._with_images else None
 
     @property
     def is_waiting(self) -> bool:
@@ -242,7 +256,7 @@ def plan_merges(
         tokens = _packed_tokens(prompts, prompt_lengths, lengths) if is_packed else _aligned_tokens(whole, in_one_width)
         end = start
         for index, sequences in enumerate(sequences_of[start:], start):
-            if tokens(sequences.tolist()) > limit:
+            if tokens(sequences.tolist()) > limit or not can_join_images(batches[start : index + 1]):
                 break
             end = index
         ends.append(end)

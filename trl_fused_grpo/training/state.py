@@ -38,7 +38,7 @@ from .deferred_ratio import DeferredRatio
 from .eligibility import why_forwards_are_not_shared, why_not_fused, why_padding_may_be_read
 from .engine import LogpsEngine
 from .kl import kl_term, replaces_kl
-from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps, can_join_images, images_of
+from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps
 from .loss_request import build_call_request, build_loss_request, padding_counts
 from .merging import MicroBatchMerger, reducing_gradients
 
@@ -262,14 +262,16 @@ class FusedState:
         kept = self.merger.take_logps(micro_batch)
         if kept is not None:
             return kept
+        is_multimodal = self.merger.is_multimodal(micro_batch)
         group = self._sharing_forward(loss_call, call.model)
         logps_request = LogpsRequest.joined([self._loss_request(batch) for batch in group])
         if len(group) == 1:
-            results = [self.engine.compute(logps_request, call, trl_method)]
+            results = [self.engine.compute(logps_request, call, trl_method, is_multimodal=is_multimodal)]
         else:
             moves_weights = len(group) == self.steps_left
             with reducing_gradients(call.model) if moves_weights else nullcontext():
-                of_group = self.engine.compute(logps_request, call.with_batches(group), trl_method)
+                joined = call.with_batches(group)
+                of_group = self.engine.compute(logps_request, joined, trl_method, is_multimodal=is_multimodal)
             results = of_group.split([len(batch["completion_ids"]) for batch in group])
             self.merger.keep(micro_batch, results)
         self.stats = results[0].stats
@@ -280,11 +282,11 @@ class FusedState:
         group = self.merger.group_of(loss_call.micro_batch, self.steps_left)
         if len(group) == 1:
             return group
-        is_multimodal = bool(images_of(loss_call.micro_batch))
+        is_multimodal = bool(self.merger.is_multimodal(loss_call.micro_batch))
         layout = self.engine.layout(model, is_multimodal, reads_padding=padding_counts(self.trainer, loss_call.beta))
         # Since the plan, the model may have refused packed rows, or the user may have replaced something
         is_as_planned = layout == self.merger.layout and why_forwards_are_not_shared(self.trainer, layout) is None
-        return group if is_as_planned and can_join_images(group) else [loss_call.micro_batch]
+        return group if is_as_planned else [loss_call.micro_batch]
 
     def _loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:
         has_aux_loss = trl_compat.has_aux_loss(self.trainer)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, HiddenStatesRequest
-from trl_fused_grpo.modeling.layout import Rows
+from trl_fused_grpo.modeling.layout import Layout, Rows
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 
 from .customised_model import own_class, row_reader, zero_weight
-from .logps import RowsRefusedError, RowsWithImages, compute_logps, lay_out, run_model
+from .logps import PromptsNotSharedError, RowsRefusedError, RowsWithImages, compute_logps, lay_out, run_model
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 
 
@@ -35,7 +35,8 @@ def try_rows(
     was asked for, each is alone in this layout: whoever asks for it says that padding does not matter.
 
     Nothing stands before the first sequence in a packed row: it shows how much rounding makes. A model mixes sequences
-    when each of the others differs by more than several times that.
+    when each of the others differs by more than several times that. A process whose batch cannot tell calls the model
+    as often as the others, and hears what they found.
 
     Args:
         call ([`LogpsArgs`]): the batch.
@@ -44,46 +45,89 @@ def try_rows(
         on_any_process (`Callable`): whether a condition holds on any process, so that all decide alike.
 
     Returns:
-        `bool`: whether the batch could tell. It needs two sequences without holes in their masks.
+        `bool`: whether the batch of any process could tell. It needs two sequences without holes in their masks,
+            whose images are known.
 
     Raises:
         [`CuSeqlensIgnoredError`]: when packed rows mix sequences.
         [`RowsRefusedError`]: when aligned rows do, or when the model asks for more of its attention than rows give.
+        [`PromptsNotSharedError`]: when sequences must not share a prompt.
     """
-    selected = call.attention_mask[:, -call.logits_to_keep :].bool()
-    mask, width = call.attention_mask.bool(), call.logits_to_keep
-    padded = Rows(call.input_ids, call.attention_mask, width, selected, selected.any(1))
-    lengths = (mask.sum(1) * selected.any(1)).masked_fill(padded.with_holes(mask), 0)
-    order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
-    tried = sorted(order[:_ROWS_TRIED])
-    if on_any_process(len(tried) < min(_ROWS_TRIED, len(lengths)) or len(tried) < 2):
+    if on_any_process(images is not None and not images.are_known_by_row):
         return False
+    selected = call.attention_mask[:, -call.logits_to_keep :].bool()
+    with_images = [] if images is None else images.rows_with_images
+    if options.processes > 1 or len(with_images) > 1:  # all processes must run the vision tower as often
+        tried = _shortest_sequences(call, selected, with_images)
+    else:
+        tried = _shortest_sequences(call, selected)
+    can_tell = len(tried) > 1
+    count = next((n for n in range(_ROWS_TRIED, 1, -1) if on_any_process(len(tried) >= n)), 0)
+    if not count:
+        return False
+    if not can_tell:  # any tokens will do
+        call, tried = replace(call, attention_mask=torch.ones_like(call.attention_mask)), with_images[:1] or [0]
     alone = replace(options, layout=options.layout if options.forces_layout else "padded", share_prompts=False)
+    refusals: list[RowsRefusedError | PromptsNotSharedError] = []
 
     def hidden_states(rows: list[int], options: LogpsOptions) -> list[Tensor]:
-        index = torch.tensor(rows, device=mask.device)
+        index = torch.tensor(rows, device=call.input_ids.device)
         of_rows = None if images is None else RowsWithImages(images, options, call)
         layout = lay_out(options, call, index, selected[index], of_rows)
-        (hidden,) = run_model(call.model, layout, HiddenStatesRequest())
-        places = layout.logit_positions
-        if places is None:  # the last columns of rows in TRL's padding
-            columns = torch.arange(hidden.shape[1] - width, hidden.shape[1], device=index.device)
-            places = torch.arange(len(rows), device=index.device).unsqueeze(1) * hidden.shape[1] + columns - 1
+        try:
+            (hidden,) = run_model(call.model, layout, HiddenStatesRequest())
+        except (RowsRefusedError, PromptsNotSharedError) as error:
+            refusals.append(error)  # raised when all processes have called the model as often
+            return []
+        places = _places(layout, hidden, call.logits_to_keep)
         return [hidden.flatten(0, 1)[places[i][selected[row]]].float() for i, row in enumerate(rows)]
 
     modules = [module for module in call.model.modules() if module.training]
     with torch.no_grad(), random_states_kept(call.input_ids), _in_evaluation(modules):
         together = hidden_states(tried, options)
-        each = [hidden_states([row], alone)[0] for row in tried]
-    errors = [_relative_error(mine, other) for mine, other in zip(together, each, strict=True)]
-    eps = _rounding(call, options)
+        each = [hidden_states([tried[i % len(tried)]], alone) for i in range(count)]
+    for kind in (RowsRefusedError, PromptsNotSharedError):
+        mine = next((error for error in refusals if isinstance(error, kind)), None)
+        if on_any_process(mine is not None):
+            raise mine or kind("another process found it out")
+    difference = _difference(together, [own for (own,) in each], _rounding(call, options)) if can_tell else None
+    if not on_any_process(difference is not None):
+        return True
+    found = f"({difference or 'found on another process'})"
+    if options.layout == "packed":
+        raise CuSeqlensIgnoredError(f"its hidden states change when sequences share a row {found}")
+    raise RowsRefusedError(f"its hidden states change when rows lose TRL's padding {found}")
+
+
+def _places(layout: Layout, hidden: Tensor, completion_length: int) -> Tensor:
+    """Flat positions `[b, T]` in the hidden states `[B, L, H]` of the tokens before those of the completions."""
+    if layout.logit_positions is not None:
+        return layout.logit_positions
+    rows, width = hidden.shape[:2]  # the last columns of rows in TRL's padding
+    columns = torch.arange(width - completion_length - 1, width - 1, device=hidden.device)
+    return torch.arange(rows, device=hidden.device).unsqueeze(1) * width + columns
+
+
+def _difference(together: Sequence[Tensor], alone: Sequence[Tensor], eps: float) -> str | None:
+    """How far hidden states `[n, H]` of sequences in rows are from those of each alone; `None` for rounding."""
+    errors = [_relative_error(mine, other) for mine, other in zip(together, alone, strict=False)]
     limit = max(_NOISE * min(errors[0], 64 * eps, _MOST_ROUNDING), 4 * eps)
-    if on_any_process(not min(errors[1:]) <= limit):
-        found = f"by {min(errors[1:]):.1e}, where rounding makes {min(limit, errors[0]):.1e}"
-        if options.layout == "packed":
-            raise CuSeqlensIgnoredError(f"its hidden states change when sequences share a row ({found})")
-        raise RowsRefusedError(f"its hidden states change when rows lose TRL's padding ({found})")
-    return True
+    if min(errors[1:]) <= limit:
+        return None
+    return f"by {min(errors[1:]):.1e}, where rounding makes {min(limit, errors[0]):.1e}"
+
+
+def _shortest_sequences(call: LogpsArgs, selected: Tensor, among: Sequence[int] = ()) -> list[int]:
+    """
+    The rows of a few sequences without holes, of which `selected` `[B, T]` has tokens; the shortest, `among` some rows
+    if any are given.
+    """
+    mask = call.attention_mask.bool()
+    padded = Rows(call.input_ids, call.attention_mask, call.logits_to_keep, selected, selected.any(1))
+    lengths = (mask.sum(1) * selected.any(1)).masked_fill(padded.with_holes(mask), 0)
+    order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
+    order = [row for row in order if not among or row in among]
+    return sorted(order[:_ROWS_TRIED])
 
 
 def _relative_error(value: Tensor, reference: Tensor) -> float:

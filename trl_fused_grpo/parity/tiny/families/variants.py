@@ -55,7 +55,7 @@ VARIANTS = {
             "max_window_layers": 1,
         },
     ),
-    # Attention that does not go through transformers' interface, so that its rows are aligned
+    # Attention that does not go through transformers' interface
     "gptj": Family(
         "GPTJConfig",
         {

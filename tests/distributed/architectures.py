@@ -1,0 +1,89 @@
+"""Models of other architectures than plain attention, and one whose attention is the user's own."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from trl_fused_grpo.modeling.attention_watch import PACKED_ARGUMENTS
+from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, PAD_ID
+from trl_fused_grpo.parity.tiny.families import FAMILIES, IMAGE_ID
+from trl_fused_grpo.parity.tiny.images import image_inputs, with_images
+
+from .runs import ACCUMULATION, ARCHITECTURES, RANKS, ROWS, STEPS
+
+
+PROMPTS = ((5, 5, 3), (2, 6, 6))  # tokens of the prompts of each rank; those of one length are the same prompt
+COMPLETIONS = ((3, 12, 7), (9, 2, 14))
+IMAGES = ((1, 1, 2), (0, 1, 1))  # in the prompts of each rank
+# (rank, micro-batch) of which the model sees no completion, or only the first
+EMPTY, ALONE = {(1, 2)}, {(1, 0)}
+
+
+class DeafAttention(LlamaAttention):
+    """Attends to the whole row: it does not hear where packed sequences begin."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        kwargs = {name: value for name, value in kwargs.items() if name not in PACKED_ARGUMENTS}
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+def deafen(model: PreTrainedModel) -> None:
+    """Give the layers of a Llama model an attention that ignores where packed sequences begin."""
+    layers: Any = model.get_submodule("model.layers")
+    for layer in layers:
+        layer.self_attn.__class__ = DeafAttention
+
+
+def micro_batches(case: str) -> list[list[dict[str, Any]]]:
+    """Micro-batches `[rank][index]` with sequences of other numbers and lengths on each rank."""
+    generator = torch.Generator().manual_seed(0)
+    indices = range(STEPS * ACCUMULATION)
+    made = [[_micro_batch(case, rank, i, generator) for i in indices] for rank in range(RANKS)]
+    for start in indices[::ACCUMULATION]:
+        accumulated = [batch for batches in made for batch in batches[start : start + ACCUMULATION]]
+        tokens = sum(batch["completion_mask"].sum() for batch in accumulated)
+        for batch in accumulated:
+            batch["num_items_in_batch"] = tokens.clone()
+    return made
+
+
+def _micro_batch(case: str, rank: int, index: int, generator: torch.Generator) -> dict[str, Any]:
+    def words(count: int) -> list[int]:
+        return torch.randint(FIRST_WORD_ID, IMAGE_ID, (count,), generator=generator).tolist()
+
+    made: dict[int, list[int]] = {}
+    prompts = [made.setdefault(length, words(length)) for length in PROMPTS[rank]]
+    name = FAMILIES[ARCHITECTURES[case]].images if case.startswith("images") else None
+    name = None if case == "images-on-one" and rank == 1 and index < ACCUMULATION else name
+    images = IMAGES[rank]
+    if name:
+        prompts = with_images(prompts, images, name)
+    prompt_ids, prompt_mask = _padded(prompts, left=True)
+    completion_ids, completion_mask = _padded([words(length) for length in COMPLETIONS[rank]], left=False)
+    if (rank, index) in EMPTY:
+        completion_mask.zero_()
+    if (rank, index) in ALONE and case == "deaf":
+        completion_mask[1:] = 0
+    if rank == 0 and case == "deaf-holes":
+        completion_mask[:, 1] = 0
+    inputs = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": 0.2 + torch.randn(ROWS, generator=generator),
+    }
+    if name:
+        ids = torch.cat([prompt_ids, completion_ids], dim=1)
+        inputs |= image_inputs(name, images, 2 if images[0] else 1, ids, generator)
+    return inputs
+
+
+def _padded(rows: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, rows))
+    ids = torch.tensor(
+        [[PAD_ID] * (width - len(row)) * left + row + [PAD_ID] * (width - len(row)) * (not left) for row in rows]
+    )
+    return ids, (ids != PAD_ID).long()
