@@ -173,7 +173,7 @@ class FusedGRPOConfig(GRPOConfig):
             is not, `False` turns it off.
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed forward through the model once. Has no effect in models
-            with layers that carry a state.
+            with layers that carry a state, or whose attention knows no packed rows.
         fused_balance (`bool`, *optional*, defaults to `False`):
             Distribute the sequences of a generation batch over its micro-batches by prompt and length instead of at
             random, where the loss does not depend on it. Logged means over micro-batches (`entropy`, `kl`,

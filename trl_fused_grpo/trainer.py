@@ -73,8 +73,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         - The `forward` of the policy, of the reference and of any other model that log-probs were asked of takes the
           keyword `fused`. Undone here. Where Accelerate's mixed precision has wrapped it, it stays in the wrapper and
           runs the original.
-        - Layers that carry a state, and those around them, have a `forward` that runs packed rows in rows of their own,
-          and does the same as before for all other calls. Undone here.
+        - Layers that carry a state, or whose attention knows no packed rows, have a `forward` that unpacks these. It
+          does what it did for all other calls. Undone here.
         - While packed or aligned rows run, and while a graph of packed rows lives that may be run backward,
           transformers' `"sdpa"` attention, its FlashAttention, the eager attention of the model's own files and its
           mask functions are replaced by functions that do the same for all other calls. Undone with the last such
