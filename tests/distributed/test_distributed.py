@@ -208,7 +208,7 @@ def test_attention_that_ignores_where_sequences_begin_is_found_out_on_all_proces
     for rank, seen in enumerate(outcome(run).ranks):
         has_holes = run.case == "deaf-holes" and rank == 0
         assert seen["layouts"] == ["padded" if has_holes else "aligned"] * (STEPS * ACCUMULATION)
-        told = [message for message in seen["warnings"] if "when other sequences stand before them" in message]
+        told = [message for message in seen["warnings"] if "when sequences share a row" in message]
         assert len(told) == 1
 
 
