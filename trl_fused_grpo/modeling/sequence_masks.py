@@ -35,7 +35,7 @@ def build_sequence_masks(original: Callable, lengths: list[int], options: dict[s
 
 def build_mask(original: Callable, options: dict[str, Any], start: int, length: int) -> Tensor:
     """The mask `[1, 1, length, length]` of the tokens of a row from `start` on, which are one sequence."""
-    place = {
+    place: dict[str, Any] = {
         "q_length": length,
         "kv_length": length,
         "q_offset": start,

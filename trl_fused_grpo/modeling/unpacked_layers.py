@@ -77,10 +77,12 @@ def unpacking(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Generator
     in backward are unpacked there too: what they checkpoint holds the call.
     """
     layers = unpacked_layers(causal_lm)
-    functions = [(layer, model_compat.checkpoint_function(layer)) for layer in layers.checkpointed if call is not None]
+    if call is None or not (layers.with_state or layers.attention):
+        yield
+        return
+    call.keeps_masks = bool(layers.attention)
+    functions = [(layer, model_compat.checkpoint_function(layer)) for layer in layers.checkpointed]
     functions = [(layer, function) for layer, function in functions if function is not None]
-    if call is not None:
-        call.keeps_masks = bool(layers.attention)
     for layer, function in functions:
         model_compat.set_checkpoint_function(layer, functools.partial(_checkpoint_with_call, function, call))
     try:

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from trl_fused_grpo._compat.trl_images import multimodal_model_inputs
 from trl_fused_grpo.modeling import layout as layouts
 from trl_fused_grpo.modeling.attention_watch import WatchedCall, carry_arguments
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.modeling.fused_forward import FusedRequest, HiddenStatesRequest
 from trl_fused_grpo.modeling.layout import HolesError, Layout
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.packed_attention import watched_call
@@ -210,7 +210,7 @@ def _fused_request(
     )
 
 
-def run_model(model: nn.Module, layout: Layout, request: Callable) -> tuple[Tensor, ...]:
+def run_model(model: nn.Module, layout: Layout, request: FusedRequest | HiddenStatesRequest) -> tuple[Tensor, ...]:
     """
     Call the model with a request, and raise where it does not fit the layout.
 
