@@ -6,13 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from packaging.version import Version
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 from tests.layout_pairs import SHAPE, assert_trains_as_stock, from_config, log_probs, make_pair, short_rows
-from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling.attention_watch import WatchedCall
 from trl_fused_grpo.modeling.packed_attention import uninstall_attention, watched_call
 from trl_fused_grpo.parity.tiny import tiny_model
@@ -137,8 +135,7 @@ def test_state_layers_are_computed_again_as_before(tmp_path, kind, options):
     for trainer in (fused, stock):
         trainer.model.gradient_checkpointing_enable(options)
     assert_trains_as_stock(fused, stock, short_rows())
-    hands_nothing_on = kind == "mamba2" and Version("5.21.0") > TRANSFORMERS
-    assert fused.fused_layout() == ("aligned" if hands_nothing_on else "packed")
+    assert fused.fused_layout() == "packed"
 
 
 def test_they_stay_replaced_while_a_checkpointed_graph_lives(tmp_path):

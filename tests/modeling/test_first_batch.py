@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from tests.layout_pairs import assert_trains_as_stock, make_pair, seeded, short_rows
+from trl_fused_grpo._compat.models import PADDING_MATTERS
 from trl_fused_grpo.modeling.attention_watch import PACKED_ARGUMENTS
 from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
 from trl_fused_grpo.parity.tiny import model_config, tiny_model
@@ -105,6 +106,8 @@ def test_a_convolution_of_the_users_own_runs_on_rows_of_its_own(tmp_path, warnin
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "gemma3", "lfm2", "falcon-h1", "gpt-oss", "qwen3-vl"])
 def test_a_model_that_keeps_sequences_apart_is_packed_in_bfloat16_too(tmp_path, kind, warnings):
+    if kind in PADDING_MATTERS:
+        pytest.skip("this transformers lets padding into its convolutions")
     fused, _ = make_pair(tmp_path, lambda: tiny_model(kind).to(torch.bfloat16))
     for seed in range(2):
         seeded(fused, short_rows(8, seed=seed))
@@ -161,6 +164,7 @@ def test_a_model_is_tried_out_anew_when_a_layer_was_replaced(tmp_path):
     assert fused.fused_layout() == "aligned"
 
 
+@pytest.mark.skipif("lfm2" in PADDING_MATTERS, reason="this transformers lets padding into LFM2's convolutions")
 def test_a_state_layer_that_was_replaced_runs_on_rows_of_its_own(tmp_path, warnings):
     fused, stock = make_pair(tmp_path, lambda: tiny_model("lfm2"))
     assert_trains_as_stock(fused, stock, short_rows())

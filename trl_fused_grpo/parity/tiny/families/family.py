@@ -1,5 +1,6 @@
 """What a model family is, and the shape of its tiny model."""
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -108,8 +109,10 @@ class Family:
         if model_type is not None and model_type not in transformers.CONFIG_MAPPING:
             raise ImportError(f"this transformers has no {model_type}")
         removed = {name for name, value in self.options.items() if value is None}
-        options = {name: value for name, value in {**SHAPE, **self.options}.items() if name not in removed}
+        # Copied, since configurations write into what they are given
+        given = deepcopy({**SHAPE, **self.options})
+        options = {name: value for name, value in given.items() if name not in removed}
         if self.vision is None:
             return cls(**options)
         vision = {"initializer_range": SHAPE["initializer_range"], **self.vision}
-        return cls(text_config=options, vision_config=vision, **self.composite)
+        return cls(text_config=options, vision_config=deepcopy(vision), **deepcopy(self.composite))
