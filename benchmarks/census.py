@@ -37,7 +37,7 @@ PAGE = ROOT / "docs" / "architectures.md"
 BEGIN, END = "<!-- census: written by benchmarks/census.py -->", "<!-- end of census -->"
 LAYOUTS = {
     "packed": "one row without padding",
-    "around": "packed, with rows of their own for layers that carry a state",
+    "around": "packed, with rows of their own for some layers (a state, attention of another kind)",
     "aligned": "rows shifted left and shortened",
     "padded": "rows as TRL pads them",
     "refused": "trains with `use_liger_loss=False` alone, as stock does",
