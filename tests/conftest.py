@@ -17,7 +17,14 @@ import torch
 HERE = Path(__file__).parent
 # They import torch alone of the libraries that differ between the environments of TRL's releases, or none.
 # Tests of FusedLinearGRPOLoss are not among them: they depend on Liger, of which each release has the one of its time.
-ANY_TRL = [HERE / name for name in ("ops", "loss/test_objective.py", "test_architecture.py", "test_versions.py")]
+# Benchmarks and the census are about the newest.
+ANY_TRL = [
+    HERE / name
+    for name in (
+        *("ops", "loss/test_objective.py", "test_architecture.py", "test_versions.py"),
+        *("test_benchmark_records.py", "test_census.py"),
+    )
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -47,6 +47,7 @@ def test_loss_and_gradients_are_stocks(tmp_path, name):
     compared(CASES[name], tmp_path)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", FAMILY_CASES)
 def test_rows_are_laid_out_at_best(tmp_path, name):
     """On-policy, and every row has a prompt of its own."""

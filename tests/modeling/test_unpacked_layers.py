@@ -92,6 +92,7 @@ def make_model(family):
     return make
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["", "gradient-checkpointing"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_that_reads_its_masks_by_itself_trains_as_stock_in_packed_rows(tmp_path, family, checkpoints):
