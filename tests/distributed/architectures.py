@@ -25,7 +25,8 @@ class DeafAttention(LlamaAttention):
     """Attends to the whole row: it does not hear where packed sequences begin."""
 
     def forward(self, hidden_states, *args, **kwargs):
-        kwargs = {name: value for name, value in kwargs.items() if name not in PACKED_ARGUMENTS}
+        deaf_to = (*PACKED_ARGUMENTS, "position_ids")  # which carry the arguments, for models that hand on nothing else
+        kwargs = {name: value for name, value in kwargs.items() if name not in deaf_to}
         return super().forward(hidden_states, *args, **kwargs)
 
 

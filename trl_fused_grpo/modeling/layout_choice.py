@@ -196,6 +196,7 @@ def choose(
     return name
 
 
+@LayerMemo
 def _is_all_state(causal_lm: PreTrainedModel) -> bool:
     """Whether a model mixes tokens in known state layers alone, so that positions say nothing: it has no attention."""
     names = {type(module).__name__ for module in architecture.text_model(causal_lm).modules()}
