@@ -176,6 +176,8 @@ def test_attention_dropout_draws_the_random_numbers_of_stock(tmp_path, name, war
     for seed in range(2):
         drawn, expected = assert_trains_as_stock(fused, stock, short_rows(seed=seed))
         assert drawn == expected
+    if name == "biogpt" and model_compat.TRANSFORMERS.major < 5:
+        return  # there it counts positions from the mask, which the first batch finds out before
     (message,) = warnings
     assert "its attention drops out" in message
 

@@ -48,6 +48,7 @@ def test_loss_and_gradients_are_stocks(tmp_path, name):
 
 
 @pytest.mark.ends
+@pytest.mark.skipif(Version("5.21.0") > TRANSFORMERS, reason="older models hand less on to their layers")
 @pytest.mark.parametrize("name", FAMILY_CASES)
 def test_rows_are_laid_out_at_best(tmp_path, name):
     """On-policy, and every row has a prompt of its own."""
@@ -130,6 +131,8 @@ def test_a_family_that_transformers_lacks_is_skipped(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.flat])
 def test_parameters_with_a_flat_gradient_are_frozen(tmp_path, name):
+    if CASES[name].stock_fails and Version("5.21.0") > TRANSFORMERS:
+        pytest.skip(f"stock may fail here: {CASES[name].stock_fails}")
     outcome = played(tmp_path, dataclasses.replace(CASES[name], frozen=()))
     flat = [gradient for key, gradient in outcome.tensors.items() if key.endswith(FAMILIES[name].flat)]
     assert flat

@@ -11,6 +11,7 @@ from trl import GRPOTrainer
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling import padded_attention
 from trl_fused_grpo.training.eligibility import why_padding_is_mixed_in
 
@@ -56,6 +57,8 @@ def step(trainer, inputs):
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "falcon-h1", "lfm2"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 def test_padded_queries_attend_to_something_and_change_nothing(tmp_path, kind, checkpointing):
+    if kind in ("falcon-h1", "lfm2") and TRANSFORMERS.major < 5:
+        pytest.skip("this transformers masks no query as a whole there, or lets padding into its convolutions")
     inputs = make_inputs(rows=4)
     options = {"kind": kind, "gradient_checkpointing": checkpointing}
     stock = make_trainer(tmp_path, GRPOTrainer, **options)
@@ -79,8 +82,8 @@ def test_without_gradient_masks_stay_as_they_are(tmp_path):
 def test_masks_that_a_model_builds_by_itself_keep_cudnn_off(tmp_path):
     """Nobody sees them: neither in the forward nor in the backward that computes layers again."""
 
-    def own_mask(inputs_embeds, attention_mask, **_):
-        width = inputs_embeds.shape[1]
+    def own_mask(attention_mask, **_):
+        width = attention_mask.shape[1]
         return torch.ones(width, width, dtype=torch.bool).tril() & attention_mask.bool()[:, None, None]
 
     trainer = make_trainer(tmp_path, fused_layout="padded", gradient_checkpointing=True)
@@ -102,7 +105,8 @@ def test_padding_stays_masked_where_it_may_reach_a_sequence(tmp_path):
     with mock.patch.object(model_compat, "masks_state", return_value=False):
         assert "state" in why_padding_is_mixed_in(stateful.model)
     _, _, calls = step(stateful, make_inputs())
-    assert set(calls) == {(True, False)}
+    if TRANSFORMERS.major >= 5:  # before, no query is masked as a whole there
+        assert set(calls) == {(True, False)}
 
 
 def test_masks_of_other_kinds_stay_as_they_are():
