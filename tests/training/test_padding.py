@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.nn import functional
 from trl import GRPOTrainer
 
@@ -64,9 +65,12 @@ def test_padded_queries_attend_to_something_and_change_nothing(tmp_path, kind, c
     stock = make_trainer(tmp_path, GRPOTrainer, **options)
     expected_loss, expected, stock_calls = step(stock, inputs)
     assert any(has_masked_queries for has_masked_queries, _ in stock_calls)
-    loss, gradients, calls = step(make_trainer(tmp_path, fused_layout="padded", **options), inputs)
+    trainer = make_trainer(tmp_path, fused_layout="padded", **options)
+    loss, gradients, calls = step(trainer, inputs)
     assert len(calls) == len(stock_calls)
-    assert set(calls) == {(False, True)}
+    # Before transformers 5.21 a state may not be masked, so that what attention returns at padding matters
+    is_mixed_in = Version("5.21.0") > TRANSFORMERS and why_padding_is_mixed_in(trainer.model) is not None
+    assert set(calls) == {(True, False) if is_mixed_in else (False, True)}
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-7)
     for name, gradient in gradients.items():
         assert relative_error(gradient, expected[name]) < 1e-6, name
