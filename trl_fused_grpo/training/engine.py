@@ -197,14 +197,14 @@ class LogpsEngine:
                 options = self._logps_options(logps_request, call, keeps_padding, is_multimodal)
                 if is_multimodal and causal_lm in self._unshared_with_images:
                     options = replace(options, share_prompts=False)
+                if options.layout == "packed":
+                    install_unpacking(causal_lm)
                 if not self._passes_trial(causal_lm, call, options, images, is_multimodal):
                     continue
                 if options.layout == "padded":
                     if logps_request.micro_batch is not None:  # they share a forward, but are not to share padding
                         call = replace(call, batch_size=logps_request.micro_batch)
                     return compute_logps(logps_request, options, call, images)
-                if options.layout == "packed":
-                    install_unpacking(causal_lm)
                 before = RandomStates(call.input_ids)
                 try:
                     return compute_logps(logps_request, options, call, images)
@@ -262,8 +262,6 @@ class LogpsEngine:
         tried = self._tried(causal_lm)
         try:
             if (options.layout, is_multimodal) not in tried:
-                if options.layout == "packed":
-                    install_unpacking(causal_lm)
                 if not try_rows(call, options, images, self._on_any_process):
                     return True  # the batch says nothing of it: the next one may
                 tried.add((options.layout, is_multimodal))
