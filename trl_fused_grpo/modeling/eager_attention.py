@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .attention_kernels import Boundaries, flash_takes, in_autocast_dtype, kernels_take
+from .attention_watch import PACKED_ARGUMENTS
 from .eager_formula import eager_formula, sinks_of
 from .flex_kernel import build_block_mask, flex_attention, why_no_flex
 from .sink_attention import sink_attention
@@ -15,8 +16,6 @@ from .varlen_attention import by_token, causal_mask, gathered_keys, varlen_atten
 
 
 logger = logging.get_logger(__name__)
-
-_OF_THE_ROW = (*Boundaries._fields, "shared_prefix_kv")
 
 
 class EagerLayer(NamedTuple):
@@ -42,7 +41,7 @@ class EagerLayer(NamedTuple):
     @property
     def own_options(self) -> dict[str, Any]:
         """The keyword arguments that the model gives to its attention function in padded rows too."""
-        return {name: option for name, option in self.options.items() if name not in _OF_THE_ROW}
+        return {name: option for name, option in self.options.items() if name not in PACKED_ARGUMENTS}
 
     @property
     def boundaries(self) -> Boundaries:
