@@ -17,6 +17,7 @@ SHAPES = {
     "1.7b": (2048, 28, 16, 8, 128, 6144, 151_936),
     "4b": (2560, 36, 32, 8, 128, 9728, 151_936),
 }
+DEFAULT_LENGTHS = Lengths()
 TINY_LENGTHS = Lengths(prompts=(4, 10), median=20, longest=64)
 LONG = Lengths(median=4000, longest=16_384)
 VERY_LONG = Lengths(median=20_000, sigma=0.5, longest=32_768)
@@ -46,7 +47,7 @@ class Case:
     model: str
     target: float | None = None
     memory: float = 1.0
-    lengths: Lengths = Lengths()
+    lengths: Lengths = DEFAULT_LENGTHS
     micro_batch: int = 4
     options: dict[str, Any] = field(default_factory=dict)
     fused: dict[str, Any] = field(default_factory=dict)
