@@ -77,8 +77,8 @@ def apart(backend: SDPBackend) -> Any:
         with torch.enable_grad(), sdpa_kernel(backend):
             parts = []
             for begin, end in pairwise(bounds):
-                rows = [t[begin:end].transpose(0, 1).unsqueeze(0) for t in leaves]
-                part = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+                query, key, value = (t[begin:end].transpose(0, 1).unsqueeze(0) for t in leaves)
+                part = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
                 parts.append(part.squeeze(0).transpose(0, 1))
             out = torch.cat(parts)
         return out, lambda grad: torch.autograd.grad(out, leaves, grad)
@@ -115,8 +115,8 @@ def measure(name: str, kernel: str, repeats: int) -> dict[str, Any]:
         lengths = [p + c for p, c in zip(prompts, completions, strict=True)]
         cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
         torch.manual_seed(draw)
-        options = {"device": "cuda", "dtype": torch.bfloat16}
-        q, k, v = (torch.randn(sum(lengths), n, WIDTH, **options) for n in (HEADS, KEY_HEADS, KEY_HEADS))
+        heads = (HEADS, KEY_HEADS, KEY_HEADS)
+        q, k, v = (torch.randn(sum(lengths), n, WIDTH, device="cuda", dtype=torch.bfloat16) for n in heads)
         grad = torch.randn_like(q)
         for i in range(repeats + 1):
             torch.cuda.synchronize()
