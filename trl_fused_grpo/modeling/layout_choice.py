@@ -126,6 +126,12 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     return None
 
 
+def depends_on_width(causal_lm: PreTrainedModel) -> bool:
+    """Whether the layout of a model's rows depends on how wide they are, see [`why_wide_rows_differ`]."""
+    config = causal_lm.config.get_text_config()
+    return architecture.unscaled_columns(config) is not None or traits(causal_lm).chooses
+
+
 def why_wide_rows_differ(causal_lm: PreTrainedModel, layout: LayoutName, size: int, width: int) -> str | None:
     """
     Why rows of a layout that a model allows must be as TRL pads them all the same, or `None`.
@@ -144,6 +150,32 @@ def why_wide_rows_differ(causal_lm: PreTrainedModel, layout: LayoutName, size: i
     if traits(causal_lm).chooses and width > chosen:  # all keys are chosen in narrower rows
         return f"its layers choose {chosen} tokens to attend to, among equal ones by their columns"
     return None
+
+
+def layout_of_width(
+    causal_lm: PreTrainedModel, layout: LayoutName, size: int, width: int, is_multimodal: bool, is_forced: bool
+) -> LayoutName:
+    """
+    The layout of a batch of a model that allows `layout`: the same, or the next if rows are too wide for it.
+
+    Args:
+        causal_lm (`PreTrainedModel`): the model.
+        layout (`str`): that the model allows.
+        size, width (`int`): of the batch in TRL's padding, the most of any process.
+        is_multimodal (`bool`): whether any process has images.
+        is_forced (`bool`): whether the layout was asked for.
+
+    Raises:
+        `ValueError`: when rows are too wide for a layout that was asked for.
+    """
+    reason = why_wide_rows_differ(causal_lm, layout, size, width)
+    if reason is None:
+        return layout
+    if is_forced:
+        raise ValueError(f"fused_layout={layout!r} does not fit this batch: {reason}. Use 'auto'.")
+    logger.warning_once(f"Wide rows keep more of TRL's padding, because {reason}.")
+    may_align = why_not_aligned(causal_lm, is_multimodal) is None
+    return "aligned" if may_align and why_wide_rows_differ(causal_lm, "aligned", size, width) is None else "padded"
 
 
 def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
