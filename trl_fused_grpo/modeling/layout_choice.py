@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
 
 from .layer_memo import LayerMemo
 from .layout import LayoutName
@@ -44,6 +45,7 @@ class Traits(NamedTuple):
             decides them for every token, and rows must reach as far.
         compresses (`bool`): whether modules compress the tokens that a layer attends to, padding included.
         chooses (`bool`): whether modules choose the tokens that a layer attends to.
+        is_wrapped (`bool`): whether layers are checkpointed by a module around them.
     """
 
     has_sinks: bool
@@ -51,6 +53,7 @@ class Traits(NamedTuple):
     needs_last_column: bool
     compresses: bool
     chooses: bool
+    is_wrapped: bool
 
 
 @LayerMemo
@@ -63,6 +66,7 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
         needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
         compresses=any(map(architecture.compresses_tokens, modules)),
         chooses=any(map(architecture.chooses_tokens, modules)),
+        is_wrapped=any(map(torch_compat.is_checkpoint_wrapper, modules)),
     )
 
 
@@ -102,6 +106,10 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     config = causal_lm.config.get_text_config()
     attention = model_compat.attention_implementation(config)
     unpacked = unpacked_layers(causal_lm)
+    if traits(causal_lm).is_wrapped and (unpacked.with_state or unpacked.attention):
+        return (
+            "what checkpoints its layers (FSDP's activation_checkpointing) does not let them run unpacked in backward"
+        )
     if _is_all_state(causal_lm):
         return None if architecture.takes_any_argument(causal_lm) else "its layers do not get what tells of sequences"
     if not unpacked.attention and not architecture.takes_attention_interface(architecture.text_model(causal_lm)):
