@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .required import TRANSFORMERS
 
@@ -25,6 +25,17 @@ _STATE_CLASSES = ("LightningAttention", "LinearAttention", "DeltaNet", "GatedDel
 def is_composite(causal_lm: PreTrainedModel) -> bool:
     """Whether a model holds a text model beside others, such as a vision tower."""
     return causal_lm.config.get_text_config() is not causal_lm.config
+
+
+def names_no_text_model(causal_lm: PreTrainedModel) -> bool:
+    """Whether the configuration of a model has parts, none of which is said to be that of the text."""
+    parts = vars(causal_lm.config).values()
+    return not is_composite(causal_lm) and any(isinstance(part, PretrainedConfig) for part in parts)
+
+
+def may_take_images(causal_lm: PreTrainedModel) -> bool:
+    """Whether a model may be called with images."""
+    return is_composite(causal_lm) or "pixel_values" in _forward_arguments(type(causal_lm))
 
 
 def backbone(causal_lm: PreTrainedModel) -> nn.Module:
@@ -78,6 +89,8 @@ def text_model(causal_lm: PreTrainedModel) -> nn.Module:
     if not is_composite(causal_lm):
         return backbone(causal_lm)
     decoder = causal_lm.get_decoder()
+    if not hasattr(decoder, "get_output_embeddings"):  # a module of the user's own
+        return decoder
     return decoder if decoder.get_output_embeddings() is None else backbone(decoder)
 
 

@@ -92,6 +92,8 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
     if traits(causal_lm).compresses or (traits(causal_lm).chooses and not chosen):
         return "its layers choose by columns which tokens they attend to"
     if not traits(causal_lm).is_causal or not getattr(config, "is_causal", True):
+        if architecture.names_no_text_model(causal_lm):
+            return "its configuration names no text model, and not all of its attention is causal"
         return "its attention is not causal"  # padding would be attended to
     return why_replaced(model_compat.attention_implementation(config))
 

@@ -22,7 +22,7 @@ def of_all_processes(accelerator: Any, values: list[int] | list[bool]) -> Tensor
 
 def with_images_anywhere(accelerator: Any, causal_lm: PreTrainedModel, with_images: list[bool]) -> list[bool]:
     """For each of some batches, whether it has images on any process."""
-    if not architecture.is_composite(causal_lm):  # never
+    if not architecture.may_take_images(causal_lm):
         return with_images
     return of_all_processes(accelerator, with_images).any(0).tolist()
 
