@@ -18,7 +18,8 @@ from .required import TRANSFORMERS
 # transformers < 5: vision-language models keep their language backbone in `model`
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 
-# Classes that carry a state without a convolution, and so are not known by their parts
+# Classes that carry a state without a convolution, and so are not known by their parts. One that is missing here is
+# found out by the first batch, and its model is aligned
 _STATE_CLASSES = ("LightningAttention", "LinearAttention", "DeltaNet", "GatedDeltaNet")
 
 
@@ -128,7 +129,7 @@ def attention_with_masks(text_model: nn.Module) -> list[nn.Module]:
     The attention of a text model that reads the masks of transformers by itself: with an indexer that chooses keys, or
     where none of the model's attention goes through transformers' interface.
     """
-    indexed = [module for module in text_model.modules() if getattr(module, "indexer", None) is not None]
+    indexed = list(filter(chooses_tokens, text_model.modules()))
     if indexed or takes_attention_interface(text_model):
         return indexed
     if not any(hasattr(file, "create_causal_mask") for file in _files(text_model)):
@@ -143,17 +144,19 @@ def _files(text_model: nn.Module) -> set[Any]:
     return {sys.modules.get(type(module).__module__) for module in text_model.modules()}
 
 
+# The first batch need not show either: few tokens are all chosen, and too few to be compressed. So it is told by the
+# name under which a layer keeps the part that does it, the same in every family
 def compresses_tokens(module: nn.Module) -> bool:
     """Whether a module compresses tokens of a few columns into one, as in the sparse attention of DeepSeek V4."""
-    return type(module).__name__.endswith("Compressor")
+    return getattr(module, "compressor", None) is not None
 
 
 def chooses_tokens(module: nn.Module) -> bool:
     """
-    Whether a module chooses the tokens that a layer attends to, as in the sparse attention of DeepSeek V3.2, GLM and
-    their like. Not every version of transformers names the kind of layer in their configurations.
+    Whether a module chooses the tokens that it attends to, as in the sparse attention of DeepSeek V3.2, GLM and their
+    like. Not every version of transformers names the kind of layer in their configurations.
     """
-    return type(module).__name__.endswith("Indexer")
+    return getattr(module, "indexer", None) is not None
 
 
 def chosen_tokens(config: Any) -> int:

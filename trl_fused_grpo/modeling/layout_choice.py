@@ -241,5 +241,6 @@ def choose(
 @LayerMemo
 def _is_all_state(causal_lm: PreTrainedModel) -> bool:
     """Whether a model mixes tokens in known state layers alone, so that positions say nothing: it has no attention."""
+    # By the names of classes: attention has no part of its own, and takes the same arguments as layers with a state
     names = {type(module).__name__ for module in architecture.text_model(causal_lm).modules()}
     return bool(unpacked_layers(causal_lm).with_state) and not any("Attention" in name for name in names)
