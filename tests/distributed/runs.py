@@ -14,6 +14,7 @@ SHARED = ("shared-forward", "shared-aligned")
 ARCHITECTURES = {
     "deaf": "llama",
     "deaf-holes": "llama",
+    "wide": "llama",
     "convolution": "lfm2",
     "sinks": "gpt-oss",
     "images": "qwen3-vl",
@@ -54,6 +55,10 @@ class Run:
     @property
     def architecture(self) -> str | None:
         return ARCHITECTURES.get(self.case)
+
+    @property
+    def shares_forwards(self) -> bool:
+        return self.case in (*SHARED, "wide")
 
     @property
     def data(self) -> str:
@@ -106,7 +111,7 @@ LAUNCHES = {
     "architectures": [
         *(Run("ddp", case, "stock") for case in ARCHITECTURES),
         *_fused("ddp", "deaf-holes", "images-on-one"),
-        *_fused("fsdp2", "deaf", "convolution", "images", "sinks"),
+        *_fused("fsdp2", "deaf", "wide", "convolution", "images", "sinks"),
     ],
     "deepspeed": [
         *_runs("zero3", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),

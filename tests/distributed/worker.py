@@ -27,10 +27,10 @@ from trl_fused_grpo.parity.tiny import tokenizer
 from trl_fused_grpo.training import eligibility, engine
 
 from .adapters import adapter, adapters_disabled, dense_log_probs
-from .architectures import deafen
+from .architectures import deafen, limit_width
 from .batches import Batch, join
 from .engines import launcher_options, parameter_kind, whole_parameters
-from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, SHARED, STEPS, Run
+from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, STEPS, Run
 from .wrong_forecast import misled
 
 
@@ -101,7 +101,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     The optimizer is plain SGD without clipping. The last step is so long that the movement of the parameters is its
     gradient, beside which their rounding is nothing.
     """
-    shares_forwards = run.case in SHARED and run.trainer == "fused"
+    shares_forwards = run.shares_forwards and run.trainer == "fused"
     options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
     options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-aligned" else {}
     args = (FusedGRPOConfig if shares_forwards else GRPOConfig)(
@@ -143,8 +143,10 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
         )
     if run.case.startswith("deaf"):
         deafen(trainer.model)
+    if run.case == "wide":
+        limit_width(trainer.model)
     trainer.use_vllm = run.architecture is None  # so that importance ratios count; the constructor would start vLLM
-    trainer.feed(batches, computes_logps=run.refers, is_split_by_trl=run.case in SHARED)
+    trainer.feed(batches, computes_logps=run.refers, is_split_by_trl=run.shares_forwards)
     return trainer
 
 
@@ -177,7 +179,7 @@ def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
             warning = stack.enter_context(mock.patch.object(engine.logger, "warning"))
             if run.trainer == "misled" and rank == 1:
                 stack.enter_context(misled())
-            if run.case in SHARED:  # the methods that feed the trainer count as replaced, but read no micro-batch
+            if run.shares_forwards:  # the methods that feed the trainer count as replaced, but read no micro-batch
                 stack.enter_context(shared)
             seen, moved = train(trainer)
             return {**seen, "warnings": [call.args[0] for call in warning.call_args_list]}, moved

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import batchnorm, dropout, instancenorm
@@ -69,6 +70,11 @@ def without_compiler(module: Any) -> Any:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was made by `torch.compile`, or runs compiled in place (`module.compile()`)."""
     return without_compiler(module) is not module or module._compiled_call_impl is not None
+
+
+def is_checkpoint_wrapper(module: nn.Module) -> bool:
+    """Whether a module computes the one in it again in backward, as FSDP's activation checkpointing has it."""
+    return isinstance(module, checkpoint_wrapper.CheckpointWrapper)
 
 
 def without_fsdp1(module: Any) -> Any:
