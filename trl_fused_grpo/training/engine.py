@@ -16,6 +16,7 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
+from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.fused_forward import (
     CuSeqlensIgnoredError,
@@ -74,6 +75,7 @@ class LogpsEngine:
         for causal_lm in list(self._installed):
             uninstall_fused_forward(causal_lm)
             uninstall_unpacking(causal_lm)
+            uninstall_adapters(causal_lm.modules())
         self._installed.clear()
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
@@ -192,7 +194,8 @@ class LogpsEngine:
         images = multimodal_inputs(call, trl_method) if call.multimodal else None
         if is_multimodal is None:
             (is_multimodal,) = self.with_images_anywhere(causal_lm, [images is not None])
-        with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
+        adapted = self._modules_of(unwrapped) if self.options.fused_lora else ()
+        with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped), fused_adapters(adapted):
             while True:
                 options = self._logps_options(logps_request, call, keeps_padding, is_multimodal)
                 if is_multimodal and causal_lm in self._unshared_with_images:

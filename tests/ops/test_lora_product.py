@@ -1,0 +1,153 @@
+"""A linear layer with LoRA's terms within its products, against PEFT's formula in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.oracle import relative_error
+from trl_fused_grpo.ops.lora_product import LoraTerm, lora_linear
+
+
+N, H, O = 129, 65, 47  # noqa: E741 - as in the formulas
+
+
+def peft_formula(x, weight, bias, terms):
+    """`result = result + lora_B(lora_A(x)) * scaling` for each adapter, as PEFT computes it."""
+    result = F.linear(x, weight, bias)
+    dtype = result.dtype
+    for term in terms:
+        x_term = (x if term.x is None else term.x).to(term.a.dtype)
+        result = result + F.linear(F.linear(x_term, term.a), term.b) * term.scale
+    return result.to(dtype)
+
+
+def problem(dtype, ranks=(4,), bias=True, adapter_dtype=None, x_dtype=None, shape=(3, 43)):
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*size, dtype=dtype):
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+    x = randn(*shape, H, dtype=x_dtype or dtype).requires_grad_()
+    weight, bias = randn(O, H).div(H**0.5), randn(O) if bias else None
+    factors = dtype if adapter_dtype is None else adapter_dtype
+    terms = [
+        LoraTerm(randn(r, H, dtype=factors).requires_grad_(), randn(O, r, dtype=factors).requires_grad_(), 0.3 + r / 7)
+        for r in ranks
+    ]
+    return x, weight, bias, terms, randn(*shape, O).float()
+
+
+def outputs(formula, x, weight, bias, terms, grad):
+    y = formula(x, weight, bias, terms)
+    leaves = [t for t in (x, weight, bias, *(p for term in terms for p in term[:2])) if t is not None]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    grads = torch.autograd.grad(y, leaves, grad.to(y.dtype))
+    assert [g.dtype for g in grads] == [leaf.dtype for leaf in leaves]
+    return [y, *grads]
+
+
+def in_double(x, weight, bias, terms, grad):
+    def double(t):
+        return None if t is None else t.detach().double().requires_grad_(t.requires_grad)
+
+    exact = [LoraTerm(double(term.a), double(term.b), term.scale) for term in terms]
+    return double(x), double(weight), double(bias), exact, grad.double()
+
+
+def fused(x, weight, bias, terms, dtype=None):
+    return lora_linear(x, weight, bias, terms, dtype or x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("ranks", [(4,), (3, 8)], ids=["one", "two"])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen-base", "trained-base"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_values_and_gradients_are_those_of_the_formula(dtype, ranks, trained, bias):
+    given = problem(dtype, ranks, bias)
+    for tensor in given[1:3]:
+        if tensor is not None:
+            tensor.requires_grad_(trained)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    for value, truth in zip(outputs(fused, *given), outputs(peft_formula, *in_double(*given)), strict=True):
+        assert relative_error(value, truth) < tolerance
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_no_error_is_larger_than_that_of_the_formula(dtype, x_dtype):
+    """Float32 and bfloat16 weights, float32 adapters as PEFT makes them."""
+    given = problem(dtype, (16, 4), adapter_dtype=torch.float32, x_dtype=x_dtype, shape=(8, 300))
+    truth = outputs(peft_formula, *in_double(*given))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mine = outputs(lambda *call: fused(*call, dtype=torch.bfloat16), *given)
+        stock = outputs(peft_formula, *given)
+    for value, other, exact in zip(mine, stock, truth, strict=True):
+        assert value.dtype == other.dtype
+        assert relative_error(value, exact) < 1.02 * relative_error(other, exact)
+
+
+def test_dropout_reaches_the_term_alone():
+    x, weight, bias, (term,), grad = problem(torch.float32)
+    dropped = F.dropout(x, 0.4)
+    given = x, weight, bias, [term._replace(x=dropped)], grad
+    y, expected = fused(*given[:4]), peft_formula(*given[:4])
+    leaves = [x, term.a, term.b]
+    mine = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+    other = torch.autograd.grad(expected, leaves, grad)
+    for value, truth in zip((y, *mine), (expected, *other), strict=True):
+        assert relative_error(value, truth) < 2e-6
+
+
+class Seen(TorchDispatchMode):
+    """The operations that write as many numbers as the rows have features, but for products."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        free = ("mm", "addmm", "addmm_", "empty", "view", "_unsafe_view", "detach", "t", "expand", "new_empty", "alias")
+        if isinstance(result, torch.Tensor) and result.numel() >= N * O and name not in free:
+            self.names.append(name)
+        return result
+
+
+def count(formula, x, weight, bias, terms, grad):
+    with Seen() as seen, torch.autocast("cpu", dtype=torch.bfloat16):
+        y = formula(x, weight, bias, terms)
+    with Seen() as seen_backward:
+        y.backward(grad.to(y.dtype))
+    return len(seen.names), len(seen_backward.names)
+
+
+def test_an_input_is_cast_once_for_all_layers_that_share_it():
+    x, weight, _, terms, _ = problem(torch.float32, bias=False)
+    with Seen() as seen:
+        first, second = (lora_linear(x, weight, None, terms, torch.bfloat16) for _ in range(2))
+    assert torch.equal(first, second)
+    rows_cast = [name for name in seen.names if name == "_to_copy"]
+    assert len(rows_cast) == 1
+    with torch.no_grad():
+        x.mul_(2)
+    assert not torch.equal(lora_linear(x, weight, None, terms, torch.bfloat16), first)
+
+
+def test_what_needs_no_gradient_gets_none():
+    x, weight, bias, terms, grad = problem(torch.float32)
+    y = fused(x.detach(), weight, bias, [terms[0]._replace(b=terms[0].b.detach())])
+    (grad_a,) = torch.autograd.grad(y, [terms[0].a], grad)
+    assert torch.isfinite(grad_a).all() and weight.grad is None
+
+
+def test_no_rows_and_an_output_that_is_changed_in_place():
+    x, weight, bias, terms, _ = problem(torch.float32, shape=(0,))
+    fused(x, weight, bias, terms).sum().backward()
+    assert terms[0].a.grad.abs().sum() == 0
+    x, weight, bias, terms, grad = problem(torch.float32)
+    y = fused(x, weight, bias, terms)
+    y.mul_(2).backward(grad)
+    expected = torch.autograd.grad(peft_formula(x, weight, bias, terms) * 2, x, grad)
+    assert relative_error(x.grad, *expected) < 2e-6
