@@ -22,20 +22,21 @@ def peft_formula(x, weight, bias, terms):
     return result.to(dtype)
 
 
-def problem(dtype, ranks=(4,), bias=True, adapter_dtype=None, x_dtype=None, shape=(3, 43)):
+def problem(dtype, ranks=(4,), bias=True, adapter_dtype=None, x_dtype=None, shape=(3, 43), device="cpu", size=(H, O)):
     generator = torch.Generator().manual_seed(0)
 
     def randn(*size, dtype=dtype):
-        return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    x = randn(*shape, H, dtype=x_dtype or dtype).requires_grad_()
-    weight, bias = randn(O, H).div(H**0.5), randn(O) if bias else None
+    width, outputs = size
+    x = randn(*shape, width, dtype=x_dtype or dtype).requires_grad_()
+    weight, bias = randn(outputs, width).div(width**0.5), randn(outputs) if bias else None
     factors = dtype if adapter_dtype is None else adapter_dtype
-    terms = [
-        LoraTerm(randn(r, H, dtype=factors).requires_grad_(), randn(O, r, dtype=factors).requires_grad_(), 0.3 + r / 7)
-        for r in ranks
-    ]
-    return x, weight, bias, terms, randn(*shape, O).float()
+    terms = []
+    for r in ranks:
+        a, b = randn(r, width, dtype=factors).div(width**0.5), randn(outputs, r, dtype=factors)
+        terms.append(LoraTerm(a.requires_grad_(), b.requires_grad_(), 0.3 + r / 7))
+    return x, weight, bias, terms, randn(*shape, outputs).float()
 
 
 def outputs(formula, x, weight, bias, terms, grad):
@@ -73,13 +74,19 @@ def test_values_and_gradients_are_those_of_the_formula(dtype, ranks, trained, bi
         assert relative_error(value, truth) < tolerance
 
 
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+
+
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_under_autocast_no_error_is_larger_than_that_of_the_formula(dtype, x_dtype):
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_autocast_no_error_is_larger_than_that_of_the_formula(dtype, x_dtype, device):
     """Float32 and bfloat16 weights, float32 adapters as PEFT makes them."""
-    given = problem(dtype, (16, 4), adapter_dtype=torch.float32, x_dtype=x_dtype, shape=(8, 300))
+    size = (H, O) if device == "cpu" else (1024, 3072)
+    given = problem(dtype, (16, 4), True, torch.float32, x_dtype, (8, 300), device, size)
     truth = outputs(peft_formula, *in_double(*given))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16):
         mine = outputs(lambda *call: fused(*call, dtype=torch.bfloat16), *given)
         stock = outputs(peft_formula, *given)
     for value, other, exact in zip(mine, stock, truth, strict=True):
@@ -151,3 +158,14 @@ def test_no_rows_and_an_output_that_is_changed_in_place():
     y.mul_(2).backward(grad)
     expected = torch.autograd.grad(peft_formula(x, weight, bias, terms) * 2, x, grad)
     assert relative_error(x.grad, *expected) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_adapter_of_zeros_changes_no_bit(dtype, bias, device):
+    """The policy is then equal to its reference, whose adapters are off."""
+    size = (H, O) if device == "cpu" else (1024, 3072)
+    x, weight, bias, (term,), _ = problem(dtype, bias=bias, shape=(2, 300), device=device, size=size)
+    y = fused(x, weight, bias, [term._replace(b=torch.zeros_like(term.b))])
+    assert torch.equal(y, F.linear(x, weight, bias))

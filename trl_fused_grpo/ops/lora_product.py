@@ -34,7 +34,7 @@ def lora_linear(
 ) -> Tensor:
     """
     `x @ weight^T + bias`, and `scale * (x @ a^T) @ b^T` of each term. Every product accumulates in float32; the output
-    is rounded once for each term and once for the base.
+    is rounded once for the base and once for each term.
 
     Args:
         x (`Tensor`): shape `[..., H]`.
@@ -68,8 +68,9 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _LoraLinear(torch.autograd.Function):
     """
-    The adapters' products come first, because they write little: the base's product, which is bound by arithmetic,
-    adds itself to them. The same in backward, for the gradient of the input.
+    The base's product comes first and is the one that the layer has without adapters. So an adapter whose `b` is zero,
+    as at the beginning of a training, changes no bit. In backward it comes last: it is bound by arithmetic, so that
+    adding itself to what is there costs little.
     """
 
     @staticmethod
@@ -84,21 +85,20 @@ class _LoraLinear(torch.autograd.Function):
     ):
         dtype, (out_features, width) = x_cast.dtype, weight.shape
         rows, weight_cast = x_cast.reshape(-1, width), weight.to(dtype)  # [N, H], [O, H]
-        y = torch.empty(*x.shape[:-1], out_features, dtype=dtype, device=x.device)  # [..., O]
+        y = torch.empty(*x.shape[:-1], out_features, dtype=dtype, device=x.device)  # [..., O], no view of another
         y_rows = y.view(-1, out_features)  # [N, O]
+        if bias is None:
+            torch.mm(rows, weight_cast.t(), out=y_rows)  # [N, H] @ [H, O]
+        else:
+            torch.addmm(bias.to(dtype), rows, weight_cast.t(), out=y_rows)
         kept: list[Tensor | None] = []
         for i, scale in enumerate(scales):
-            a, b, dropped = inputs[3 * i : 3 * i + 3]
+            a, b, dropped = (None if tensor is None else tensor.to(dtype) for tensor in inputs[3 * i : 3 * i + 3])
             assert a is not None and b is not None
-            a, b = a.to(dtype), b.to(dtype)
-            dropped = None if dropped is None else dropped.to(dtype).reshape(-1, width)  # [N, H]
+            dropped = None if dropped is None else dropped.reshape(-1, width)  # [N, H]
             h = (rows if dropped is None else dropped) @ a.t()  # [N, H] @ [H, r]
-            if i == 0 and bias is not None:
-                torch.addmm(bias.to(dtype), h, b.t(), alpha=scale, out=y_rows)  # [N, r] @ [r, O]
-            else:
-                y_rows.addmm_(h, b.t(), beta=min(i, 1), alpha=scale)  # [N, r] @ [r, O]
+            y_rows.addmm_(h, b.t(), alpha=scale)  # [N, r] @ [r, O]
             kept += [a, b, h, dropped]
-        y_rows.addmm_(rows, weight_cast.t())  # [N, H] @ [H, O]
         ctx.scales, ctx.shape = scales, x.shape
         ctx.dtypes = [None if t is None else t.dtype for t in (x, x_cast, weight, bias, None, *inputs)]
         ctx.save_for_backward(rows, weight_cast, *kept)
