@@ -1,15 +1,22 @@
 """A linear layer with LoRA's terms within its products, against PEFT's formula in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import relative_error
-from trl_fused_grpo.ops.lora_product import LoraTerm, lora_linear
+from trl_fused_grpo.ops.lm_head import LowRank
+from trl_fused_grpo.ops.lora_product import lora_linear
 
 
 N, H, O = 129, 65, 47  # noqa: E741 - as in the formulas
+
+
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 
 
 def peft_formula(x, weight, bias, terms):
@@ -17,7 +24,7 @@ def peft_formula(x, weight, bias, terms):
     result = F.linear(x, weight, bias)
     dtype = result.dtype
     for term in terms:
-        x_term = (x if term.x is None else term.x).to(term.a.dtype)
+        x_term = F.dropout(x.to(term.a.dtype), term.dropout)
         result = result + F.linear(F.linear(x_term, term.a), term.b) * term.scale
     return result.to(dtype)
 
@@ -35,13 +42,13 @@ def problem(dtype, ranks=(4,), bias=True, adapter_dtype=None, x_dtype=None, shap
     terms = []
     for r in ranks:
         a, b = randn(r, width, dtype=factors).div(width**0.5), randn(outputs, r, dtype=factors)
-        terms.append(LoraTerm(a.requires_grad_(), b.requires_grad_(), 0.3 + r / 7))
+        terms.append(LowRank(a.requires_grad_(), b.requires_grad_(), 0.3 + r / 7))
     return x, weight, bias, terms, randn(*shape, outputs).float()
 
 
 def outputs(formula, x, weight, bias, terms, grad):
     y = formula(x, weight, bias, terms)
-    leaves = [t for t in (x, weight, bias, *(p for term in terms for p in term[:2])) if t is not None]
+    leaves = [t for t in (x, weight, bias, *(p for term in terms for p in (term.a, term.b))) if t is not None]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     grads = torch.autograd.grad(y, leaves, grad.to(y.dtype))
     assert [g.dtype for g in grads] == [leaf.dtype for leaf in leaves]
@@ -52,7 +59,7 @@ def in_double(x, weight, bias, terms, grad):
     def double(t):
         return None if t is None else t.detach().double().requires_grad_(t.requires_grad)
 
-    exact = [LoraTerm(double(term.a), double(term.b), term.scale) for term in terms]
+    exact = [LowRank(double(term.a), double(term.b), term.scale) for term in terms]
     return double(x), double(weight), double(bias), exact, grad.double()
 
 
@@ -74,10 +81,6 @@ def test_values_and_gradients_are_those_of_the_formula(dtype, ranks, trained, bi
         assert relative_error(value, truth) < tolerance
 
 
-NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
-
-
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
@@ -94,15 +97,17 @@ def test_under_autocast_no_error_is_larger_than_that_of_the_formula(dtype, x_dty
         assert relative_error(value, exact) < 1.02 * relative_error(other, exact)
 
 
-def test_dropout_reaches_the_term_alone():
-    x, weight, bias, (term,), grad = problem(torch.float32)
-    dropped = F.dropout(x, 0.4)
-    given = x, weight, bias, [term._replace(x=dropped)], grad
-    y, expected = fused(*given[:4]), peft_formula(*given[:4])
-    leaves = [x, term.a, term.b]
-    mine = torch.autograd.grad(y, leaves, grad, retain_graph=True)
-    other = torch.autograd.grad(expected, leaves, grad)
-    for value, truth in zip((y, *mine), (expected, *other), strict=True):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rates", [(0.4, 0.7), (0.0, 0.3), (0.5, 1.0)], ids=str)
+def test_dropout_reaches_the_terms_alone_and_draws_as_torch_does(rates, device):
+    x, weight, bias, terms, grad = problem(torch.float32, (3, 8), device=device)
+    given = x, weight, bias, [replace(term, dropout=p) for term, p in zip(terms, rates, strict=True)], grad
+    torch.manual_seed(5)
+    mine, drawn = outputs(fused, *given), torch.rand(1, device=device)
+    torch.manual_seed(5)
+    other, expected_drawn = outputs(peft_formula, *given), torch.rand(1, device=device)
+    assert drawn == expected_drawn
+    for value, truth in zip(mine, other, strict=True):
         assert relative_error(value, truth) < 2e-6
 
 
@@ -144,7 +149,7 @@ def test_an_input_is_cast_once_for_all_layers_that_share_it():
 
 def test_what_needs_no_gradient_gets_none():
     x, weight, bias, terms, grad = problem(torch.float32)
-    y = fused(x.detach(), weight, bias, [terms[0]._replace(b=terms[0].b.detach())])
+    y = fused(x.detach(), weight, bias, [replace(terms[0], b=terms[0].b.detach())])
     (grad_a,) = torch.autograd.grad(y, [terms[0].a], grad)
     assert torch.isfinite(grad_a).all() and weight.grad is None
 
@@ -167,5 +172,5 @@ def test_an_adapter_of_zeros_changes_no_bit(dtype, bias, device):
     """The policy is then equal to its reference, whose adapters are off."""
     size = (H, O) if device == "cpu" else (1024, 3072)
     x, weight, bias, (term,), _ = problem(dtype, bias=bias, shape=(2, 300), device=device, size=size)
-    y = fused(x, weight, bias, [term._replace(b=torch.zeros_like(term.b))])
+    y = fused(x, weight, bias, [replace(term, b=torch.zeros_like(term.b))])
     assert torch.equal(y, F.linear(x, weight, bias))

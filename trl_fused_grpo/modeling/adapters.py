@@ -11,7 +11,8 @@ from transformers.utils import logging
 
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo.ops.lora_product import LoraTerm, lora_linear
+from trl_fused_grpo.ops.lm_head import LowRank
+from trl_fused_grpo.ops.lora_product import cast_once, lora_linear
 
 from .forward_override import override_forward, restore_forward
 
@@ -50,12 +51,13 @@ def uninstall_adapters(modules: Iterable[nn.Module]) -> None:
 
 def _run_together(layer: Any, original: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of PEFT's LoRA layer: the base's product and the low-rank terms of the adapters in force."""
-    is_asked_for = torch.is_grad_enabled() or _is_own_call.get()
-    # `adapter_names` gives each row an adapter of its own; the compiler joins elementwise operations by itself
-    is_plain = not (args or kwargs or layer.disable_adapters or layer.merged or torch.compiler.is_compiling())
-    names = [name for name in layer.active_adapters if name in layer.lora_A] if is_asked_for and is_plain else []
-    if not names:
+    # The compiler joins elementwise operations by itself; `adapter_names` gives each row an adapter of its own
+    if torch.compiler.is_compiling() or args or kwargs or not (torch.is_grad_enabled() or _is_own_call.get()):
         return original(x, *args, **kwargs)
+    is_off = layer.disable_adapters or layer.merged
+    names = [] if is_off else [name for name in layer.active_adapters if name in layer.lora_A]
+    if not names:
+        return original(_cast_for_base(layer, x))
     reason = why_not_together(layer, names, x)
     if reason is not None:
         logger.warning_once(f"PEFT computes the adapters of some layers by itself, because {reason}.")
@@ -63,9 +65,8 @@ def _run_together(layer: Any, original: Callable, x: Tensor, *args: Any, **kwarg
     base, terms = layer.base_layer, []
     for name in names:
         dropout = layer.lora_dropout[name]
-        # Where PEFT casts its input first, the product casts it back: the numbers are the same
-        dropped = dropout(x) if dropout.training and isinstance(dropout, nn.Dropout) else None
-        terms.append(LoraTerm(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], dropped))
+        p = dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
+        terms.append(LowRank(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], p))
     return lora_linear(x, base.weight, base.bias, terms, _product_dtype(x))
 
 
@@ -111,6 +112,14 @@ def _why_not_in_one_dtype(tensors: list[Any], x: Tensor) -> str | None:
     else:
         is_known = len(dtypes) == 1
     return None if is_known else "without autocast its input, its weight and its adapter have several dtypes"
+
+
+def _cast_for_base(layer: Any, x: Tensor) -> Tensor:
+    """The input of a layer without adapters: cast once for all layers that share it, where autocast would cast it."""
+    base = layer.base_layer
+    is_plain = type(base) is nn.Linear and not _is_changed(base) and not any(torch_compat.GLOBAL_HOOKS)
+    is_cast = is_plain and type(x) is Tensor and x.dtype == torch.float32 and not torch.is_grad_enabled()
+    return cast_once(x, _product_dtype(x)) if is_cast else x
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

@@ -1,59 +1,44 @@
 """A linear layer with LoRA's low-rank terms, added within the products: no scale, cast or sum over all features."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .lm_head import LowRank
 
 
 # On CUDA a product of bfloat16 matrices can be written in float32 (torch >= 2.8)
 _WRITES_FLOAT32 = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
-class LoraTerm(NamedTuple):
+def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, terms: Sequence[LowRank], dtype: torch.dtype) -> Tensor:
     """
-    One adapter beside a linear layer: `scale * b @ a`.
-
-    Args:
-        a (`Tensor`): shape `[r, H]`.
-        b (`Tensor`): shape `[O, r]`.
-        scale (`float`): multiplier of the term.
-        x (`Tensor`, *optional*): the input `[..., H]` after dropout, where the adapter has one.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    x: Tensor | None = None
-
-
-def lora_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, terms: Sequence[LoraTerm], dtype: torch.dtype
-) -> Tensor:
-    """
-    `x @ weight^T + bias`, and `scale * (x @ a^T) @ b^T` of each term. Every product accumulates in float32; the output
-    is rounded once for the base and once for each term.
+    `x @ weight^T + bias`, and `scale * (dropout(x) @ a^T) @ b^T` of each term. Every product accumulates in float32;
+    the output is rounded once for the base and once for each term.
 
     Args:
         x (`Tensor`): shape `[..., H]`.
         weight (`Tensor`): shape `[O, H]`, frozen or trained.
         bias (`Tensor`, *optional*): shape `[O]`.
-        terms (`Sequence[LoraTerm]`): at least one.
+        terms (`Sequence[LowRank]`): factors `[r, H]` and `[O, r]` of each adapter, its scale and its dropout.
         dtype (`torch.dtype`): of the products and of the output, as autocast would have it.
 
     Returns:
         `Tensor`: shape `[..., O]`. Gradients come in the dtypes of their tensors.
     """
-    inputs = [tensor for term in terms for tensor in (term.a, term.b, term.x)]
-    return _LoraLinear.apply(x, _cast(x, dtype), weight, bias, [term.scale for term in terms], *inputs)
+    options = [(term.scale, term.dropout) for term in terms]
+    return _LoraLinear.apply(
+        x, cast_once(x, dtype), weight, bias, options, *(factor for term in terms for factor in (term.a, term.b))
+    )
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
-    A tensor in another dtype. Layers that share an input (queries, keys, values) cast it once: the copy is kept at the
-    tensor, and goes with it.
+    A tensor in another dtype, without gradient. Layers that share an input (queries, keys, values) cast it once: the
+    copy is kept at the tensor, and goes with it.
     """
     if x.dtype == dtype:
         return x.detach()
@@ -80,8 +65,8 @@ class _LoraLinear(torch.autograd.Function):
         x_cast: Tensor,  # [..., H]
         weight: Tensor,  # [O, H]
         bias: Tensor | None,  # [O]
-        scales: list[float],
-        *inputs: Tensor | None,  # [r, H], [O, r] and [..., H] of each term
+        options: list[tuple[float, float]],
+        *factors: Tensor,  # [r, H] and [O, r] of each term
     ):
         dtype, (out_features, width) = x_cast.dtype, weight.shape
         rows, weight_cast = x_cast.reshape(-1, width), weight.to(dtype)  # [N, H], [O, H]
@@ -90,17 +75,19 @@ class _LoraLinear(torch.autograd.Function):
         if bias is None:
             torch.mm(rows, weight_cast.t(), out=y_rows)  # [N, H] @ [H, O]
         else:
-            torch.addmm(bias.to(dtype), rows, weight_cast.t(), out=y_rows)
+            torch.addmm(bias.to(dtype), rows, weight_cast.t(), out=y_rows)  # [N, H] @ [H, O]
         kept: list[Tensor | None] = []
-        for i, scale in enumerate(scales):
-            a, b, dropped = (None if tensor is None else tensor.to(dtype) for tensor in inputs[3 * i : 3 * i + 3])
-            assert a is not None and b is not None
-            dropped = None if dropped is None else dropped.reshape(-1, width)  # [N, H]
+        for (scale, dropout), a, b in zip(options, factors[::2], factors[1::2], strict=True):
+            dropped = mask = None
+            if dropout:  # on what PEFT draws for: the input in the dtype of the factors
+                dropped, mask = _dropout(x if x.dtype == a.dtype else x_cast, dropout)
+                dropped, mask = dropped.to(dtype).reshape(-1, width), mask.reshape(-1, width)  # [N, H]
+            a, b = a.to(dtype), b.to(dtype)
             h = (rows if dropped is None else dropped) @ a.t()  # [N, H] @ [H, r]
             y_rows.addmm_(h, b.t(), alpha=scale)  # [N, r] @ [r, O]
-            kept += [a, b, h, dropped]
-        ctx.scales, ctx.shape = scales, x.shape
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, x_cast, weight, bias, None, *inputs)]
+            kept += [a, b, h, dropped, mask]
+        ctx.options, ctx.shape = options, x.shape
+        ctx.dtypes = [tensor.dtype if isinstance(tensor, Tensor) else None for tensor in (x, weight, bias, *factors)]
         ctx.save_for_backward(rows, weight_cast, *kept)
         return y
 
@@ -117,31 +104,73 @@ class _LoraLinear(torch.autograd.Function):
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """The gradients of the inputs of [`_LoraLinear`], in their order; `None` where not needed."""
     rows, weight, *kept = ctx.saved_tensors
-    needs, dtypes = ctx.needs_input_grad, ctx.dtypes
+    needs_x, _, needs_weight, needs_bias, _, *needs_factors = ctx.needs_input_grad
+    x_dtype, weight_dtype, bias_dtype, *factor_dtypes = ctx.dtypes
     grad = grad.reshape(-1, weight.shape[0])  # [N, O]
-    out: list[Tensor | None] = [None] * len(needs)
-    grad_x = _empty(rows.shape, grad, dtypes[0]) if needs[0] else None  # [N, H]
-    is_written = False
-    for i, scale in enumerate(ctx.scales):
-        (a, b, h, dropped), place = kept[4 * i : 4 * i + 4], 5 + 3 * i
+    grad_x = _GradOfInput(rows, grad, x_dtype) if needs_x else None
+    grad_factors: list[Tensor | None] = [None] * len(needs_factors)
+    for i, (scale, dropout) in enumerate(ctx.options):
+        a, b, h, dropped, mask = kept[5 * i : 5 * i + 5]
         inner = grad @ b  # [N, O] @ [O, r]
-        if needs[place]:
-            out[place] = _product(inner.t(), rows if dropped is None else dropped, dtypes[place], scale)  # [r, H]
-        if needs[place + 1]:
-            out[place + 1] = _product(grad.t(), h, dtypes[place + 1], scale)  # [O, r]
-        if needs[place + 2]:
-            out[place + 2] = _product(inner, a, dtypes[place + 2], scale).view(ctx.shape)  # [..., H]
-        elif dropped is None and grad_x is not None:
-            _add_product(inner, a, grad_x, scale, is_written)  # [N, r] @ [r, H]
-            is_written = True
+        if needs_factors[2 * i]:
+            x = rows if dropped is None else dropped
+            grad_factors[2 * i] = _product(inner.t(), x, factor_dtypes[2 * i], scale)  # [r, N] @ [N, H]
+        if needs_factors[2 * i + 1]:
+            grad_factors[2 * i + 1] = _product(grad.t(), h, factor_dtypes[2 * i + 1], scale)  # [O, N] @ [N, r]
+        if grad_x is not None and mask is None:
+            grad_x.add(inner, a, scale)  # [N, r] @ [r, H]
+        elif grad_x is not None:
+            grad_x.add_masked(inner, a, scale * _kept_scale(dropout), mask)  # [N, r] @ [r, H]
     if grad_x is not None:
-        _add_product(grad, weight, grad_x, 1.0, is_written)  # [N, O] @ [O, H]
-        out[0] = grad_x.to(dtypes[0]).view(ctx.shape)
-    if needs[2]:
-        out[2] = _product(grad.t(), rows, dtypes[2])  # [O, H]
-    if needs[3]:
-        out[3] = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(dtypes[3])
-    return tuple(out)
+        grad_x.add(grad, weight)  # [N, O] @ [O, H]
+    grad_weight = _product(grad.t(), rows, weight_dtype) if needs_weight else None  # [O, N] @ [N, H]
+    sum_dtype = torch.promote_types(grad.dtype, torch.float32)
+    grad_bias = grad.sum(0, dtype=sum_dtype).to(bias_dtype) if needs_bias else None
+    grad_x = None if grad_x is None else grad_x.value.to(x_dtype).view(ctx.shape)
+    return grad_x, None, grad_weight, grad_bias, None, *grad_factors
+
+
+class _GradOfInput:
+    """
+    The gradient of a layer's input `[N, H]`, a sum of products.
+
+    Args:
+        rows (`Tensor`): the input `[N, H]`.
+        grad (`Tensor`): the gradient of the output, in the dtype of the products.
+        dtype (`torch.dtype`): of the input, as autograd knows it.
+    """
+
+    def __init__(self, rows: Tensor, grad: Tensor, dtype: torch.dtype):
+        self.value = _empty(rows.shape, grad, dtype)
+        self._is_written = False
+
+    def add(self, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+        """Add `scale * a @ b`."""
+        _add_product(a, b, self.value, scale, self._is_written)
+        self._is_written = True
+
+    def add_masked(self, a: Tensor, b: Tensor, scale: float, mask: Tensor) -> None:
+        """Add `scale * a @ b` where a mask `[N, H]` is not zero."""
+        product = _product(a, b, a.dtype, scale)
+        if self._is_written:
+            self.value.addcmul_(product, mask)
+        else:
+            torch.mul(product, mask, out=self.value)
+        self._is_written = True
+
+
+def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """What `F.dropout` makes of a tensor, from the same random numbers, and the mask of what it keeps."""
+    if p == 1:  # draws nothing
+        return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    if x.is_cuda:
+        return torch.native_dropout(x, p, True)
+    mask = torch.empty_like(x).bernoulli_(1 - p)
+    return x * (mask * _kept_scale(p)), mask.bool()
+
+
+def _kept_scale(p: float) -> float:
+    return 1 / (1 - p) if p < 1 else 0.0
 
 
 def _empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
