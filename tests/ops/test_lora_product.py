@@ -111,6 +111,27 @@ def test_dropout_reaches_the_terms_alone_and_draws_as_torch_does(rates, device):
         assert relative_error(value, truth) < 2e-6
 
 
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_under_autocast_has_no_larger_error_than_the_formula(x_dtype, device):
+    """The error of both is that to the formula in float32, which draws the same random numbers."""
+    size = (H, O) if device == "cpu" else (1024, 3072)
+    x, weight, bias, terms, grad = problem(x_dtype, (16,), True, torch.float32, x_dtype, (8, 300), device, size)
+    given = x, weight, bias, [replace(terms[0], dropout=0.3)], grad
+
+    def seeded(formula, *given):
+        torch.manual_seed(5)
+        return outputs(formula, *given)
+
+    exact = (*(t.detach().float().requires_grad_(t.requires_grad) for t in given[:3]), *given[3:])
+    truth = seeded(peft_formula, *exact)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        mine = seeded(lambda *call: fused(*call, dtype=torch.bfloat16), *given)
+        stock = seeded(peft_formula, *given)
+    for value, other, expected in zip(mine, stock, truth, strict=True):
+        assert relative_error(value, expected) < 1.02 * relative_error(other, expected)
+
+
 class Seen(TorchDispatchMode):
     """The operations that write as many numbers as the rows have features, but for products."""
 

@@ -31,4 +31,6 @@ def why_forward_is_not_known(cls: Any) -> str | None:
 
 def has_own_way(layer: Any, adapter: str) -> Any:
     """Whether an adapter of a LoRA layer is more than two factors and a scale: DoRA and other variants, a bias."""
-    return adapter in layer.lora_variant or layer.use_dora.get(adapter) or layer.lora_bias.get(adapter)
+    # PEFT keeps `use_dora` for old code alone
+    is_dora = getattr(layer, "use_dora", {}).get(adapter)
+    return adapter in layer.lora_variant or is_dora or layer.lora_bias.get(adapter)

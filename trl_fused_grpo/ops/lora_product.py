@@ -79,8 +79,8 @@ class _LoraLinear(torch.autograd.Function):
         kept: list[Tensor | None] = []
         for (scale, dropout), a, b in zip(options, factors[::2], factors[1::2], strict=True):
             dropped = mask = None
-            if dropout:  # on what PEFT draws for: the input in the dtype of the factors
-                dropped, mask = _dropout(x if x.dtype == a.dtype else x_cast, dropout)
+            if dropout:  # of the input in the dtype of the factors, for which PEFT draws the random numbers
+                dropped, mask = _dropout(x.to(a.dtype), dropout)
                 dropped, mask = dropped.to(dtype).reshape(-1, width), mask.reshape(-1, width)  # [N, H]
             a, b = a.to(dtype), b.to(dtype)
             h = (rows if dropped is None else dropped) @ a.t()  # [N, H] @ [H, r]
