@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import relative_error
+from trl_fused_grpo.ops import lora_product
 from trl_fused_grpo.ops.lm_head import LowRank
 from trl_fused_grpo.ops.lora_product import lora_linear
 
@@ -132,37 +133,22 @@ def test_dropout_under_autocast_has_no_larger_error_than_the_formula(x_dtype, de
         assert relative_error(value, expected) < 1.02 * relative_error(other, expected)
 
 
-class Seen(TorchDispatchMode):
-    """The operations that write as many numbers as the rows have features, but for products."""
+class Casts(TorchDispatchMode):
+    """Counts the casts of as many numbers as the rows have features."""
 
-    def __init__(self):
-        super().__init__()
-        self.names = []
+    count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
-        free = ("mm", "addmm", "addmm_", "empty", "view", "_unsafe_view", "detach", "t", "expand", "new_empty", "alias")
-        if isinstance(result, torch.Tensor) and result.numel() >= N * O and name not in free:
-            self.names.append(name)
+        self.count += function.overloadpacket.__name__ == "_to_copy" and result.numel() == N * H
         return result
-
-
-def count(formula, x, weight, bias, terms, grad):
-    with Seen() as seen, torch.autocast("cpu", dtype=torch.bfloat16):
-        y = formula(x, weight, bias, terms)
-    with Seen() as seen_backward:
-        y.backward(grad.to(y.dtype))
-    return len(seen.names), len(seen_backward.names)
 
 
 def test_an_input_is_cast_once_for_all_layers_that_share_it():
     x, weight, _, terms, _ = problem(torch.float32, bias=False)
-    with Seen() as seen:
+    with Casts() as casts:
         first, second = (lora_linear(x, weight, None, terms, torch.bfloat16) for _ in range(2))
-    assert torch.equal(first, second)
-    rows_cast = [name for name in seen.names if name == "_to_copy"]
-    assert len(rows_cast) == 1
+    assert torch.equal(first, second) and casts.count == 1
     with torch.no_grad():
         x.mul_(2)
     assert not torch.equal(lora_linear(x, weight, None, terms, torch.bfloat16), first)
@@ -195,3 +181,12 @@ def test_an_adapter_of_zeros_changes_no_bit(dtype, bias, device):
     x, weight, bias, (term,), _ = problem(dtype, bias=bias, shape=(2, 300), device=device, size=size)
     y = fused(x, weight, bias, [replace(term, b=torch.zeros_like(term.b))])
     assert torch.equal(y, F.linear(x, weight, bias))
+
+
+def test_one_copy_of_an_input_is_kept_at_a_time():
+    first, second = torch.randn(4, H), torch.randn(4, H)
+    copy = lora_product.cast_once(first, torch.bfloat16)
+    assert lora_product.cast_once(first, torch.bfloat16) is copy
+    assert lora_product.cast_once(second, torch.bfloat16) is not copy
+    assert first._lora_copy is None and second._lora_copy is not None
+    assert lora_product.cast_once(second, torch.float32).data_ptr() == second.data_ptr()

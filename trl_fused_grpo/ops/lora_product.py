@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from .lm_head import LowRank
 
 # On CUDA a product of bfloat16 matrices can be written in float32 (torch >= 2.8)
 _WRITES_FLOAT32 = hasattr(torch.ops.aten.addmm, "dtype_out")
+# The tensor that has a copy of itself in another dtype: one at a time
+_last_cast: ref[Tensor] | None = None
 
 
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, terms: Sequence[LowRank], dtype: torch.dtype) -> Tensor:
@@ -38,16 +41,21 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, terms: Sequence[
 def cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     A tensor in another dtype, without gradient. Layers that share an input (queries, keys, values) cast it once: the
-    copy is kept at the tensor, and goes with it.
+    copy is kept at the tensor, until that goes or another one is cast.
     """
+    global _last_cast
     if x.dtype == dtype:
         return x.detach()
     if x.is_inference():  # has no version
         return x.to(dtype)
-    kept: Any = getattr(x, "_lora_copy", None)
+    holder: Any = x
+    kept = getattr(x, "_lora_copy", None)
     if kept is None or kept[0] != x._version or kept[1].dtype != dtype:
-        kept = x._version, x.detach().to(dtype)
-        x._lora_copy = kept  # ty: ignore[unresolved-attribute]
+        last: Any = None if _last_cast is None else _last_cast()
+        if last is not None:  # checkpointing may keep it
+            last._lora_copy = None
+        kept = holder._lora_copy = x._version, x.detach().to(dtype)
+        _last_cast = ref(x)
     return kept[1]
 
 
