@@ -56,6 +56,11 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 )
 
 
+def has_own_forward(cls: Any) -> bool:
+    """Whether the forward of a class was defined in the class's own file: nobody has replaced it since."""
+    return getattr(cls.forward, "__globals__", {}).get("__name__") == cls.__module__
+
+
 def gradient_hooks(parameter: Tensor) -> list[Any]:
     """The hooks on the gradient of a parameter: before it is accumulated, and after."""
     tables: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks

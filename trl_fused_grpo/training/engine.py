@@ -14,6 +14,7 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
+from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.fused_forward import (
     CuSeqlensIgnoredError,
@@ -73,6 +74,7 @@ class LogpsEngine:
         for causal_lm in list(self._installed):
             uninstall_fused_forward(causal_lm)
             uninstall_unpacking(causal_lm)
+            uninstall_adapters(causal_lm.modules())
         self._installed.clear()
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
@@ -192,7 +194,8 @@ class LogpsEngine:
         if is_multimodal is None:
             (is_multimodal,) = with_images_anywhere(accelerator, causal_lm, [images is not None])
         shape = widest_batch(accelerator, causal_lm, (len(call.input_ids), call.input_ids.shape[1]))
-        with accelerator.autocast(), lean_checkpoints(unwrapped):
+        adapted = fused_adapters(self._modules_of(unwrapped) if self.options.fused_lora else ())
+        with accelerator.autocast(), lean_checkpoints(unwrapped), adapted:
             while True:
                 options = self._logps_options(logps_request, call, keeps_padding, is_multimodal, shape)
                 if is_multimodal and causal_lm in self._unshared_with_images:
