@@ -14,7 +14,7 @@ class _Rows:
     """Wrong for every other row."""
 
     def __init__(self, right: Any):
-        self.right, self.grad_rows = right, right.grad_rows
+        self.right, self.grad_rows, self.groups = right, right.grad_rows, right.groups
 
     def __call__(self, rows: slice, logps: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, Any]:
         grad, grad_entropies = self.right(rows, logps, entropies)
