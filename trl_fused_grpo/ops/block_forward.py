@@ -68,7 +68,7 @@ def _run_equal_block(
     assumed_grads: AssumedGrads,
 ) -> None:
     """The same for a block whose rows receive one gradient: from a gradient of one, multiplied afterwards."""
-    group = precomputed.accumulator.of_group()
+    group = precomputed.accumulator.of_group(block.rows)
     for rows in block.parts:
         logits, part = _compute_part(rows, linear, values)  # [n, V], [n] each
         group.add(rows, logits, part.lse, None, torch.ones_like(part.logps), None)

@@ -104,6 +104,7 @@ class GradAccumulator:
         )  # [V, r]
         self._weight_is_empty = self._head_is_empty = True
         self._pending_factor: float | Tensor | None = None
+        self._first_row = 0  # of `hidden`
 
     def add(
         self,
@@ -136,7 +137,8 @@ class GradAccumulator:
             return
         # [n, V] @ [V, H + r]
         if isinstance(rows, slice):
-            matmul(grad_logits, self.linear.cast_weight, out=self.hidden[rows])
+            own = self.hidden[rows.start - self._first_row : rows.stop - self._first_row]
+            matmul(grad_logits, self.linear.cast_weight, out=own)
         else:
             grad = self.hidden.new_empty(len(rows), self.hidden.shape[1])
             matmul(grad_logits, self.linear.cast_weight, out=grad)
@@ -155,28 +157,32 @@ class GradAccumulator:
         if self.bias is not None:
             self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
 
-    def of_group(self) -> "GradAccumulator":
+    def of_group(self, rows: slice) -> "GradAccumulator":
         """
-        An accumulator for rows whose gradients will be multiplied by one factor, see [`add_group`]. The gradients of
-        their hidden states go where this one's do. While this one has none of the head, it is this one.
+        An accumulator for a group of `rows` whose gradients will be multiplied by one factor, see [`add_group`]. While
+        this one has no gradient of the head, the other one takes its memory.
         """
+        group = GradAccumulator(
+            self.linear, (False, *(needed and not self._head_is_empty for needed in self._needs[1:]))
+        )
         if self._head_is_empty:
-            return self
-        group = GradAccumulator(self.linear, (False, *self._needs[1:]))
-        group.hidden = self.hidden
+            group.weight, group.bias, group.lora_b = self.weight, self.bias, self.lora_b
+        if self.hidden is not None:
+            acc_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
+            group.hidden = self.hidden[rows].to(acc_dtype)  # a view, or a buffer that is rounded once
+        group._first_row = rows.start
         return group
 
     def add_group(self, group: "GradAccumulator", rows: slice, factor: Tensor) -> None:
-        """Multiply the gradients of a group's `rows` by `factor`, a scalar tensor, and add those of the head."""
-        if self.hidden is not None:
-            self.hidden[rows].mul_(factor)
+        """Add the gradients of a group of `rows`, multiplied by `factor`, a scalar tensor."""
+        if self.hidden is not None and group.hidden is not None:
+            torch.mul(group.hidden, factor, out=self.hidden[rows])
         for grad, of_group in ((self.weight, group.weight), (self.bias, group.bias), (self.lora_b, group.lora_b)):
-            if grad is None or of_group is None:
-                continue
-            if group is self:
+            if grad is not None and grad is of_group:
                 grad.mul_(factor)
-            else:
+            elif grad is not None and of_group is not None:
                 grad.addcmul_(of_group, factor)
+        self._weight_is_empty = self._head_is_empty = False
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`, in [`finish`] together with the cast, or before the next addition."""

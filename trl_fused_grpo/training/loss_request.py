@@ -127,7 +127,9 @@ def build_loss_request(
     )
     if correction is not None and isinstance(forecast, BatchForecast):
         forecast = DeferredForecast(forecast, correction, inputs["sampling_per_token_logps"])
-    return LogpsRequest(mask, old_logps, forecast, entropy_grad=entropy_coef != 0.0, skip_zero_grad=skip_zero_grad)
+    # Sequences that are left out have the sampler's log-probs then, and so a ratio of one
+    fill = inputs["sampling_per_token_logps"].nan_to_num() if deferred and skip_zero_grad else old_logps
+    return LogpsRequest(mask, fill, forecast, entropy_grad=entropy_coef != 0.0, skip_zero_grad=skip_zero_grad)
 
 
 def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:
