@@ -162,14 +162,13 @@ class GradAccumulator:
         An accumulator for a group of `rows` whose gradients will be multiplied by one factor, see [`add_group`]. While
         this one has no gradient of the head, the other one takes its memory.
         """
-        group = GradAccumulator(
-            self.linear, (False, *(needed and not self._head_is_empty for needed in self._needs[1:]))
-        )
-        if self._head_is_empty:
+        is_first = self._head_is_empty
+        group = GradAccumulator(self.linear, (False, *(needed and not is_first for needed in self._needs[1:])))
+        if is_first:
             group.weight, group.bias, group.lora_b = self.weight, self.bias, self.lora_b
         if self.hidden is not None:
             acc_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
-            group.hidden = self.hidden[rows].to(acc_dtype)  # a view, or a buffer that is rounded once
+            group.hidden = self.hidden[rows].to(acc_dtype)  # a view, or a buffer whose numbers are rounded once
         group._first_row = rows.start
         return group
 
