@@ -56,6 +56,8 @@ class SequenceForecast:
     ) -> "SequenceForecast":
         """The forecast of a micro-batch, see the class."""
         needs_grad = (weights != 0) & (batch.advantages != 0)  # [B, T]
+        if batch.importance_sampling_ratio is not None and objective.loss_type != "vespo":
+            needs_grad = needs_grad & (batch.importance_sampling_ratio != 0)
         if _has_kl(objective, batch):
             needs_grad = needs_grad | (weights != 0)
         if entropy_grads is not None:

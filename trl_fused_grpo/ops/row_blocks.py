@@ -15,8 +15,8 @@ from .chunked_linear import split_range
 from .forecast import RowGroups
 
 
-# Larger blocks of several groups gain nothing, see `chunk_size`
-_MOST_PACKED_ROWS = 4096
+# Larger blocks of several groups gain little (`benchmarks/NOTES.md`, chunks of logits)
+_MOST_PACKED_ROWS = 2048
 
 
 @dataclass(frozen=True)

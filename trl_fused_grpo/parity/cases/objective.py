@@ -158,6 +158,14 @@ def sampling_and_objectives() -> list[Case]:
             min_trl="0.28.0",
         ),
         Case(
+            "is-sequence-lora",
+            "vLLM importance ratios of sequences with LoRA, whose head is frozen",
+            _SEQUENCE_MASK,
+            Rollout(sampling="sequence"),
+            adapter="attention",
+            noise=0.02,
+        ),
+        Case(
             "is-sequence-gspo",
             "vLLM importance ratios of sequences with sequence-level ratios and the off-policy mask",
             {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.0, **_SEQUENCE_MASK},
