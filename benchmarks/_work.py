@@ -65,8 +65,6 @@ class Work:
 class Forecast:
     """The gradients of the objective: known in advance on-policy, else computed from the log-probabilities."""
 
-    groups = None
-
     def __init__(self, work: Work):
         self.work, self.grad_rows = work, work.grad_rows
 

@@ -28,8 +28,6 @@ def relative_error(value, truth):
 class KnownGradients:
     """A forecast that returns given gradients `[N]`; rows from `grad_rows` on are forecast to have none."""
 
-    groups = None
-
     def __init__(self, grad_logps, grad_entropies=None, grad_rows=None):
         self.grad_logps, self.grad_entropies = grad_logps, grad_entropies
         self.grad_rows = len(grad_logps) if grad_rows is None else grad_rows

@@ -9,6 +9,7 @@ from trl_fused_grpo.loss.batch import GRPOBatch
 from trl_fused_grpo.loss.forecast import forecast, grad_rows_first
 from trl_fused_grpo.loss.objective import KL_ESTIMATORS, LOSS_TYPES, GRPOObjective, kl_loss, token_terms
 from trl_fused_grpo.loss.reduction import reduce_loss, token_weights
+from trl_fused_grpo.ops.forecast import groups_of
 
 
 B, T = 5, 7
@@ -103,7 +104,7 @@ def test_the_forecast_is_the_gradient_up_to_one_factor_and_zero_grad_rows_come_l
     positions, grad_rows = grad_rows_first(MASK.bool(), expected.needs_grad)
     rows = expected.at(positions, grad_rows)
     is_tokenwise = objective.is_tokenwise(batch.old_per_token_logps is not None)
-    assert (rows.groups is None) == is_tokenwise
+    assert (groups_of(rows) is None) == is_tokenwise
     # As in two chunks; sequences are kept whole where a token's gradient depends on its sequence
     count, middle = (len(positions), len(positions) // 2) if is_tokenwise else (grad_rows, rows.groups.ends[1])
     halves = [slice(0, middle), slice(middle, count)]

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trl_fused_grpo.ops.forecast import RowGroups
-
 from .forecast import BatchForecast, RowForecast
 from .importance_sampling import SamplingCorrection
 
@@ -54,7 +52,6 @@ class DeferredRowForecast:
     correction: SamplingCorrection
     sampling_logps: Tensor
     grad_rows: int
-    groups: RowGroups | None = None
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         ratio = self.correction.ratio(logps, self.sampling_logps[rows], torch.ones_like(logps))

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_fused_grpo.ops.forecast import RowGroups
-
 from .batch import GRPOBatch
 from .importance_sampling import SamplingCorrection
 from .objective import GRPOObjective, kl_loss, policy_loss, token_terms
@@ -110,7 +108,6 @@ class RowForecast:
     objective: GRPOObjective
     grad_rows: int
     terms: GradientTerms
-    groups: RowGroups | None = None
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         terms = self.terms

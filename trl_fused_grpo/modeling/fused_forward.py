@@ -13,7 +13,7 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.ops.chunk_size import default_group_mib
-from trl_fused_grpo.ops.forecast import Forecast, RowGroups
+from trl_fused_grpo.ops.forecast import Forecast, RowGroups, groups_of
 from trl_fused_grpo.ops.linear_logps import FusedStats, fused_linear_logps
 from trl_fused_grpo.ops.lm_head import LMHead
 
@@ -185,7 +185,7 @@ class DistantForecast:
 
     @property
     def groups(self) -> RowGroups | None:
-        return self.forecast.groups
+        return groups_of(self.forecast)
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         moved = None if entropies is None else entropies.to(self.device)

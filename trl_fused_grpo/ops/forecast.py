@@ -27,15 +27,12 @@ class Forecast(Protocol):
     """
     Says which gradient of the loss each row will receive. Wrong values cost time; the gradients stay right.
 
-    `grad_rows` is a number of rows: those from there on are expected to receive no gradient. `groups` is `None` where a
-    row's gradient depends on no other row.
+    `grad_rows` is a number of rows: those from there on are expected to receive no gradient. Where the gradient of a row
+    depends on other rows, there is an attribute `groups`, see [`groups_of`].
     """
 
     @property
     def grad_rows(self) -> int: ...
-
-    @property
-    def groups(self) -> RowGroups | None: ...
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """
@@ -49,3 +46,8 @@ class Forecast(Protocol):
             entropies (`Tensor`, *optional*): their entropies `[n]`, nats, detached.
         """
         ...
+
+
+def groups_of(forecast: Forecast | None) -> RowGroups | None:
+    """The groups of a forecast's rows, or `None` where a row's gradient depends on no other row."""
+    return getattr(forecast, "groups", None)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from .block_forward import RowValues, run_block
 from .chunk_size import default_logits_mib
 from .chunked_linear import ChunkedLinear, GradAccumulator
-from .forecast import Forecast
+from .forecast import Forecast, groups_of
 from .kernels import LogitTransform
 from .lm_head import LMHead
 from .precomputed_grads import PrecomputedGrads, ResidualGrads
@@ -170,7 +170,7 @@ def fused_linear_logps(
     head_grad_bytes = vocab_size * hidden.shape[1] * max(itemsize, 4)
     limits = RowLimits.of(vocab_size, itemsize, logits_mib, group_mib, head_grad_bytes)
     grad_rows = len(targets) if forecast is None or planned == "recompute" else forecast.grad_rows
-    groups = None if forecast is None or planned != "forecast" else forecast.groups
+    groups = groups_of(forecast) if planned == "forecast" else None
     stats = FusedStats() if stats is None else stats
     stats.backward, stats.rows, stats.recomputed = resolved, hidden.shape[0], 0
     params = _Params(
