@@ -45,9 +45,17 @@ def test_gradients_equal_the_oracle_and_only_what_no_memory_is_for_is_recomputed
     limits, *expected = MEMORY[memory]
     monkeypatch.setattr(linear_logps.RowLimits, "of", lambda *_: limits)
     problem = GroupProblem(own)
-    values, stats = problem.fused(problem.forecast, factor=0.125)
+    values, stats = problem.fused(problem.forecast, factor=0.125, backward="forecast")
     assert_close(values, problem.truth(factor=0.125), 2e-6)
     assert (stats.backward, stats.recomputed) == ("forecast", expected[own])
+
+
+def test_where_there_is_memory_for_few_groups_all_rows_are_recomputed(monkeypatch):
+    monkeypatch.setattr(linear_logps.RowLimits, "of", lambda *_: MEMORY["a-chunk"][0])
+    problem = GroupProblem(own=True)
+    values, stats = problem.fused(problem.forecast)
+    assert_close(values, problem.truth(), 2e-6)
+    assert (stats.backward, stats.recomputed) == ("recompute", GRAD_ROWS)
 
 
 def test_a_wrong_forecast_of_groups_still_gives_the_right_gradients(monkeypatch):

@@ -13,7 +13,7 @@ class RowGroups:
 
     Args:
         ends (`list[int]`):
-            The row behind the last of each group. The groups follow one another from row 0 to `Forecast.grad_rows`.
+            The row behind the last of each group. They follow one another from row 0 to `Forecast.grad_rows`.
         have_equal_grads (`bool`):
             Whether all rows of a group receive the same gradient, of the log-probability alone. A group's gradients can
             then be built before that number is known, and be multiplied by it afterwards.
@@ -27,8 +27,8 @@ class Forecast(Protocol):
     """
     Says which gradient of the loss each row will receive. Wrong values cost time; the gradients stay right.
 
-    `grad_rows` is a number of rows: those from there on are expected to receive no gradient. Where the gradient of a row
-    depends on other rows, there is an attribute `groups`, see [`groups_of`].
+    `grad_rows` is a number of rows: those from there on are expected to receive no gradient. Where the gradient of a
+    row depends on other rows, there is an attribute `groups`, see [`groups_of`].
     """
 
     @property

@@ -26,7 +26,7 @@ from .kernels import LogitTransform
 from .lm_head import LMHead
 from .precomputed_grads import PrecomputedGrads, ResidualGrads
 from .recompute import recomputed_gradients
-from .row_blocks import RowBlock, RowLimits, plan_blocks
+from .row_blocks import RowBlock, RowLimits, plan_blocks, rows_without_assumption
 
 
 # Backward modes, see `choose_backward`
@@ -154,38 +154,42 @@ def fused_linear_logps(
     if torch.is_autocast_enabled(device_type) and not head.fp32:
         compute_dtype = torch.get_autocast_dtype(device_type)
 
-    hidden, lora_b, bias, temperature = head.linear_inputs(hidden, temperature)  # [N, H + r], [V, r], [V]
+    inputs, lora_b, bias, common_temperature = head.linear_inputs(hidden, temperature)  # [N, H + r], [V, r], [V]
     head_needs_grad = any(t is not None and t.requires_grad for t in (head.weight, bias, lora_b))
     planned = choose_backward(head_needs_grad, forecast, entropy_grad) if backward == "auto" else backward
-    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or head_needs_grad)
+    needs_grad = torch.is_grad_enabled() and (inputs.requires_grad or head_needs_grad)
     resolved = planned if needs_grad else "no_grad"
     _check_backward(resolved, head_needs_grad, forecast)
 
-    if logits_mib is None:
-        # With a forecast, chunks are as large without gradient as with it: equal weights then give equal bits for the
-        # policy and its reference
-        mode = resolved if forecast is None else planned
-        logits_mib = default_logits_mib(hidden, head, mode, compute_dtype)
+    # With a forecast, chunks are as large without gradient as with it: equal weights then give equal bits for the
+    # policy and its reference
+    mode = resolved if forecast is None else planned
+    chunk_mib = default_logits_mib(inputs, head, mode, compute_dtype) if logits_mib is None else logits_mib
     vocab_size, itemsize = head.weight.shape[0], compute_dtype.itemsize
-    head_grad_bytes = vocab_size * hidden.shape[1] * max(itemsize, 4)
-    limits = RowLimits.of(vocab_size, itemsize, logits_mib, group_mib, head_grad_bytes)
+    head_grad_bytes = vocab_size * inputs.shape[1] * max(itemsize, 4)
+    limits = RowLimits.of(vocab_size, itemsize, chunk_mib, group_mib, head_grad_bytes)
     grad_rows = len(targets) if forecast is None or planned == "recompute" else forecast.grad_rows
     groups = groups_of(forecast) if planned == "forecast" else None
+    blocks = plan_blocks(len(targets), grad_rows, groups, limits)
+    if backward == "auto" and rows_without_assumption(blocks, grad_rows) > grad_rows / 2:
+        # Tiles of the vocabulary take less time than a residual of so many rows
+        options = (logits_mib, None, entropy, entropy_grad, stats)
+        return fused_linear_logps(hidden, head, targets, temperature, forecast, "recompute", *options)
     stats = FusedStats() if stats is None else stats
-    stats.backward, stats.rows, stats.recomputed = resolved, hidden.shape[0], 0
+    stats.backward, stats.rows, stats.recomputed = resolved, len(targets), 0
     params = _Params(
         backward=resolved,
-        transform=LogitTransform(head.logit_scale, head.softcap, temperature),
+        transform=LogitTransform(head.logit_scale, head.softcap, common_temperature),
         compute_dtype=compute_dtype,
         chunk_rows=limits.chunk,
         forecast=forecast,
         grad_rows=grad_rows,
-        blocks=plan_blocks(len(targets), grad_rows, groups, limits),
+        blocks=blocks,
         entropy=entropy or entropy_grad,
         stats=stats,
     )
     with torch.autocast(device_type, enabled=False):
-        logps, entropies = FusedLinearLogProb.apply(hidden, head.weight, bias, lora_b, targets, params)
+        logps, entropies = FusedLinearLogProb.apply(inputs, head.weight, bias, lora_b, targets, params)
     return logps, entropies
 
 

@@ -100,6 +100,12 @@ def plan_blocks(rows: int, grad_rows: int, groups: RowGroups | None, limits: Row
     return equal + whole.blocks() + left + without
 
 
+def rows_without_assumption(blocks: list[RowBlock], grad_rows: int) -> int:
+    """How many of the rows that are expected to receive a gradient are in blocks for which none is assumed."""
+    left = [block.rows for block in blocks if block.assumes == "none" and block.rows.start < grad_rows]
+    return sum(rows.stop - rows.start for rows in left)
+
+
 class _WholeGroups:
     """Groups one after the other, joined to blocks of at most `most` rows where they fit."""
 
