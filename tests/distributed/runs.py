@@ -33,8 +33,9 @@ class Run:
         case (`str`):
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer computes
             old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
-            generation batch, and the micro-batches of an accumulation window share a forward; `"shared-aligned"`: the
-            same with aligned rows. Or one of [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
+            generation batch, and the micro-batches of an accumulation window share a forward, with one importance ratio
+            a sequence; `"shared-aligned"`: the same with aligned rows and a ratio for each token. Or one of
+            [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, or `"misled"`: fused, and
             rank 1 alone is given a wrong forecast.

@@ -233,6 +233,7 @@ def test_micro_batches_that_share_a_forward_train_what_stock_trains(run: Run, ou
         for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
             assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
             assert my_log.keys() - stock_log.keys() == {"fused/rows_recomputed"}
+            assert my_log["fused/rows_recomputed"] == 0.0
 
 
 @_each(("fused",), "untied", "tied")

@@ -104,6 +104,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     shares_forwards = run.shares_forwards and run.trainer == "fused"
     options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
     options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-aligned" else {}
+    options |= {"importance_sampling_level": "sequence"} if run.case == "shared-forward" else {}
     args = (FusedGRPOConfig if shares_forwards else GRPOConfig)(
         output_dir=str(folder / "output"),
         per_device_train_batch_size=len(batches[0]["completion_ids"]),
