@@ -10,6 +10,8 @@ from torch import Tensor
 
 from trl_fused_grpo._compat import torch as torch_compat
 
+from .kept_activations import is_recalled, recalled
+
 
 _HALF = (torch.float16, torch.bfloat16)
 _torch_sdpa = F.scaled_dot_product_attention
@@ -134,9 +136,26 @@ def flash_attention(
     """FlashAttention of each sequence to its own keys; returns `[S, heads, D of values]`."""
 
     def attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        return FlashCall(boundaries, scaling, window).forward(queries, keys, values)[0]
+        call = FlashCall(boundaries, scaling, window)
+        # Torch's own backward takes less time on the CPU
+        return _Flash.apply(queries, keys, values, call) if is_recalled() else call.forward(queries, keys, values)[0]
 
     return of_one_width(attention, queries, keys, values, scaling)
+
+
+class _Flash(torch.autograd.Function):
+    """FlashAttention whose results may be kept when a layer is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx, queries: Tensor, keys: Tensor, values: Tensor, call: FlashCall) -> Tensor:
+        results = recalled(lambda: tuple(call.forward(queries, keys, values)[:4]))
+        ctx.save_for_backward(queries, keys, values, *results)
+        ctx.call = call
+        return results[0]
+
+    @staticmethod
+    def backward(ctx, *grads: Any) -> tuple[Tensor | None, ...]:
+        return *ctx.call.backward(grads[0].contiguous(), *ctx.saved_tensors), None
 
 
 def efficient_attention(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -15,17 +15,23 @@ from torch.utils.checkpoint import CheckpointError, get_device_states, set_devic
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
+from .kept_activations import CostlyResults, KeptActivations, LayerBytes
+
 
 # Weak references: a list with the model itself would keep it alive for good
 _LAYERS: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
 
 
 @contextmanager
-def lean_checkpoints(model: nn.Module) -> Generator[None, None, None]:
+def lean_checkpoints(model: nn.Module, kept: KeptActivations | None = None) -> Generator[None, None, None]:
     """
     While it lasts, the layers of a transformers model that checkpoint through torch's function without reentrance and
     without further options do it through [`checkpoint`]. What is recomputed later, in backward, goes with it. Compiled
     models stay as they are: the compiler knows torch's function.
+
+    Args:
+        model (`nn.Module`): in no wrapper but PEFT's.
+        kept ([`KeptActivations`], *optional*): what layers keep in the one forward that runs meanwhile.
     """
     if model not in _LAYERS:  # a walk over all modules takes as long as a layer
         modules = list(model.modules())
@@ -34,8 +40,9 @@ def lean_checkpoints(model: nn.Module) -> Generator[None, None, None]:
     found = [layer for weak in _LAYERS[model] if (layer := weak()) is not None]
     layers: list[Any] = [layer for layer in found if _is_replaceable(layer)]
     replaced = [(layer, model_compat.checkpoint_function(layer)) for layer in layers]
+    function = checkpoint if kept is None else functools.partial(_checkpoint, kept)
     for layer, _ in replaced:
-        model_compat.set_checkpoint_function(layer, checkpoint)
+        model_compat.set_checkpoint_function(layer, function)
     try:
         yield
     finally:
@@ -65,11 +72,17 @@ def checkpoint(function: Callable, *args: Any) -> Any:
         [`torch.utils.checkpoint.CheckpointError`]:
             In backward, when other tensors are computed than before.
     """
+    return _checkpoint(None, function, *args)
+
+
+def _checkpoint(kept: KeptActivations | None, function: Callable, *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args)
-    frame = _CheckpointFrame(function, args)
+    if kept is not None and not kept.next_is_checkpointed():
+        return function(*args)
+    frame = _CheckpointFrame(function, args, kept)
     before = frame.random_states()
-    with saved_tensors_hooks(frame.pack, frame.unpack):
+    with saved_tensors_hooks(frame.pack, frame.unpack), frame.costly.of_call() if frame.costly else nullcontext():
         result = function(*args)
     if not all(map(torch.equal, before, frame.random_states())):
         frame.states_before = before
@@ -86,8 +99,9 @@ class _CheckpointFrame:
     backward runs.
     """
 
-    def __init__(self, function: Callable, args: tuple[Any, ...]):
-        self.function, self.args = function, args
+    def __init__(self, function: Callable, args: tuple[Any, ...], kept: KeptActivations | None):
+        self.function, self.args, self.kept = function, args, kept
+        self.costly = None if kept is None else CostlyResults(kept.attention)
         self.device_type = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
         self.casts = [
             (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
@@ -124,9 +138,14 @@ class _CheckpointFrame:
         with ExitStack() as stack:
             self._restore(stack)
             stack.enter_context(saved_tensors_hooks(keep, _never))
+            if self.costly is not None:
+                stack.enter_context(self.costly.of_recomputation())
             with suppress(_StopRecomputation):
                 self.function(*self.args)
-        if [tensor.numel() for tensor in tensors if tensor is not None] != self.sizes:
+        found = [tensor for tensor in tensors if tensor is not None]
+        if self.kept is not None and self.costly is not None and self.kept.of_layer is None:
+            self.kept.of_layer = LayerBytes(_bytes_beside(found, *self.args, *self.kept.inputs), self.costly.bytes)
+        if [tensor.numel() for tensor in found] != self.sizes:
             raise CheckpointError(
                 "the recomputation of a checkpointed layer saved other tensors than its forward: set "
                 "gradient_checkpointing_kwargs={'use_reentrant': False, 'determinism_check': 'default'}, and torch's "
@@ -146,6 +165,13 @@ class _CheckpointFrame:
             stack.enter_context(torch.random.fork_rng(devices, device_type=self.device_type))
             torch.set_rng_state(self.states_before[0])
             set_device_states(devices, self.states_before[1:], device_type=self.device_type)
+
+
+def _bytes_beside(tensors: list[Tensor], *inputs: Any) -> int:
+    """Bytes of the memory that tensors have and inputs have not."""
+    known = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
+    return sum(count for place, count in storages.items() if place not in known)
 
 
 def _never(_: None) -> Tensor:

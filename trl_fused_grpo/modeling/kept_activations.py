@@ -1,0 +1,117 @@
+"""
+What checkpointed layers keep for backward beside their inputs, where memory allows it: what attention computed, and of
+the last layers everything. Backward takes it from there instead of computing it again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LayerBytes(NamedTuple):
+    """
+    Bytes that one layer keeps for backward without checkpointing, beside its inputs and weights.
+
+    Args:
+        everything (`int`): in all.
+        attention (`int`): of these what attention computed.
+    """
+
+    everything: int
+    attention: int
+
+
+class KeptActivations:
+    """
+    What the layers of one forward keep.
+
+    Args:
+        attention (`bool`): whether checkpointed layers keep what attention computed.
+        checkpointed (`int`, *optional*):
+            How many layers are checkpointed. Those behind them, which backward frees first, keep everything. By default
+            all are.
+        inputs (`Iterable[Tensor]`): what the model has anyway, its weights.
+
+    Attributes:
+        layers (`int`): layers that would be checkpointed, counted as they are called.
+        of_layer ([`LayerBytes`], *optional*): of the first layer that backward has computed again.
+    """
+
+    def __init__(self, attention: bool = False, checkpointed: int | None = None, inputs: Iterable[Tensor] = ()):
+        self.attention, self.checkpointed, self.inputs = attention, checkpointed, inputs
+        self.layers = 0
+        self.of_layer: LayerBytes | None = None
+
+    def next_is_checkpointed(self) -> bool:
+        """Whether the layer that is called next is checkpointed."""
+        self.layers += 1
+        return self.checkpointed is None or self.layers <= self.checkpointed
+
+
+class CostlyResults:
+    """
+    Results within one call of a checkpointed function, kept until the function is called again.
+
+    Args:
+        are_kept (`bool`): whether they are; otherwise they are only counted.
+
+    Attributes:
+        bytes (`int`): of all of them.
+    """
+
+    def __init__(self, are_kept: bool):
+        self.are_kept, self.bytes = are_kept, 0
+        self._kept: deque[tuple[Tensor, ...]] = deque()
+        self._is_again = False
+
+    @contextmanager
+    def of_call(self) -> Generator[None, None, None]:
+        """While it lasts, the function runs for the first time."""
+        token = _running.set(self)
+        try:
+            yield
+        finally:
+            _running.reset(token)
+
+    @contextmanager
+    def of_recomputation(self) -> Generator[None, None, None]:
+        """While it lasts, the function runs again. What it takes of the first time is given up."""
+        self._is_again = bool(self._kept)
+        try:
+            with self.of_call():
+                yield
+        finally:
+            self._is_again = False
+            self._kept.clear()
+            self.are_kept = False
+
+    def take_or_compute(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What was computed at this place the first time, or else what `compute` returns."""
+        if self._is_again:
+            return self._kept.popleft()
+        results = compute()
+        if self.are_kept:
+            self._kept.append(tuple(result.detach() for result in results))
+        self.bytes += sum(result.nbytes for result in results)
+        return results
+
+
+_running: ContextVar[CostlyResults | None] = ContextVar("_running", default=None)
+
+
+def is_recalled() -> bool:
+    """Whether a checkpointed function runs that may keep results."""
+    return _running.get() is not None
+
+
+def recalled(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """
+    Results that are costly for their size. Where they were kept, the recomputation of a checkpointed function takes
+    them from there; they must be the outputs of an autograd function, whose gradients do not go through `compute`.
+    """
+    results = _running.get()
+    return compute() if results is None else results.take_or_compute(compute)
