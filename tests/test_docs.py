@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling import attention_watch, flex_kernel, layout, layout_choice, packed_attention
+from trl_fused_grpo.modeling import (
+    attention_watch,
+    compiled_modules,
+    flex_kernel,
+    layout,
+    layout_choice,
+    packed_attention,
+)
 from trl_fused_grpo.training import checks, eligibility, engine, forecastable, logps, trial
 from trl_fused_grpo.training.customisation import LIBRARIES, MICRO_BATCH_METHODS
 
@@ -18,6 +25,7 @@ MODULES = (
     trl_compat,
     attention_watch,
     checks,
+    compiled_modules,
     eligibility,
     engine,
     flex_kernel,

@@ -1,10 +1,12 @@
 """Private names of torch. `required` refuses a torch that lost one of them."""
 
+import functools
 import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import batchnorm, dropout, instancenorm
@@ -74,3 +76,26 @@ def is_compiled(module: nn.Module) -> bool:
 def without_fsdp1(module: Any) -> Any:
     """The module inside FSDP1's wrapper, whose own forward gathers weights, or the module itself. FSDP2 wraps none."""
     return module._fsdp_wrapped_module if isinstance(module, FullyShardedDataParallel) else module
+
+
+def inductor(graph: Any, example_inputs: Any) -> Any:
+    """
+    The backend of `torch.compile` that makes kernels, for a part of a model that the rest does not know to be compiled:
+    saved tensors stay as they are in backward, so that it may run twice, as the rest does.
+    """
+    # To import the compiler takes seconds
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(donated_buffer=False):
+        return compile_fx(graph, example_inputs)
+
+
+@functools.cache
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises where it cannot compile; nothing of what the compiled code itself raises."""
+    from torch._dynamo import exc
+
+    # torch < 2.7 has another name for too many compilations of one function
+    too_many = [vars(exc)[name] for name in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit") if name in vars(exc)]
+    return exc.TorchDynamoException, *too_many

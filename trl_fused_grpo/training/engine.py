@@ -17,6 +17,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
+from trl_fused_grpo.modeling.compiled_modules import compiling
 from trl_fused_grpo.modeling.fused_forward import (
     CuSeqlensIgnoredError,
     install_fused_forward,
@@ -192,7 +193,8 @@ class LogpsEngine:
         images = multimodal_inputs(call, trl_method) if call.multimodal else None
         if is_multimodal is None:
             (is_multimodal,) = self.with_images_anywhere(causal_lm, [images is not None])
-        with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped):
+        compiled = compiling(unwrapped, self.options.fused_compile)
+        with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped), compiled:
             while True:
                 options = self._logps_options(logps_request, call, keeps_padding, is_multimodal)
                 if is_multimodal and causal_lm in self._unshared_with_images:
