@@ -81,14 +81,20 @@ def without_fsdp1(module: Any) -> Any:
 def inductor(graph: Any, example_inputs: Any) -> Any:
     """
     The backend of `torch.compile` that makes kernels, for a part of a model that the rest does not know to be compiled:
-    saved tensors stay as they are in backward, so that it may run twice, as the rest does.
+    its saved tensors are not overwritten in backward, so that this may run twice, as that of the rest may.
     """
     # To import the compiler takes seconds
     from torch._functorch import config
+    from torch._guards import TracingContext
     from torch._inductor.compile_fx import compile_fx
 
     with config.patch(donated_buffer=False):
-        return compile_fx(graph, example_inputs)
+        compiled = compile_fx(graph, example_inputs)
+    context: Any = TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is not None:
+        metadata.bw_donated_idxs = []  # `None`, which is there now, counts as some that are overwritten
+    return compiled
 
 
 @functools.cache
