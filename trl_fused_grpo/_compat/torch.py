@@ -88,7 +88,8 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
     from torch._guards import TracingContext
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(donated_buffer=False):
+    # What comes from the cache of whole graphs has been told already that tensors may be overwritten. Kernels are cached
+    with config.patch(donated_buffer=False, enable_autograd_cache=False):
         compiled = compile_fx(graph, example_inputs)
     context: Any = TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)

@@ -75,10 +75,10 @@ class CompiledFunction:
         return result
 
     def _tell(self, error: Exception) -> None:
-        first_line = next(iter(str(error).strip().splitlines()), "")
+        reason = " ".join(str(error).split("\n")[:2])
         logger.warning_once(
             f"{self.name} runs without the compiler, because torch cannot compile it here: {type(error).__name__}: "
-            f"{first_line}"
+            f"{reason}"
         )
 
     def _backend(self, graph: Any, example_inputs: Any) -> Any:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,13 +24,15 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
 from .attention_places import InFile
-from .compiled_parts import CompiledForward, CompiledInFile, compiled_in_file
+from .compiled_parts import CompiledActivation, CompiledForward, CompiledInFile, compiled_in_file
 from .layer_memo import LayerMemo
+from .mlp_activations import read_mlp
 from .module_functions import NotAFunctionError, is_mlp, is_norm, read_blueprint
 
 
 logger = logging.get_logger(__name__)
 
+Forward: TypeAlias = CompiledForward | CompiledActivation
 _is_on: ContextVar[bool] = ContextVar("fused_compile", default=False)
 
 
@@ -109,9 +111,9 @@ class CompiledParts(NamedTuple):
         refusal (`str`, *optional*): why nothing is compiled.
     """
 
-    forwards: list[CompiledForward]
+    forwards: list[Forward]
     functions: list[CompiledInFile]
-    checkpointed: list[tuple[nn.Module, list[CompiledForward]]]
+    checkpointed: list[tuple[nn.Module, list[Forward]]]
     refusal: str | None
 
 
@@ -122,20 +124,28 @@ def compiled_parts(causal_lm: PreTrainedModel) -> CompiledParts:
     if refusal is not None:
         return CompiledParts([], [], [], refusal)
     text_model = architecture.text_model(causal_lm)
-    found = {module: forward for module in _candidates(text_model) if (forward := _forward_of(module)) is not None}
+    found = {module: forwards for module in _candidates(text_model) if (forwards := _forwards_of(module))}
+    forwards = [forward for of_module in found.values() for forward in of_module]
     checkpointed = [module for module in text_model.modules() if hasattr(module, "gradient_checkpointing")]
-    inside = [(layer, [found[module] for module in layer.modules() if module in found]) for layer in checkpointed]
+    inside = [(layer, [f for module in layer.modules() for f in found.get(module, ())]) for layer in checkpointed]
     functions = _rotary_functions(text_model)
     refusal = None if found or functions else "its norms, MLPs and rotary embeddings are not known"
-    return CompiledParts(list(found.values()), functions, inside, refusal)
+    return CompiledParts(forwards, functions, inside, refusal)
 
 
-def _forward_of(module: nn.Module) -> CompiledForward | None:
+def _forwards_of(module: nn.Module) -> list[Forward]:
+    """The compiled forwards that a module may have, the best first: that of its whole, that of an MLP's activation."""
+    forwards: list[Forward] = []
     try:
-        return CompiledForward(module, read_blueprint(module))
+        forwards.append(CompiledForward(module, read_blueprint(module)))
     except NotAFunctionError as error:
-        logger.warning_once(f"{type(module).__name__} is not compiled, because {error}.")
-        return None
+        reason = str(error)
+    parts = read_mlp(module) if model_compat.is_plain_library_function(type(module).forward) else None
+    if parts is not None:
+        forwards.append(CompiledActivation(module, parts))
+    if not forwards:
+        logger.info(f"{type(module).__name__} is not compiled, because {reason}.")
+    return forwards
 
 
 def _candidates(text_model: nn.Module) -> list[nn.Module]:
@@ -153,7 +163,8 @@ def _candidates_in(module: nn.Module) -> list[nn.Module]:
     for part in module.children():
         if isinstance(part, nn.ModuleList):
             continue
-        found += [part] if is_norm(part) or is_mlp(part) else _candidates_in(part)
+        is_candidate = is_norm(part) or is_mlp(part) or read_mlp(part) is not None
+        found += [part] if is_candidate else _candidates_in(part)
     return found
 
 
@@ -175,13 +186,13 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def _in_place(
-    forwards: Iterable[CompiledForward], functions: Iterable[CompiledInFile]
-) -> Generator[set[CompiledForward], None, None]:
+def _in_place(forwards: Iterable[Forward], functions: Iterable[CompiledInFile]) -> Generator[set[Forward], None, None]:
     """While it lasts, these forwards and functions stand where the model finds them; those of the user's stay."""
-    placed = {forward for forward in forwards if forward.may_run()}
-    for forward in placed:
-        forward.module.__dict__["forward"] = forward
+    placed = set()
+    for forward in forwards:
+        if forward.may_run():  # of a module that has no other in its place yet
+            forward.module.__dict__["forward"] = forward
+            placed.add(forward)
     used = [function for function in functions if _use(function)]
     try:
         yield placed
@@ -212,7 +223,7 @@ def _leave(function: CompiledInFile) -> None:
 class _Recomputation(NamedTuple):
     """What a checkpointed layer ran compiled in its forward, and runs so when it is computed again."""
 
-    forwards: list[CompiledForward]
+    forwards: list[Forward]
     functions: list[CompiledInFile]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .attention_places import InFile
 from .compiled_functions import CompiledFunction
+from .mlp_activations import MLPParts
 from .module_functions import Blueprint, as_function, is_changed, parameter_places
 
 
@@ -30,7 +31,9 @@ class CompiledForward:
     def may_run(self) -> bool:
         """Whether the module still runs the forward of its class, with the same parts and constants."""
         own = vars(self.module)
-        if "forward" in own or any(own[name] != value for name, value in self._constants):
+        if "forward" in own or type(self.module).forward is not self._original:
+            return False
+        if any(own[name] != value for name, value in self._constants):
             return False
         return all(owner._modules.get(name) is part and not is_changed(part) for owner, name, part in self._parts)
 
@@ -45,6 +48,39 @@ class CompiledForward:
 @functools.cache
 def _compiled_forward(blueprint: Blueprint) -> CompiledFunction:
     return CompiledFunction(blueprint.cls.__name__, as_function(blueprint))
+
+
+class CompiledActivation:
+    """
+    The forward of an MLP whose projections run as they are, with what is between them compiled.
+
+    Args:
+        module (`nn.Module`): the MLP.
+        parts ([`MLPParts`]): what its forward is made of.
+    """
+
+    def __init__(self, module: nn.Module, parts: MLPParts):
+        self.module, self.parts = module, parts
+        if parts.key not in _activations:
+            _activations[parts.key] = CompiledFunction(f"{type(module).__name__}_activation", parts.activation(module))
+        self.function = _activations[parts.key]
+        self._functions = [(name, getattr(module, name)) for name in parts.functions]
+        self._class_forward = type(module).forward
+
+    def may_run(self) -> bool:
+        """Whether the module still runs the forward of its class, with the same functions."""
+        module = self.module
+        if "forward" in vars(module) or type(module).forward is not self._class_forward:
+            return False
+        return all(module._modules.get(name) is part and not is_changed(part) for name, part in self._functions)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        module, parts = self.module, self.parts
+        projected = tuple([getattr(module, name)(hidden) for name in parts.firsts])
+        return getattr(module, parts.last)(self.function(projected, lambda: self.function.function(*projected)))
+
+
+_activations: dict[Any, CompiledFunction] = {}
 
 
 class CompiledInFile:
