@@ -88,7 +88,7 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
     from torch._guards import TracingContext
     from torch._inductor.compile_fx import compile_fx
 
-    # What comes from the cache of whole graphs has been told already that tensors may be overwritten. Kernels are cached
+    # A graph out of the cache may have been compiled to overwrite them. Kernels are cached all the same
     with config.patch(donated_buffer=False, enable_autograd_cache=False):
         compiled = compile_fx(graph, example_inputs)
     context: Any = TracingContext.try_get()
@@ -96,6 +96,13 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
     if metadata is not None:
         metadata.bw_donated_idxs = []  # `None`, which is there now, counts as some that are overwritten
     return compiled
+
+
+def whole_graphs() -> Any:
+    """A context in which the compiler does not split graphs at the buckets of the DDP whose forward runs."""
+    from torch._dynamo import config
+
+    return config.patch(optimize_ddp=False)
 
 
 @functools.cache

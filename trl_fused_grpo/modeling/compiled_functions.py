@@ -66,7 +66,8 @@ class CompiledFunction:
         _variants[self.name] += 1
         compiled = torch.compile(self._of_own_code(tensors), dynamic=True, fullgraph=True, backend=self._backend)
         try:
-            result = compiled(*tensors)
+            with torch_compat.whole_graphs():
+                result = compiled(*tensors)
         except torch_compat.compiler_errors() as error:
             self._tell(error)
             self._compiled[key] = None

@@ -62,7 +62,7 @@ class CompiledActivation:
     def __init__(self, module: nn.Module, parts: MLPParts):
         self.module, self.parts = module, parts
         if parts.key not in _activations:
-            _activations[parts.key] = CompiledFunction(f"{type(module).__name__}_activation", parts.activation(module))
+            _activations[parts.key] = CompiledFunction(f"{type(module).__name__}_activation", parts.activation)
         self.function = _activations[parts.key]
         self._functions = [(name, getattr(module, name)) for name in parts.functions]
         self._class_forward = type(module).forward

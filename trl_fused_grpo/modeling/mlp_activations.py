@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from .module_functions import read_blueprint, takes_one_tensor
+from .module_functions import as_function, read_blueprint, takes_one_tensor
 
 
 _FUNCTIONS = {operator.mul, operator.add, operator.getitem, torch.mul, torch.add, torch.chunk}
@@ -25,19 +25,15 @@ class MLPParts(NamedTuple):
         firsts (`tuple[str, ...]`): names of the projections of the input, in the order in which they run.
         last (`str`): the name of the projection that the result comes from.
         functions (`tuple[str, ...]`): names of the modules without parameters in between.
-        graph (`fx.Graph`): the activation, with an input for the output of each of `firsts`.
+        activation (`Callable`): what is computed from the output of each of `firsts`.
         key: equal for MLPs with the same activation.
     """
 
     firsts: tuple[str, ...]
     last: str
     functions: tuple[str, ...]
-    graph: fx.Graph
+    activation: Callable[..., Tensor]
     key: Any
-
-    def activation(self, mlp: nn.Module) -> Callable[..., Tensor]:
-        """The activation of an MLP, as a function of tensors."""
-        return fx.GraphModule({name: mlp.get_submodule(name) for name in self.functions}, self.graph)
 
 
 class _OfChildren(fx.Tracer):
@@ -75,20 +71,24 @@ def read_mlp(mlp: nn.Module) -> MLPParts | None:
     if not is_mlp or not inner or last.args != (inner[-1],):
         return None
     key = (type(mlp), tuple(node.target for node in firsts), last.target, tuple(sorted(functions.items())))
-    graph = _graph_of(firsts, inner)
-    return MLPParts(tuple(str(node.target) for node in firsts), str(last.target), tuple(functions), graph, key)
+    activation = _function_of(firsts, inner, {name: as_function(functions[name]) for name in functions})
+    return MLPParts(tuple(str(node.target) for node in firsts), str(last.target), tuple(functions), activation, key)
 
 
 def _is_known(node: fx.Node, functions: dict[str, Any]) -> bool:
     if node.op == "call_module":
-        return node.target in functions
+        return node.target in functions and not node.kwargs
     return node.target in {"call_function": _FUNCTIONS, "call_method": _METHODS}.get(node.op, ())
 
 
-def _graph_of(inputs: list[fx.Node], nodes: list[fx.Node]) -> fx.Graph:
+def _function_of(inputs: list[fx.Node], nodes: list[fx.Node], functions: dict[str, Callable]) -> Callable:
+    """What some nodes compute from others, with a function in the place of each module."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
     for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "call_module":
+            copies[node] = graph.call_function(functions[str(node.target)], tuple(copies[arg] for arg in node.args))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[nodes[-1]])
-    return graph
+    return fx.GraphModule({}, graph)

@@ -102,9 +102,15 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own, or one that every module has runs."""
+    """
+    Whether a module has hooks of its own, or one that every module has runs. Those with which ZeRO-3 would gather the
+    weights of a module that has none do not count.
+    """
+    if any(torch_compat.GLOBAL_HOOKS):
+        return True
     own = module.__dict__
-    return any(own[name] for name in torch_compat.HOOKS) or any(torch_compat.GLOBAL_HOOKS)
+    hooks = [hook for name in torch_compat.HOOKS if own[name] for hook in own[name].values()]
+    return bool(hooks) and (bool(parameter_names(module)) or not all(map(model_compat.is_hook_of_deepspeed, hooks)))
 
 
 def read_blueprint(module: nn.Module) -> Blueprint:

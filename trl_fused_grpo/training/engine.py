@@ -264,7 +264,9 @@ class LogpsEngine:
         tried = self._tried(causal_lm)
         try:
             if (options.layout, is_multimodal) not in tried:
-                if not try_rows(call, options, images, self._on_any_process):
+                with compiling(causal_lm, is_on=False):  # of other kinds of rows than those that train
+                    could_tell = try_rows(call, options, images, self._on_any_process)
+                if not could_tell:
                     return True  # the batch says nothing of it: the next one may
                 tried.add((options.layout, is_multimodal))
             if "padding" not in tried and not is_multimodal and not options.forces_layout:
