@@ -84,11 +84,11 @@ def _is_known(node: fx.Node, functions: dict[str, Any]) -> bool:
 def _function_of(inputs: list[fx.Node], nodes: list[fx.Node], functions: dict[str, Callable]) -> Callable:
     """What some nodes compute from others, with a function in the place of each module."""
     graph = fx.Graph()
-    copies = {node: graph.placeholder(node.name) for node in inputs}
+    copies: dict[Any, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
     for node in nodes:
         if node.op == "call_module":
             copies[node] = graph.call_function(functions[str(node.target)], tuple(copies[arg] for arg in node.args))
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = graph.node_copy(node, lambda node: copies[node])
     graph.output(copies[nodes[-1]])
     return fx.GraphModule({}, graph)
