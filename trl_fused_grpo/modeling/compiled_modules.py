@@ -174,7 +174,9 @@ def _rotary_functions(text_model: nn.Module) -> list[CompiledInFile]:
     for cls in {type(module) for module in text_model.modules()}:
         forward: Any = inspect.unwrap(cls.forward)
         code, file = getattr(forward, "__code__", None), inspect.getmodule(forward)
-        for name in code.co_names if code is not None and file is not None else ():
+        if code is None or file is None:
+            continue
+        for name in code.co_names:
             if "rotary" in name and model_compat.is_plain_library_function(getattr(file, name, None)):
                 places.add(InFile(file, name))
     return [compiled_in_file(place) for place in sorted(places, key=lambda place: place.name)]
