@@ -72,9 +72,7 @@ def _profiles(kernels: list[Record]) -> list[Record]:
 
 def _results(results: list[Record]) -> list[Record]:
     """Of `nan_gradients.py`: a line for a width; those of other scripts are lines already."""
-    if not results or "width" not in results[0] or "rows" in results[0] or "micro_batch" in results[0]:
-        return results
-    if isinstance(results[0]["not_finite"], dict):
+    if not results or "micro_batch" in results[0] or not isinstance(results[0].get("not_finite"), int):
         return results
     widths: dict[int, Record] = {}
     for entry in results:

@@ -1,5 +1,7 @@
 """Dense oracle of the fused linear function, and a forecast with known gradients. Imports nothing from the package."""
 
+from types import SimpleNamespace
+
 import torch
 
 
@@ -32,3 +34,33 @@ class KnownGradients:
 
     def __call__(self, rows, logps, entropies):
         return self.grad_logps[rows], None if self.grad_entropies is None else self.grad_entropies[rows]
+
+
+class KnownGroups:
+    """
+    A forecast of the loss [`loss`]: of each group that ends at `ends` an exponential of its mean, times `weights`, and
+    of each row its log-probability times `own` `[N]`.
+    """
+
+    def __init__(self, ends, weights, own=None):
+        self.ends, self.weights, self.own = ends, weights, own
+        self.grad_rows = ends[-1]
+        self.groups = SimpleNamespace(ends=ends, have_equal_grads=own is None)
+
+    def _loss(self, logps, start):
+        """Of the rows from `start` on, which are whole groups."""
+        total = 0.0 if self.own is None else (logps * self.own[start : start + len(logps)]).sum()
+        for first, end, weight in zip([0, *self.ends], self.ends, self.weights, strict=False):
+            if start <= first and end <= start + len(logps):
+                total = total + weight * (logps[first - start : end - start].mean() + 5).exp()
+        return total
+
+    def loss(self, logps):
+        """A scalar."""
+        return self._loss(logps[: self.grad_rows], 0)
+
+    def __call__(self, rows, logps, entropies):
+        assert {rows.start, rows.stop} <= {0, *self.ends}, "only whole groups have a gradient"
+        with torch.enable_grad():
+            leaf = logps.detach().requires_grad_()
+            return 8 * torch.autograd.grad(self._loss(leaf, rows.start), leaf)[0], None

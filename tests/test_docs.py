@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling import (
+    adapters,
     attention_watch,
     compiled_modules,
     flex_kernel,
@@ -22,7 +24,9 @@ from trl_fused_grpo.training.customisation import LIBRARIES, MICRO_BATCH_METHODS
 
 PAGE = " ".join((Path(__file__).parents[1] / "docs" / "faster-paths.md").read_text(encoding="utf-8").split())
 MODULES = (
+    peft_compat,
     trl_compat,
+    adapters,
     attention_watch,
     checks,
     compiled_modules,

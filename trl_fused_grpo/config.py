@@ -107,6 +107,7 @@ class FusedOptions:
     fused_layout: str = "auto"
     fused_skip_old_logps: bool | None = None
     fused_share_prompts: bool = True
+    fused_lora: bool = True
     fused_balance: bool = False
     fused_max_tokens_per_forward: int | None = None
     fused_skip_zero_grad_sequences: bool = False
@@ -175,6 +176,9 @@ class FusedGRPOConfig(GRPOConfig):
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed forward through the model once. Has no effect in models
             with layers that carry a state, or whose attention knows no packed rows.
+        fused_lora (`bool`, *optional*, defaults to `True`):
+            Add the low-rank products of PEFT's LoRA layers within the products of the layers that carry them, without
+            scale, cast and sum over all features.
         fused_balance (`bool`, *optional*, defaults to `False`):
             Distribute the sequences of a generation batch over its micro-batches by prompt and length instead of at
             random, where the loss does not depend on it. Logged means over micro-batches (`entropy`, `kl`,
@@ -219,6 +223,10 @@ class FusedGRPOConfig(GRPOConfig):
     fused_share_prompts: bool = field(
         default=FusedOptions.fused_share_prompts,
         metadata={"help": "Run a prompt through the model once for its completions in a micro-batch."},
+    )
+    fused_lora: bool = field(
+        default=FusedOptions.fused_lora,
+        metadata={"help": "Add LoRA's low-rank products within the products of the layers that carry them."},
     )
     fused_balance: bool = field(
         default=FusedOptions.fused_balance,

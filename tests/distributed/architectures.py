@@ -11,7 +11,8 @@ from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, PAD_ID
 from trl_fused_grpo.parity.tiny.families import FAMILIES, IMAGE_ID
 from trl_fused_grpo.parity.tiny.images import image_inputs, with_images
 
-from .runs import ACCUMULATION, ARCHITECTURES, RANKS, ROWS, STEPS
+from .batches import Batch, of_each_rank, padded
+from .runs import ACCUMULATION, ARCHITECTURES, ROWS
 
 
 PROMPTS = ((5, 5, 3), (2, 6, 6))  # tokens of the prompts of each rank; those of one length are the same prompt
@@ -19,6 +20,8 @@ COMPLETIONS = ((3, 12, 7), (9, 2, 14))
 IMAGES = ((1, 1, 2), (0, 1, 1))  # in the prompts of each rank
 # (rank, micro-batch) of which the model sees no completion, or only the first
 EMPTY, ALONE = {(1, 2)}, {(1, 0)}
+# Columns: after the first window rank 1 has wider rows, rank 0 has none
+LIMIT = 18
 
 
 class DeafAttention(LlamaAttention):
@@ -37,20 +40,20 @@ def deafen(model: PreTrainedModel) -> None:
         layer.self_attn.__class__ = DeafAttention
 
 
-def micro_batches(case: str) -> list[list[dict[str, Any]]]:
+def limit_width(model: PreTrainedModel) -> None:
+    """Have a Llama model say that its layers scale queries by the column where rows are wider than [`LIMIT`]."""
+    options = {"attn_temperature_tuning": True, "no_rope_layers": [0], "floor_scale": LIMIT + 1}
+    for name, value in options.items():
+        setattr(model.config, name, value)
+
+
+def micro_batches(case: str) -> list[list[Batch]]:
     """Micro-batches `[rank][index]` with sequences of other numbers and lengths on each rank."""
     generator = torch.Generator().manual_seed(0)
-    indices = range(STEPS * ACCUMULATION)
-    made = [[_micro_batch(case, rank, i, generator) for i in indices] for rank in range(RANKS)]
-    for start in indices[::ACCUMULATION]:
-        accumulated = [batch for batches in made for batch in batches[start : start + ACCUMULATION]]
-        tokens = sum(batch["completion_mask"].sum() for batch in accumulated)
-        for batch in accumulated:
-            batch["num_items_in_batch"] = tokens.clone()
-    return made
+    return of_each_rank(lambda rank, index: _micro_batch(case, rank, index, generator))
 
 
-def _micro_batch(case: str, rank: int, index: int, generator: torch.Generator) -> dict[str, Any]:
+def _micro_batch(case: str, rank: int, index: int, generator: torch.Generator) -> Batch:
     def words(count: int) -> list[int]:
         return torch.randint(FIRST_WORD_ID, IMAGE_ID, (count,), generator=generator).tolist()
 
@@ -61,8 +64,13 @@ def _micro_batch(case: str, rank: int, index: int, generator: torch.Generator) -
     images = IMAGES[rank]
     if name:
         prompts = with_images(prompts, images, name)
-    prompt_ids, prompt_mask = _padded(prompts, left=True)
-    completion_ids, completion_mask = _padded([words(length) for length in COMPLETIONS[rank]], left=False)
+    completions = [words(length) for length in COMPLETIONS[rank]]
+    if case == "wide" and index < ACCUMULATION:
+        completions = [ids[:9] for ids in completions]
+    prompt_ids, completion_ids = (
+        padded(list(map(torch.tensor, rows)), left=rows is prompts) for rows in (prompts, completions)
+    )
+    prompt_mask, completion_mask = ((ids != PAD_ID).long() for ids in (prompt_ids, completion_ids))
     if (rank, index) in EMPTY:
         completion_mask.zero_()
     if (rank, index) in ALONE and case == "deaf":
@@ -80,10 +88,3 @@ def _micro_batch(case: str, rank: int, index: int, generator: torch.Generator) -
         ids = torch.cat([prompt_ids, completion_ids], dim=1)
         inputs |= image_inputs(name, images, 2 if images[0] else 1, ids, generator)
     return inputs
-
-
-def _padded(rows: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(map(len, rows))
-    gaps = [[PAD_ID] * (width - len(row)) for row in rows]
-    ids = torch.tensor([gap + row if left else row + gap for gap, row in zip(gaps, rows, strict=True)])
-    return ids, (ids != PAD_ID).long()

@@ -1,9 +1,10 @@
 """Micro-batches for two ranks, and the same rows as one process would get them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from trl_fused_grpo.parity.tiny import EOS_ID, FIRST_WORD_ID, PAD_ID, VOCAB_SIZE
@@ -26,13 +27,18 @@ def make(checkpoint: Path) -> list[list[Batch]]:
     """Micro-batches `[rank][index]` with log-probs near those of the checkpoint's model."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
+    return of_each_rank(lambda rank, i: _micro_batch(model, generator, (rank, i) in MASKED))
+
+
+def of_each_rank(make_one: Callable[[int, int], Batch]) -> list[list[Batch]]:
+    """Micro-batches `[rank][index]`, made from the two numbers, with the tokens of their accumulation windows."""
     indices = range(STEPS * ACCUMULATION)
-    made = [[_micro_batch(model, generator, (rank, i) in MASKED) for i in indices] for rank in range(RANKS)]
+    made = [[make_one(rank, i) for i in indices] for rank in range(RANKS)]
     for start in indices[::ACCUMULATION]:
         accumulated = [batch for batches in made for batch in batches[start : start + ACCUMULATION]]
         tokens = sum(batch["completion_mask"].sum() for batch in accumulated)
         for batch in accumulated:
-            batch["num_items_in_batch"] = tokens.clone()
+            batch["num_items_in_batch"] = torch.as_tensor(tokens).clone()
     return made
 
 
@@ -45,17 +51,18 @@ def join(batches: Sequence[Batch]) -> Batch:
     """The rows of all batches in one, padded to one width."""
     joined = {}
     for name in batches[0].keys() - {"num_items_in_batch"}:
-        values = [batch[name] for batch in batches]
-        if name.startswith(("prompt", "completion", "old")):
-            width = max(value.shape[1] for value in values)
-            left = name.startswith("prompt")
-            values = [_pad(value, width - value.shape[1], left) for value in values]
-        joined[name] = torch.cat(values)
+        rows = [row for batch in batches for row in batch[name]]
+        is_padded = name.startswith(("prompt", "completion", "old"))
+        joined[name] = padded(rows, left=name.startswith("prompt")) if is_padded else torch.stack(rows)
     return {**joined, "num_items_in_batch": batches[0]["num_items_in_batch"]}  # TRL takes that of the first
 
 
-def _pad(values: torch.Tensor, by: int, left: bool) -> torch.Tensor:
-    return torch.nn.functional.pad(values, (by, 0) if left else (0, by), value=PAD_ID)
+def padded(rows: Sequence[torch.Tensor], left: bool) -> torch.Tensor:
+    """Rows `[n]` of several lengths as one tensor `[B, W]`."""
+    width = max(map(len, rows))
+    gaps = [width - len(row) for row in rows]
+    pads = [(gap, 0) if left else (0, gap) for gap in gaps]
+    return torch.stack([F.pad(row, pad, value=PAD_ID) for row, pad in zip(rows, pads, strict=True)])
 
 
 def _micro_batch(model: torch.nn.Module, generator: torch.Generator, masked: bool) -> Batch:

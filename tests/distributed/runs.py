@@ -14,6 +14,7 @@ SHARED = ("shared-forward", "shared-aligned")
 ARCHITECTURES = {
     "deaf": "llama",
     "deaf-holes": "llama",
+    "wide": "llama",
     "convolution": "lfm2",
     "sinks": "gpt-oss",
     "images": "qwen3-vl",
@@ -32,8 +33,9 @@ class Run:
         case (`str`):
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer computes
             old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
-            generation batch, and the micro-batches of an accumulation window share a forward; `"shared-aligned"`: the
-            same with aligned rows. Or one of [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
+            generation batch, and the micro-batches of an accumulation window share a forward, with one importance ratio
+            a sequence; `"shared-aligned"`: the same with aligned rows and a ratio for each token. Or one of
+            [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, `"misled"`: fused, and
             rank 1 alone is given a wrong forecast, or `"compiled"`: fused, with `fused_compile`.
@@ -54,6 +56,10 @@ class Run:
     @property
     def architecture(self) -> str | None:
         return ARCHITECTURES.get(self.case)
+
+    @property
+    def shares_forwards(self) -> bool:
+        return self.case in (*SHARED, "wide")
 
     @property
     def data(self) -> str:
@@ -113,7 +119,7 @@ LAUNCHES = {
     "architectures": [
         *(Run("ddp", case, "stock") for case in ARCHITECTURES),
         *_fused("ddp", "deaf-holes", "images-on-one"),
-        *_fused("fsdp2", "deaf", "convolution", "images", "sinks"),
+        *_fused("fsdp2", "deaf", "wide", "convolution", "images", "sinks"),
     ],
     "deepspeed": [
         *_runs("zero3", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),

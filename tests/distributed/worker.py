@@ -27,11 +27,11 @@ from trl_fused_grpo.parity.tiny import tokenizer
 from trl_fused_grpo.training import eligibility, engine
 
 from .adapters import adapter, adapters_disabled, dense_log_probs
-from .architectures import deafen
+from .architectures import deafen, limit_width
 from .batches import Batch, join
 from .compiled import compiled_calls
 from .engines import launcher_options, parameter_kind, whole_parameters
-from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, SHARED, STEPS, Run
+from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, STEPS, Run
 from .wrong_forecast import misled
 
 
@@ -102,9 +102,10 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     The optimizer is plain SGD without clipping. The last step is so long that the movement of the parameters is its
     gradient, beside which their rounding is nothing.
     """
-    shares_forwards = run.case in SHARED and run.trainer == "fused"
+    shares_forwards = run.shares_forwards and run.trainer == "fused"
     options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
     options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-aligned" else {}
+    options |= {"importance_sampling_level": "sequence"} if run.case == "shared-forward" else {}
     options |= {"fused_compile": True} if run.trainer == "compiled" else {}
     args = (FusedGRPOConfig if shares_forwards or run.trainer == "compiled" else GRPOConfig)(
         output_dir=str(folder / "output"),
@@ -145,8 +146,10 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
         )
     if run.case.startswith("deaf"):
         deafen(trainer.model)
+    if run.case == "wide":
+        limit_width(trainer.model)
     trainer.use_vllm = run.architecture is None  # so that importance ratios count; the constructor would start vLLM
-    trainer.feed(batches, computes_logps=run.refers, is_split_by_trl=run.case in SHARED)
+    trainer.feed(batches, computes_logps=run.refers, is_split_by_trl=run.shares_forwards)
     return trainer
 
 
@@ -180,7 +183,7 @@ def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
             if run.trainer == "misled" and rank == 1:
                 stack.enter_context(misled())
             compiled = stack.enter_context(compiled_calls()) if run.trainer == "compiled" else {}
-            if run.case in SHARED:  # the methods that feed the trainer count as replaced, but read no micro-batch
+            if run.shares_forwards:  # the methods that feed the trainer count as replaced, but read no micro-batch
                 stack.enter_context(shared)
             seen, moved = train(trainer)
             warnings = [call.args[0] for call in warning.call_args_list]

@@ -8,13 +8,14 @@ from unittest import mock
 import torch
 
 from trl_fused_grpo import FusedLinearGRPOLoss
+from trl_fused_grpo.ops.forecast import groups_of
 
 
 class _Rows:
     """Wrong for every other row."""
 
     def __init__(self, right: Any):
-        self.right, self.grad_rows = right, right.grad_rows
+        self.right, self.grad_rows, self.groups = right, right.grad_rows, groups_of(right)
 
     def __call__(self, rows: slice, logps: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, Any]:
         grad, grad_entropies = self.right(rows, logps, entropies)

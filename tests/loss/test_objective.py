@@ -9,6 +9,7 @@ from trl_fused_grpo.loss.batch import GRPOBatch
 from trl_fused_grpo.loss.forecast import forecast, grad_rows_first
 from trl_fused_grpo.loss.objective import KL_ESTIMATORS, LOSS_TYPES, GRPOObjective, kl_loss, token_terms
 from trl_fused_grpo.loss.reduction import reduce_loss, token_weights
+from trl_fused_grpo.ops.forecast import groups_of
 
 
 B, T = 5, 7
@@ -97,16 +98,20 @@ def test_value_and_gradient_equal_the_oracle(name):
 def test_the_forecast_is_the_gradient_up_to_one_factor_and_zero_grad_rows_come_last(name):
     options, objective, batch = case(name)
     expected = forecast(objective, batch)
-    assert (expected is not None) == objective.is_tokenwise(batch.old_per_token_logps is not None)
+    assert (expected is not None) == objective.is_sequencewise
     if expected is None:
         return
     positions, grad_rows = grad_rows_first(MASK.bool(), expected.needs_grad)
     rows = expected.at(positions, grad_rows)
-    halves = [slice(0, len(positions) // 2), slice(len(positions) // 2, len(positions))]  # as in two chunks
+    is_tokenwise = objective.is_tokenwise(batch.old_per_token_logps is not None)
+    assert (groups_of(rows) is None) == is_tokenwise
+    # As in two chunks; sequences are kept whole where a token's gradient depends on its sequence
+    count, middle = (len(positions), len(positions) // 2) if is_tokenwise else (grad_rows, rows.groups.ends[1])
+    halves = [slice(0, middle), slice(middle, count)]
     chunks = [rows(half, LOGPS.flatten()[positions[half]], None) for half in halves]
     _, *truths = truth(options, batch)
     for forecasts, gradient in zip(zip(*chunks, strict=True), truths, strict=True):
-        gradient = gradient.flatten()[positions]
+        gradient = gradient.flatten()[positions[:count]]
         if forecasts[0] is None:
             assert not gradient.any()
             continue
@@ -117,7 +122,7 @@ def test_the_forecast_is_the_gradient_up_to_one_factor_and_zero_grad_rows_come_l
     assert not truths[1].flatten()[positions[grad_rows:]].any()
 
 
-def test_a_forecast_exists_where_tokens_do_not_depend_on_each_other_and_nowhere_else():
+def test_a_forecast_is_made_token_by_token_where_these_do_not_depend_on_each_other_and_nowhere_else():
     def exists(old, **options):
         return GRPOObjective(**options).is_tokenwise(has_old_logps=old)
 

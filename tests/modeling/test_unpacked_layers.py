@@ -5,12 +5,15 @@ from itertools import pairwise
 import pytest
 import torch
 import transformers
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from tests.layout_pairs import SHAPE, assert_trains_as_stock, from_config, make_pair, short_rows
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.models import PADDING_MATTERS
 from trl_fused_grpo.modeling.sequence_rows import SequenceRows, length_groups
 from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
+from trl_fused_grpo.parity.tiny import tiny_model
 
 
 WITHOUT_DROPOUT = dict.fromkeys(
@@ -116,6 +119,28 @@ def test_rows_wider_than_the_tokens_that_are_chosen_keep_the_padding(tmp_path):
     fused, stock = make_pair(tmp_path, from_config(config, attention=None), options)
     assert_trains_as_stock(fused, stock, short_rows())
     assert fused.fused_stats.layout == "padded"
+
+
+def wrapped(kind):
+    """A model whose layers FSDP's activation checkpointing would compute again in backward."""
+
+    def make():
+        model = tiny_model(kind)
+        layers = {type(layer) for layer in model.model.layers}
+        apply_activation_checkpointing(model, check_fn=lambda module: type(module) in layers)
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("llama", "packed"), ("gpt-oss", "packed"), ("lfm2", "aligned")])
+def test_layers_that_a_module_around_them_checkpoints_train_as_stock(tmp_path, kind, layout):
+    if kind in PADDING_MATTERS:
+        pytest.skip("this transformers lets padding into its convolutions")
+    fused, stock = make_pair(tmp_path, wrapped(kind))
+    for seed in range(2):
+        assert_trains_as_stock(fused, stock, short_rows(8, seed=seed))
+    assert fused.fused_stats.layout == layout
 
 
 def test_a_packed_row_is_unpacked_into_rows_and_packed_again():

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.oracle import KnownGradients
+from tests.oracle import KnownGradients, KnownGroups
 from trl_fused_grpo.modeling.fused_forward import as_complex
 from trl_fused_grpo.ops import kernels
-from trl_fused_grpo.ops.linear_logps import fused_linear_logps
+from trl_fused_grpo.ops.linear_logps import FusedStats, fused_linear_logps
 from trl_fused_grpo.ops.lm_head import LMHead
 
 from .test_triton_kernels import CUDA, DEVICE, TRANSFORMS, dense, error, gpu, kernels_run, on_gpu, triton_kernels
@@ -93,3 +93,31 @@ def test_fused_function_repeats_to_the_bit():
         logps, entropies = fused_linear_logps(hidden, LMHead(weight, bias), targets, forecast=forecast, logits_mib=2)
         runs.append((logps, entropies, *torch.autograd.grad((logps * grad_logps).sum(), (hidden, weight, bias))))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("own", [False, True], ids=["one-gradient-a-group", "own-gradients"])
+@pytest.mark.parametrize("group_mib", [None, 0.35], ids=["in-chunks", "whole-groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_rows_match_float64(dtype, group_mib, own):
+    parameters, targets, (grads, _) = make_problem(dtype)
+    ends = [140, 170, 230]
+    known = KnownGroups(ends, grads, grads if own else None)
+
+    def step(parameters):
+        leaves = [x.clone().requires_grad_() for x in parameters]
+        logits = leaves[0] @ leaves[1].t() + leaves[2]
+        logps, _, _ = dense(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, TRANSFORMS["plain"])
+        return logps, *torch.autograd.grad(known.loss(logps), leaves)
+
+    expected, same_dtype = step([x.double() for x in parameters]), step(parameters)
+    leaves = [x.clone().requires_grad_() for x in parameters]
+    # A chunk has 128 rows
+    options = {"logits_mib": 0.065 * dtype.itemsize, "group_mib": group_mib, "stats": (stats := FusedStats())}
+    logps, _ = fused_linear_logps(leaves[0], LMHead(*leaves[1:]), targets, forecast=known, **options)
+    results = logps, *torch.autograd.grad(known.loss(logps), leaves)
+    for value, truth, dense_value in zip(results, expected, same_dtype, strict=True):
+        assert error(value, truth) <= (1e-5 if dtype == torch.float32 else 1.1 * error(dense_value, truth) + 1e-5)
+    # In chunks, where rows have gradients of their own, the first group is too long
+    assert stats.recomputed == (140 if own and group_mib is None else 0)

@@ -16,6 +16,7 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
+from trl_fused_grpo.training.deferred_ratio import DEFERRED
 from trl_fused_grpo.training.eligibility import why_not_balanced, why_old_logps_are_needed
 from trl_fused_grpo.training.partitioning import rebalance
 
@@ -63,6 +64,7 @@ def test_an_accumulation_window_without_old_log_probs_trains_and_logs_as_stock(t
         for name in SAMPLING_METRICS:
             assert fused_entry[name] == pytest.approx(stock_entry[name], rel=1e-4), name
         assert fused_entry.keys() - stock_entry.keys() == {"fused/rows_recomputed"}
+        assert fused_entry["fused/rows_recomputed"] == 0.0  # the forecast knows the ratio, of a sequence too
         assert not stock_entry.keys() - fused_entry.keys()
 
 
@@ -73,11 +75,6 @@ def test_each_option_can_be_switched_and_trains_the_same(tmp_path, option):
     assert all(relative_error(weights[name], weight) < 1e-5 for name, weight in expected.items())
     assert all(name in log[0] for name in SAMPLING_METRICS)
     assert all(forwards) == (option != "fused_skip_old_logps")
-
-
-def test_gradients_are_forecast_where_token_ratios_come_from_the_training_forward(tmp_path):
-    _, log, _ = train(tmp_path, FusedGRPOTrainer, vllm_importance_sampling_mode="token_truncate")
-    assert [entry["fused/rows_recomputed"] for entry in log] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -171,6 +168,28 @@ def test_zero_grad_sequences_can_be_left_out(tmp_path, layout):
     alone = make_trainer(tmp_path, fused_layout=layout)
     loss_and_gradients(alone, only)
     assert skipping._metrics["train"]["entropy"] == pytest.approx(alone._metrics["train"]["entropy"], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_zero_grad_sequences_can_be_left_out_where_the_ratio_comes_from_the_training_forward(tmp_path, mode):
+    inputs = make_inputs(rows=8)
+    inputs["advantages"][::2] = 0.0
+    noise = 0.2 * torch.randn(inputs["completion_ids"].shape, generator=torch.Generator().manual_seed(0))
+    inputs |= {"sampling_per_token_logps": noise - 6.9, DEFERRED: torch.tensor(True)}
+    results = []
+    for skips in (False, True):
+        options = {"vllm_importance_sampling_mode": mode, "fused_skip_zero_grad_sequences": skips}
+        trainer = make_trainer(tmp_path, **options)
+        trainer.use_vllm = True
+        _, gradients = loss_and_gradients(trainer, inputs)
+        assert trainer.fused_stats.recomputed == 0
+        assert trainer.fused_stats.rows == inputs["completion_mask"][skips :: 2 if skips else 1].sum()
+        results.append((gradients, trainer._metrics["train"]))
+    (expected, with_all), (gradients, metrics) = results
+    assert all(relative_error(gradients[name], expected[name]) < 1e-5 for name in expected)
+    # Sequences that are left out count as equal to the sampler's
+    name = "sampling/sampling_logp_difference/mean"
+    assert metrics[name][0] < 0.8 * with_all[name][0]
 
 
 def test_a_checkpoint_in_the_middle_of_a_generation_batch_resumes(tmp_path):

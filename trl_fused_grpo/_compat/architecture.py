@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .required import TRANSFORMERS
 
@@ -18,13 +18,25 @@ from .required import TRANSFORMERS
 # transformers < 5: vision-language models keep their language backbone in `model`
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 
-# Classes that carry a state without a convolution, and so are not known by their parts
+# Classes that carry a state without a convolution, and so are not known by their parts. One that is missing here is
+# found out by the first batch, and its model is aligned
 _STATE_CLASSES = ("LightningAttention", "LinearAttention", "DeltaNet", "GatedDeltaNet")
 
 
 def is_composite(causal_lm: PreTrainedModel) -> bool:
     """Whether a model holds a text model beside others, such as a vision tower."""
     return causal_lm.config.get_text_config() is not causal_lm.config
+
+
+def names_no_text_model(causal_lm: PreTrainedModel) -> bool:
+    """Whether the configuration of a model has parts, none of which is said to be that of the text."""
+    parts = vars(causal_lm.config).values()
+    return not is_composite(causal_lm) and any(isinstance(part, PretrainedConfig) for part in parts)
+
+
+def may_take_images(causal_lm: PreTrainedModel) -> bool:
+    """Whether a model may be called with images."""
+    return is_composite(causal_lm) or "pixel_values" in _forward_arguments(type(causal_lm))
 
 
 def backbone(causal_lm: PreTrainedModel) -> nn.Module:
@@ -78,6 +90,8 @@ def text_model(causal_lm: PreTrainedModel) -> nn.Module:
     if not is_composite(causal_lm):
         return backbone(causal_lm)
     decoder = causal_lm.get_decoder()
+    if not hasattr(decoder, "get_output_embeddings"):  # a module of the user's own
+        return decoder
     return decoder if decoder.get_output_embeddings() is None else backbone(decoder)
 
 
@@ -115,7 +129,7 @@ def attention_with_masks(text_model: nn.Module) -> list[nn.Module]:
     The attention of a text model that reads the masks of transformers by itself: with an indexer that chooses keys, or
     where none of the model's attention goes through transformers' interface.
     """
-    indexed = [module for module in text_model.modules() if getattr(module, "indexer", None) is not None]
+    indexed = list(filter(chooses_tokens, text_model.modules()))
     if indexed or takes_attention_interface(text_model):
         return indexed
     if not any(hasattr(file, "create_causal_mask") for file in _files(text_model)):
@@ -130,17 +144,19 @@ def _files(text_model: nn.Module) -> set[Any]:
     return {sys.modules.get(type(module).__module__) for module in text_model.modules()}
 
 
+# The first batch need not show either: few tokens are all chosen, and too few to be compressed. So it is told by the
+# name under which a layer keeps the part that does it, the same in every family
 def compresses_tokens(module: nn.Module) -> bool:
     """Whether a module compresses tokens of a few columns into one, as in the sparse attention of DeepSeek V4."""
-    return type(module).__name__.endswith("Compressor")
+    return getattr(module, "compressor", None) is not None
 
 
 def chooses_tokens(module: nn.Module) -> bool:
     """
-    Whether a module chooses the tokens that a layer attends to, as in the sparse attention of DeepSeek V3.2, GLM and
-    their like. Not every version of transformers names the kind of layer in their configurations.
+    Whether a module chooses the tokens that it attends to, as in the sparse attention of DeepSeek V3.2, GLM and their
+    like. Not every version of transformers names the kind of layer in their configurations.
     """
-    return type(module).__name__.endswith("Indexer")
+    return getattr(module, "indexer", None) is not None
 
 
 def chosen_tokens(config: Any) -> int:

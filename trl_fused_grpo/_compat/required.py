@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.modules import module as torch_module
@@ -97,6 +98,7 @@ NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
             *("_global_backward_hooks", "_global_backward_pre_hooks"),
         ),
     ),
+    "torch's checkpoint_wrapper": (checkpoint_wrapper, ("CheckpointWrapper",)),
     "torch.nn.modules.batchnorm": (batchnorm, ("_BatchNorm",)),
     "torch.nn.modules.dropout": (dropout, ("_DropoutNd",)),
     "torch.nn.modules.instancenorm": (instancenorm, ("_InstanceNorm",)),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import batchnorm, dropout, instancenorm
@@ -57,6 +57,11 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 )
 
 
+def has_own_forward(cls: Any) -> bool:
+    """Whether the forward of a class was defined in the class's own file: nobody has replaced it since."""
+    return getattr(cls.forward, "__globals__", {}).get("__name__") == cls.__module__
+
+
 def gradient_hooks(parameter: Tensor) -> list[Any]:
     """The hooks on the gradient of a parameter: before it is accumulated, and after."""
     tables: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
@@ -71,6 +76,11 @@ def without_compiler(module: Any) -> Any:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was made by `torch.compile`, or runs compiled in place (`module.compile()`)."""
     return without_compiler(module) is not module or module._compiled_call_impl is not None
+
+
+def is_checkpoint_wrapper(module: nn.Module) -> bool:
+    """Whether a module computes the one in it again in backward, as FSDP's activation checkpointing has it."""
+    return isinstance(module, checkpoint_wrapper.CheckpointWrapper)
 
 
 def without_fsdp1(module: Any) -> Any:

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from .batch import GRPOBatch
+from .importance_sampling import SamplingCorrection
 from .objective import GRPOObjective, kl_loss, policy_loss, token_terms
 from .reduction import entropy_weights, token_weights
+from .sequence_forecast import SequenceForecast
 
 
 @dataclass(frozen=True)
@@ -130,26 +132,33 @@ class RowForecast:
         return total
 
 
-def forecast(objective: GRPOObjective, batch: GRPOBatch) -> BatchForecast | None:
+def forecast(
+    objective: GRPOObjective, batch: GRPOBatch, correction: SamplingCorrection | None = None
+) -> BatchForecast | SequenceForecast | None:
     """
     Forecast the gradient of every position of a micro-batch, up to one common factor.
 
     Args:
         objective ([`GRPOObjective`]): the options of the loss.
         batch ([`GRPOBatch`]): the micro-batch.
+        correction ([`SamplingCorrection`], *optional*):
+            Computes the importance ratio of policy and sampler from the log-probabilities of whole sequences.
 
     Returns:
-        [`BatchForecast`], or `None` where a token's gradient depends on other tokens
-        ([`GRPOObjective.is_tokenwise`]).
+        [`BatchForecast`]; [`SequenceForecast`] where a token's gradient depends on its sequence
+        ([`GRPOObjective.is_tokenwise`]), as with a `correction`; or `None` where it depends on other sequences
+        ([`GRPOObjective.is_sequencewise`]).
     """
     is_on_policy = batch.old_per_token_logps is None
-    if not objective.is_tokenwise(has_old_logps=not is_on_policy):
+    if not objective.is_sequencewise:
         return None
     weights = token_weights(objective, batch)  # [B, T]
     unit = _power_of_two_below_inverse(weights.max())
     scale = weights * unit
-    kl_weights = scale * objective.beta if objective.beta != 0.0 and batch.ref_per_token_logps is not None else None
     entropy_grads = entropy_weights(objective, batch) * unit if objective.entropy_coef != 0.0 else None
+    if correction is not None or not objective.is_tokenwise(has_old_logps=not is_on_policy):
+        return SequenceForecast.of(objective, batch, scale, entropy_grads, unit, correction)
+    kl_weights = scale * objective.beta if objective.beta != 0.0 and batch.ref_per_token_logps is not None else None
 
     on_policy = None
     if is_on_policy:

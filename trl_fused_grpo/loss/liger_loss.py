@@ -14,10 +14,12 @@ from trl_fused_grpo.ops.lm_head import LMHead
 
 from .batch import GRPOBatch, as_columns, check_shapes, zero_masked
 from .forecast import BatchForecast, forecast, grad_rows_first
+from .importance_sampling import SamplingCorrection
 from .metrics import GRPOLossOutput, named_metrics
 from .objective import GRPOObjective, token_terms
 from .reduction import luspo_counts_padding, reduce_loss, tokens_per_process
 from .selected_logps import reference_logps, selected_logps
+from .sequence_forecast import SequenceForecast
 
 
 class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
@@ -258,7 +260,9 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         normalizer: Tensor | float = 1.0,
         accumulation: float = 1.0,
         entropy_normalizer: Tensor | float | None = None,
-    ) -> BatchForecast | None:
+        sampling_per_token_logps: Tensor | None = None,
+        correction: SamplingCorrection | None = None,
+    ) -> BatchForecast | SequenceForecast | None:
         """
         Forecast the gradient of every token of TRL's micro-batch.
 
@@ -271,9 +275,12 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
                 Tokens of the accumulation window per process, for DAPO, CISPO and VESPO.
             accumulation (`float`): gradient accumulation steps, for the others.
             entropy_normalizer (`Tensor` or `float`, *optional*): divisor of the entropy bonus, in tokens.
+            sampling_per_token_logps (`Tensor`, *optional*): the sampler's `[B, T]`, nats.
+            correction ([`SamplingCorrection`], *optional*):
+                Computes the ratio of policy and sampler, in the place of `vllm_is_ratio`, for whole sequences.
 
         Returns:
-            [`BatchForecast`], or `None` where the gradient of a token depends on other tokens.
+            As [`forecast`].
         """
         uses_global_normalizer = self.objective.uses_global_normalizer
         batch = GRPOBatch(
@@ -282,8 +289,9 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             old_per_token_logps=old_per_token_logps,
             ref_per_token_logps=ref_per_token_logps,
             importance_sampling_ratio=vllm_is_ratio,
+            sampling_per_token_logps=sampling_per_token_logps,
             normalizer=normalizer if uses_global_normalizer else None,
             accumulation=1.0 if uses_global_normalizer else accumulation,
             entropy_normalizer=entropy_normalizer,
         )
-        return forecast(self.objective, batch)
+        return forecast(self.objective, batch, correction)

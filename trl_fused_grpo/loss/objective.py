@@ -108,17 +108,24 @@ class GRPOObjective:
         """Whether the KL term is multiplied by the importance ratio."""
         return self.use_bias_correction_kl or self.kl_estimator == "k4"
 
+    @property
+    def is_sequencewise(self) -> bool:
+        """
+        Whether a token's gradient depends on no other sequence, so that it can be forecast. The top-entropy quantile
+        depends on the whole batch.
+        """
+        return self.top_entropy_quantile >= 1.0 and self.loss_type in LOSS_TYPES
+
     def is_tokenwise(self, has_old_logps: bool) -> bool:
         """
-        Whether a token's gradient depends on no other token's log-probability, so that it can be forecast.
+        Whether a token's gradient depends on no other token's log-probability, so that it can be forecast token by
+        token.
 
-        The off-policy sequence mask and the top-entropy quantile depend on other tokens. So do sequence-level ratios
-        and VESPO's weight, except where the policy is the old policy: the ratio is then one. Even then a sequence-level
-        ratio that multiplies the KL term has a gradient of its own.
+        The off-policy sequence mask depends on other tokens. So do sequence-level ratios and VESPO's weight, except
+        where the policy is the old policy: the ratio is then one. Even then a sequence-level ratio that multiplies the
+        KL term has a gradient of its own.
         """
-        if self.off_policy_mask_threshold is not None or self.top_entropy_quantile < 1.0:
-            return False
-        if self.loss_type not in LOSS_TYPES:
+        if self.off_policy_mask_threshold is not None or not self.is_sequencewise:
             return False
         if self.importance_sampling_level == "sequence":
             return not has_old_logps and not (self.beta != 0.0 and self.weighs_kl)

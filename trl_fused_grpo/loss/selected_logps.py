@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl_fused_grpo.ops.chunk_size import default_group_mib
 from trl_fused_grpo.ops.linear_logps import fused_linear_logps
 from trl_fused_grpo.ops.lm_head import LMHead
 
@@ -41,6 +42,8 @@ def selected_logps(
     if len(positions) < len(rows) or not is_sorted:  # all rows in their own order need no copy
         rows = rows.index_select(0, positions)  # [N, H]
     targets = token_ids.flatten().index_select(0, positions)  # [N]
+    if options.get("logits_mib") is None:
+        options["group_mib"] = default_group_mib(rows.shape[1], token_ids.numel())
     logps, entropies = fused_linear_logps(rows, head, targets, temperature, **options)  # [N]
 
     def in_place(values: Tensor) -> Tensor:

@@ -17,5 +17,6 @@ the folder:
 - `compiled_modules` runs norms, MLPs and rotary embeddings compiled (`compiled_parts`): `module_functions` makes
   functions of modules, `mlp_activations` of what MLPs compute between projections, `compiled_functions` compiles
   functions for each kind of input.
+- `adapters` has LoRA's low-rank products computed within those of the layers that carry them.
 - `checkpointing` is gradient checkpointing with less bookkeeping.
 """

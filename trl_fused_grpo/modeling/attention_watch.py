@@ -32,7 +32,7 @@ def carry_arguments(model_inputs: dict[str, Any]) -> None:
 
 def with_carried_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a layer or its attention, with those that its positions carry where they are missing."""
-    if "cu_seq_lens_q" in kwargs:
+    if "watched" in kwargs:
         return kwargs
     return {**kwargs, **getattr(kwargs.get("position_ids"), _CARRIED, {})}
 

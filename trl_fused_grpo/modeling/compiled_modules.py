@@ -95,7 +95,7 @@ def _why_layers_are_left(causal_lm: PreTrainedModel) -> str | None:
     for module in causal_lm.modules():
         if torch_compat.is_compiled(module):
             return "a part of the model is compiled already"
-        if isinstance(module, torch_compat.CheckpointWrapper):
+        if torch_compat.is_checkpoint_wrapper(module):
             return "a wrapper of torch's computes its layers again in backward, as they are"
     return None
 

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._utils import temporary_attr
-from trl_fused_grpo.ops.linear_logps import Forecast, FusedStats, fused_linear_logps
+from trl_fused_grpo.ops.chunk_size import default_group_mib
+from trl_fused_grpo.ops.forecast import Forecast, RowGroups, groups_of
+from trl_fused_grpo.ops.linear_logps import FusedStats, fused_linear_logps
 from trl_fused_grpo.ops.lm_head import LMHead
 
 from .attention_watch import PACKED_ARGUMENTS
@@ -82,6 +84,11 @@ class FusedRequest:
             Keyword arguments for each of several runs of the backbone, in place of those that the model is called with.
             The head runs once, over the hidden states `[S, H]` of all, one after the other. Each run has a backward of
             its own, within that of the loss.
+        logits_mib (`float`, *optional*):
+            Memory for the logits at a time, in MiB. By default a chunk of them has a size of its own, and a sequence
+            takes what [`default_group_mib`] allows.
+        tokens (`int`):
+            Tokens that TRL's rows would have in the model at a time, padding included.
         options:
             Further keyword arguments of [`fused_linear_logps`].
     """
@@ -96,11 +103,13 @@ class FusedRequest:
         fp32: bool = False,
         aux_loss: bool = False,
         forwards: list[dict[str, Any]] | None = None,
+        logits_mib: float | None = None,
+        tokens: int = 0,
         **options: Any,
     ):
         self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions
         self.temperature, self.forecast, self.fp32, self.aux_loss = temperature, forecast, fp32, aux_loss
-        self.forwards, self.options = forwards, options
+        self.forwards, self.logits_mib, self.tokens, self.options = forwards, logits_mib, tokens, options
         self.stats = FusedStats()
 
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
@@ -149,12 +158,15 @@ class FusedRequest:
         device, forecast = head.weight.device, self.forecast
         if forecast is not None and device != targets.device:
             forecast = DistantForecast(forecast, targets.device)
+        group_mib = default_group_mib(hidden_rows.shape[1], self.tokens) if self.logits_mib is None else None
         logps, entropies = fused_linear_logps(
             hidden_rows.to(device),
             head,
             targets.to(device),
             self.temperature,
             forecast=forecast,
+            logits_mib=self.logits_mib,
+            group_mib=group_mib,
             stats=self.stats,
             **self.options,
         )
@@ -171,6 +183,10 @@ class DistantForecast:
     @property
     def grad_rows(self) -> int:
         return self.forecast.grad_rows
+
+    @property
+    def groups(self) -> RowGroups | None:
+        return groups_of(self.forecast)
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         moved = None if entropies is None else entropies.to(self.device)

@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
 
 from .layer_memo import LayerMemo
 from .layout import LayoutName
@@ -44,6 +45,7 @@ class Traits(NamedTuple):
             decides them for every token, and rows must reach as far.
         compresses (`bool`): whether modules compress the tokens that a layer attends to, padding included.
         chooses (`bool`): whether modules choose the tokens that a layer attends to.
+        is_wrapped (`bool`): whether layers are checkpointed by a module around them.
     """
 
     has_sinks: bool
@@ -51,6 +53,7 @@ class Traits(NamedTuple):
     needs_last_column: bool
     compresses: bool
     chooses: bool
+    is_wrapped: bool
 
 
 @LayerMemo
@@ -63,6 +66,7 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
         needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
         compresses=any(map(architecture.compresses_tokens, modules)),
         chooses=any(map(architecture.chooses_tokens, modules)),
+        is_wrapped=any(map(torch_compat.is_checkpoint_wrapper, modules)),
     )
 
 
@@ -88,6 +92,8 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
     if traits(causal_lm).compresses or (traits(causal_lm).chooses and not chosen):
         return "its layers choose by columns which tokens they attend to"
     if not traits(causal_lm).is_causal or not getattr(config, "is_causal", True):
+        if architecture.names_no_text_model(causal_lm):
+            return "its configuration names no text model, and not all of its attention is causal"
         return "its attention is not causal"  # padding would be attended to
     return why_replaced(model_compat.attention_implementation(config))
 
@@ -102,6 +108,10 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     config = causal_lm.config.get_text_config()
     attention = model_compat.attention_implementation(config)
     unpacked = unpacked_layers(causal_lm)
+    if traits(causal_lm).is_wrapped and (unpacked.with_state or unpacked.attention):
+        return (
+            "what checkpoints its layers (FSDP's activation_checkpointing) does not let them run unpacked in backward"
+        )
     if _is_all_state(causal_lm):
         return None if architecture.takes_any_argument(causal_lm) else "its layers do not get what tells of sequences"
     if not unpacked.attention and not architecture.takes_attention_interface(architecture.text_model(causal_lm)):
@@ -126,6 +136,12 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     return None
 
 
+def depends_on_width(causal_lm: PreTrainedModel) -> bool:
+    """Whether the layout of a model's rows depends on how wide they are, see [`why_wide_rows_differ`]."""
+    config = causal_lm.config.get_text_config()
+    return architecture.unscaled_columns(config) is not None or traits(causal_lm).chooses
+
+
 def why_wide_rows_differ(causal_lm: PreTrainedModel, layout: LayoutName, size: int, width: int) -> str | None:
     """
     Why rows of a layout that a model allows must be as TRL pads them all the same, or `None`.
@@ -144,6 +160,32 @@ def why_wide_rows_differ(causal_lm: PreTrainedModel, layout: LayoutName, size: i
     if traits(causal_lm).chooses and width > chosen:  # all keys are chosen in narrower rows
         return f"its layers choose {chosen} tokens to attend to, among equal ones by their columns"
     return None
+
+
+def layout_of_width(
+    causal_lm: PreTrainedModel, layout: LayoutName, size: int, width: int, is_multimodal: bool, is_forced: bool
+) -> LayoutName:
+    """
+    The layout of a batch of a model that allows `layout`: the same, or the next if rows are too wide for it.
+
+    Args:
+        causal_lm (`PreTrainedModel`): the model.
+        layout (`str`): that the model allows.
+        size, width (`int`): of the batch in TRL's padding, the most of any process.
+        is_multimodal (`bool`): whether any process has images.
+        is_forced (`bool`): whether the layout was asked for.
+
+    Raises:
+        `ValueError`: when rows are too wide for a layout that was asked for.
+    """
+    reason = why_wide_rows_differ(causal_lm, layout, size, width)
+    if reason is None:
+        return layout
+    if is_forced:
+        raise ValueError(f"fused_layout={layout!r} does not fit this batch: {reason}. Use 'auto'.")
+    logger.warning_once(f"Wide rows keep more of TRL's padding, because {reason}.")
+    may_align = why_not_aligned(causal_lm, is_multimodal) is None
+    return "aligned" if may_align and why_wide_rows_differ(causal_lm, "aligned", size, width) is None else "padded"
 
 
 def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
@@ -199,5 +241,6 @@ def choose(
 @LayerMemo
 def _is_all_state(causal_lm: PreTrainedModel) -> bool:
     """Whether a model mixes tokens in known state layers alone, so that positions say nothing: it has no attention."""
+    # By the names of classes: attention has no part of its own, and takes the same arguments as layers with a state
     names = {type(module).__name__ for module in architecture.text_model(causal_lm).modules()}
     return bool(unpacked_layers(causal_lm).with_state) and not any("Attention" in name for name in names)

@@ -186,24 +186,18 @@ def _modeling_files(model: nn.Module) -> list[ModuleType]:
 class _Layer(NamedTuple):
     """One call of an attention layer over packed sequences: its watched call and the arguments after the mask."""
 
-    call: WatchedCall | None
+    call: WatchedCall
     module: nn.Module
     options: dict[str, Any]
 
     def masked(self) -> tuple[dict[str, Any], int | None]:
         """The arguments, where chunks are sequences if the layer's mask has them, and its sliding window in tokens."""
-        passed = self.options.get("sliding_window")
-        window = passed if self.call is None else self.call.window(self.module, passed)
+        window, memo = self.call.window(self.module, self.options.get("sliding_window")), self.call.memo
         if not isinstance(window, Chunk):
             return self.options, window
-        memo = self.memo
         if window not in memo:  # the same in every layer
             memo[window] = chunked(self.options, window.tokens)
         return {**self.options, **memo[window]}, None
-
-    @property
-    def memo(self) -> dict[Any, Any]:
-        return {} if self.call is None else self.call.memo
 
 
 @functools.cache
@@ -220,8 +214,7 @@ def _watched_sdpa(original: Callable) -> Callable:
 def _watched_eager(original: Callable) -> Callable:
     def packed(layer: _Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         options, window = layer.masked()
-        mask_dtype = None if layer.call is None else layer.call.mask_dtype
-        eager = EagerLayer(original, layer.module, options, window, mask_dtype, layer.memo)
+        eager = EagerLayer(original, layer.module, options, window, layer.call.mask_dtype, layer.call.memo)
         return eager_attention(eager, query, key, value)
 
     return _watched_attention(original, packed)
@@ -247,21 +240,18 @@ def _watched_attention(original: Callable, packed: Callable[..., Tensor], watche
     @functools.wraps(original)
     def attention(module, query, key, value, attention_mask, *args, **kwargs):
         kwargs = with_carried_arguments(kwargs)
+        # Packed rows bring their call: none runs when a layer is computed again, whoever checkpoints it
         watched: WatchedCall | None = kwargs.pop("watched", None)
-        running = running_call.get()  # there is none when a checkpointed layer is computed again
+        call = watched or (running_call.get() if watches_aligned else None)
         options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
-        call = watched or running or getattr(cu_seqlens, "watched", None)
-        if call is not None and (watches_aligned or cu_seqlens is not None):
+        if call is not None:
             call.look_at(module, query, attention_mask, options)
-        if cu_seqlens is None:
+        if watched is None:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
-        if running is not None and watched is None:
-            cu_seqlens.watched = running  # layers of a model that drops `watched` hold the call by this
-        if call is not None and are_sequence_masks(attention_mask, call.lengths):
+        if are_sequence_masks(attention_mask, watched.lengths):
             own = {name: option for name, option in options.items() if name not in PACKED_ARGUMENTS}
-            return attend_with_masks(original, module, query, key, value, attention_mask, call.lengths, own), None
-        return packed(_Layer(call, module, options), query, key, value), None
+            return attend_with_masks(original, module, query, key, value, attention_mask, watched.lengths, own), None
+        return packed(_Layer(watched, module, options), query, key, value), None
 
     return attention
 

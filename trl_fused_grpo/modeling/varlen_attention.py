@@ -47,20 +47,28 @@ class SharedPrefixKV(NamedTuple):
 
     Args:
         index (`Tensor`): `[K]`: position in the row of `S` tokens.
-        copies (`Tensor`): `[K]`: for each position in turn, where in `index` it stands.
-        starts (`Tensor`): `[S + 1]`: where in `copies` each position begins.
+        first (`Tensor`): `[S]`: where in `index` each position stands first; anything for one that does not.
+        shared (`Tensor`): `[P]`: the positions that stand there more than once, or not at all.
+        copies (`Tensor`): `[C]`: for each of these in turn, where in `index` it stands.
+        starts (`Tensor`): `[P + 1]`: where in `copies` each of them begins.
     """
 
     index: Tensor
+    first: Tensor
+    shared: Tensor
     copies: Tensor
     starts: Tensor
 
     @classmethod
     def at(cls, index: Tensor, count: int) -> "SharedPrefixKV":
-        """From the positions `[K]` in a row of `count` tokens, each of which occurs."""
+        """From positions `[K]` in a row of `count` tokens."""
         positions, copies = index.sort(stable=True)
         starts = torch.searchsorted(positions, torch.arange(count + 1, device=index.device))
-        return cls(index, copies, starts)
+        first = copies[starts[:-1].clamp(max=len(copies) - 1)]
+        counts = starts.diff()
+        is_shared = counts != 1
+        shared = is_shared.nonzero().squeeze(1)
+        return cls(index, first, shared, copies[is_shared[positions]], F.pad(counts[shared].cumsum(0), (1, 0)))
 
 
 class _GatherKV(torch.autograd.Function):
@@ -68,17 +76,20 @@ class _GatherKV(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, keys: Tensor, values: Tensor, shared: SharedPrefixKV) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(shared.copies, shared.starts)
+        ctx.save_for_backward(*shared[1:])
         return keys.index_select(0, shared.index), values.index_select(0, shared.index)
 
     @staticmethod
     def backward(ctx, *grads: Any) -> tuple[Tensor, Tensor, None]:
-        copies, starts = ctx.saved_tensors
+        first, shared, copies, starts = ctx.saved_tensors
 
         def total(grad: Tensor) -> Tensor:
-            # Sums of rows, accumulated in float32 on CUDA
-            rows, *_ = torch.embedding_bag(grad.flatten(1), copies, starts, mode=0, include_last_offset=True)
-            return rows.unflatten(1, grad.shape[1:])
+            rows = grad.index_select(0, first)
+            if len(shared):
+                # Sums of rows, accumulated in float32 on CUDA; ten times slower than copies, so for these rows alone
+                sums, *_ = torch.embedding_bag(grad.flatten(1), copies, starts, mode=0, include_last_offset=True)
+                rows.index_copy_(0, shared, sums.unflatten(1, grad.shape[1:]))
+            return rows
 
         grad_keys, grad_values = grads
         return total(grad_keys), total(grad_values), None
@@ -113,7 +124,7 @@ def chunked(options: dict[str, Any], tokens: int) -> dict[str, Any]:
             lengths.append(stop - max(start, first_query))
     if shared is not None:
         index = torch.cat([shared.index[start:stop] for start, stop in kept])
-        shared = SharedPrefixKV.at(index, len(shared.starts) - 1)
+        shared = SharedPrefixKV.at(index, len(shared.first))
     return cu_seqlens_arguments(lengths, key_lengths, shared, cu_seqlens.device)
 
 

@@ -35,3 +35,22 @@ def default_logits_mib(hidden: Tensor, head: LMHead, backward: str, compute_dtyp
     if backward == "forecast" and head.weight.dtype == compute_dtype:
         size += head.weight.numel() * head.weight.itemsize
     return size / 2**20
+
+
+# What a decoder layer keeps until its own backward, at least, for each number of its input: norms, the projections of
+# attention, and an MLP of two and a half times the width or more, in bfloat16
+_LAYER_BYTES = 48
+
+
+def default_group_mib(hidden_size: int, tokens: int) -> float:
+    """
+    Return the memory, in MiB, that the logits of one sequence may take so that they are gone before the peak.
+
+    That is what one decoder layer keeps for its backward, which comes later. Layers that are computed again in
+    backward keep that much one after the other, all others together.
+
+    Args:
+        hidden_size (`int`): `H`.
+        tokens (`int`): in the model's rows at a time; in a trainer those of TRL's padded micro-batch.
+    """
+    return _LAYER_BYTES * hidden_size * tokens / 2**20

@@ -59,11 +59,6 @@ class ChunkedLinear:
         """An uninitialised number for each row `[N]`, in float32 at least."""
         return self.hidden.new_empty(len(self.targets), dtype=torch.promote_types(self.compute_dtype, torch.float32))
 
-    def chunks(self, grad_rows: int) -> Iterator[slice]:
-        """Slices of at most `chunk_rows` that cover all rows: first up to row `grad_rows`, then from there on."""
-        for first, last in ((0, grad_rows), (grad_rows, len(self.targets))):
-            yield from split_range(first, last, self.chunk_rows)
-
     def hidden_rows(self, rows: slice | Tensor) -> Tensor:
         """Hidden states of `rows` in the compute dtype `[n, H + r]`."""
         hidden = self.hidden[rows] if isinstance(rows, slice) else self.hidden.index_select(0, rows)
@@ -96,7 +91,7 @@ class GradAccumulator:
     """
 
     def __init__(self, linear: ChunkedLinear, needs: Sequence[bool]):
-        self.linear = linear
+        self.linear, self._needs = linear, needs
         acc_dtype = torch.promote_types(linear.compute_dtype, torch.float32)
         # One GEMM gives a row's whole gradient, so nothing is summed in it; only float16 lacks the range to hold it
         row_dtype = acc_dtype if linear.compute_dtype == torch.float16 else linear.compute_dtype
@@ -107,8 +102,9 @@ class GradAccumulator:
         self.lora_b = (
             torch.zeros_like(linear.lora_b, dtype=acc_dtype) if linear.lora_b is not None and needs[3] else None
         )  # [V, r]
-        self._weight_is_empty = True
+        self._weight_is_empty = self._head_is_empty = True
         self._pending_factor: float | Tensor | None = None
+        self._first_row = 0  # of `hidden`
 
     def add(
         self,
@@ -141,7 +137,8 @@ class GradAccumulator:
             return
         # [n, V] @ [V, H + r]
         if isinstance(rows, slice):
-            matmul(grad_logits, self.linear.cast_weight, out=self.hidden[rows])
+            own = self.hidden[rows.start - self._first_row : rows.stop - self._first_row]
+            matmul(grad_logits, self.linear.cast_weight, out=own)
         else:
             grad = self.hidden.new_empty(len(rows), self.hidden.shape[1])
             matmul(grad_logits, self.linear.cast_weight, out=grad)
@@ -149,6 +146,7 @@ class GradAccumulator:
 
     def _add_to_head(self, rows: slice | Tensor, grad_logits: Tensor) -> None:
         linear, width = self.linear, self.linear.weight.shape[1]
+        self._head_is_empty = False
         if self.weight is not None:
             # [V, n] @ [n, H]; the first matmul overwrites, so that the buffer needs no zeros
             hidden = linear.hidden_rows(rows)[:, :width]
@@ -158,6 +156,32 @@ class GradAccumulator:
             add_matmul(grad_logits.t(), linear.hidden_rows(rows)[:, width:], out=self.lora_b)  # [V, n] @ [n, r]
         if self.bias is not None:
             self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
+
+    def of_group(self, rows: slice) -> "GradAccumulator":
+        """
+        An accumulator for a group of `rows` whose gradients will be multiplied by one factor, see [`add_group`]. While
+        this one has no gradient of the head, the other one takes its memory.
+        """
+        is_first = self._head_is_empty
+        group = GradAccumulator(self.linear, (False, *(needed and not is_first for needed in self._needs[1:])))
+        if is_first:
+            group.weight, group.bias, group.lora_b = self.weight, self.bias, self.lora_b
+        if self.hidden is not None:
+            acc_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
+            group.hidden = self.hidden[rows].to(acc_dtype)  # a view, or a buffer whose numbers are rounded once
+        group._first_row = rows.start
+        return group
+
+    def add_group(self, group: "GradAccumulator", rows: slice, factor: Tensor) -> None:
+        """Add the gradients of a group of `rows`, multiplied by `factor`, a scalar tensor."""
+        if self.hidden is not None and group.hidden is not None:
+            torch.mul(group.hidden, factor, out=self.hidden[rows])
+        for grad, of_group in ((self.weight, group.weight), (self.bias, group.bias), (self.lora_b, group.lora_b)):
+            if grad is not None and grad is of_group:
+                grad.mul_(factor)
+            elif grad is not None and of_group is not None:
+                grad.addcmul_(of_group, factor)
+        self._weight_is_empty = self._head_is_empty = False
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`, in [`finish`] together with the cast, or before the next addition."""
@@ -176,7 +200,7 @@ class GradAccumulator:
 
     def reset(self) -> None:
         """Set all gradients to zero."""
-        self._pending_factor, self._weight_is_empty = None, True
+        self._pending_factor, self._weight_is_empty, self._head_is_empty = None, True, True
         for grad in (self.hidden, self.bias, self.lora_b):
             if grad is not None:
                 grad.zero_()

@@ -12,46 +12,25 @@ a second time) and `kernels/torch.py` (from logits to log-probabilities and grad
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunk_size import default_logits_mib, rows_per_chunk
+from .block_forward import RowValues, run_block
+from .chunk_size import default_logits_mib
 from .chunked_linear import ChunkedLinear, GradAccumulator
+from .forecast import Forecast, groups_of
 from .kernels import LogitTransform
 from .lm_head import LMHead
 from .precomputed_grads import PrecomputedGrads, ResidualGrads
 from .recompute import recomputed_gradients
+from .row_blocks import RowBlock, RowLimits, plan_blocks, rows_without_assumption
 
 
 # Backward modes, see `choose_backward`
 Backward = Literal["auto", "frozen", "forecast", "recompute"]
-
-
-class Forecast(Protocol):
-    """
-    Says which gradient of the loss each row will receive. Wrong values cost time; the gradients stay right.
-
-    `grad_rows` is a number of rows: those from there on are expected to receive no gradient.
-    """
-
-    @property
-    def grad_rows(self) -> int: ...
-
-    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """
-        Return the gradients with respect to the log-probabilities `[n]` and entropies (`[n]` or `None`) of one chunk.
-
-        They may differ from the true ones by one factor, common to all rows.
-
-        Args:
-            rows (`slice`): the rows of the chunk.
-            logps (`Tensor`): their log-probabilities `[n]`, nats, detached.
-            entropies (`Tensor`, *optional*): their entropies `[n]`, nats, detached.
-        """
-        ...
 
 
 @dataclass
@@ -84,6 +63,7 @@ class _Params:
     chunk_rows: int
     forecast: Forecast | None
     grad_rows: int
+    blocks: list[RowBlock]
     entropy: bool
     stats: FusedStats
 
@@ -124,6 +104,7 @@ def fused_linear_logps(
     forecast: Forecast | None = None,
     backward: Backward = "auto",
     logits_mib: float | None = None,
+    group_mib: float | None = None,
     entropy: bool = True,
     entropy_grad: bool = False,
     stats: FusedStats | None = None,
@@ -149,6 +130,9 @@ def fused_linear_logps(
             Backward mode: `"frozen"`, `"forecast"`, `"recompute"`, or `"auto"` for that of [`choose_backward`].
         logits_mib (`float`, *optional*):
             Size of the chunk of logits, in MiB. Defaults to [`default_logits_mib`].
+        group_mib (`float`, *optional*):
+            Memory that the groups of a forecast may take instead, in MiB: for the logits of a whole group, or for a
+            second gradient of the head. Defaults to that of a chunk. See `row_blocks.py`.
         entropy (`bool`, *optional*, defaults to `True`):
             Whether to compute the entropies.
         entropy_grad (`bool`, *optional*, defaults to `False`):
@@ -170,32 +154,42 @@ def fused_linear_logps(
     if torch.is_autocast_enabled(device_type) and not head.fp32:
         compute_dtype = torch.get_autocast_dtype(device_type)
 
-    hidden, lora_b, bias, temperature = head.linear_inputs(hidden, temperature)  # [N, H + r], [V, r], [V]
+    inputs, lora_b, bias, common_temperature = head.linear_inputs(hidden, temperature)  # [N, H + r], [V, r], [V]
     head_needs_grad = any(t is not None and t.requires_grad for t in (head.weight, bias, lora_b))
     planned = choose_backward(head_needs_grad, forecast, entropy_grad) if backward == "auto" else backward
-    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or head_needs_grad)
+    needs_grad = torch.is_grad_enabled() and (inputs.requires_grad or head_needs_grad)
     resolved = planned if needs_grad else "no_grad"
     _check_backward(resolved, head_needs_grad, forecast)
 
-    if logits_mib is None:
-        # With a forecast, chunks are as large without gradient as with it: equal weights then give equal bits for the
-        # policy and its reference
-        mode = resolved if forecast is None else planned
-        logits_mib = default_logits_mib(hidden, head, mode, compute_dtype)
+    # With a forecast, chunks are as large without gradient as with it: equal weights then give equal bits for the
+    # policy and its reference
+    mode = resolved if forecast is None else planned
+    chunk_mib = default_logits_mib(inputs, head, mode, compute_dtype) if logits_mib is None else logits_mib
+    vocab_size, itemsize = head.weight.shape[0], compute_dtype.itemsize
+    head_grad_bytes = vocab_size * inputs.shape[1] * max(itemsize, 4)
+    limits = RowLimits.of(vocab_size, itemsize, chunk_mib, group_mib, head_grad_bytes)
+    grad_rows = len(targets) if forecast is None or planned == "recompute" else forecast.grad_rows
+    groups = groups_of(forecast) if planned == "forecast" else None
+    blocks = plan_blocks(len(targets), grad_rows, groups, limits)
+    if backward == "auto" and rows_without_assumption(blocks, grad_rows) > grad_rows / 2:
+        # Tiles of the vocabulary take less time than a residual of so many rows
+        options = (logits_mib, None, entropy, entropy_grad, stats)
+        return fused_linear_logps(hidden, head, targets, temperature, forecast, "recompute", *options)
     stats = FusedStats() if stats is None else stats
-    stats.backward, stats.rows, stats.recomputed = resolved, hidden.shape[0], 0
+    stats.backward, stats.rows, stats.recomputed = resolved, len(targets), 0
     params = _Params(
         backward=resolved,
-        transform=LogitTransform(head.logit_scale, head.softcap, temperature),
+        transform=LogitTransform(head.logit_scale, head.softcap, common_temperature),
         compute_dtype=compute_dtype,
-        chunk_rows=rows_per_chunk(head.weight.shape[0], compute_dtype.itemsize, logits_mib),
+        chunk_rows=limits.chunk,
         forecast=forecast,
-        grad_rows=len(targets) if forecast is None or planned == "recompute" else forecast.grad_rows,
+        grad_rows=grad_rows,
+        blocks=blocks,
         entropy=entropy or entropy_grad,
         stats=stats,
     )
     with torch.autocast(device_type, enabled=False):
-        logps, entropies = FusedLinearLogProb.apply(hidden, head.weight, bias, lora_b, targets, params)
+        logps, entropies = FusedLinearLogProb.apply(inputs, head.weight, bias, lora_b, targets, params)
     return logps, entropies
 
 
@@ -237,25 +231,15 @@ class FusedLinearLogProb(torch.autograd.Function):
         # Entropies often feed a metric only: without this their gradient would arrive as zeros
         ctx.set_materialize_grads(False)
         linear = params.linear(hidden, weight, bias, lora_b, targets)
-        logps, lse = linear.empty_per_row(), linear.empty_per_row()  # [N]
-        entropies = linear.empty_per_row() if params.entropy else None  # [N]
-
-        precomputed, grad_rows = None, params.grad_rows
+        values = RowValues.empty(linear, params.entropy)  # [N] each
+        precomputed = None
         if params.backward in ("frozen", "forecast"):
             accumulator = GradAccumulator(linear, ctx.needs_input_grad)
-            precomputed = PrecomputedGrads(accumulator, includes_all_rows=grad_rows == len(targets))
-        for rows in linear.chunks(grad_rows):
-            logits = linear.compute_logits(rows)  # [n, V]
-            row_entropies = None if entropies is None else entropies[rows]  # [n]
-            linear.kernels.logprob_forward(
-                logits, targets[rows], params.transform, logps[rows], lse[rows], row_entropies
-            )
-            if precomputed is not None and rows.start < grad_rows:
-                assumed = params.assumed_grads(rows, logps[rows], row_entropies)  # [n]
-                row_grads = precomputed.record(rows, *assumed)  # [n]
-                precomputed.accumulator.add(rows, logits, lse[rows], row_entropies, *row_grads)
-
+            precomputed = PrecomputedGrads(accumulator, includes_all_rows=params.grad_rows == len(targets))
+        for block in params.blocks:
+            run_block(block, linear, values, precomputed, params.assumed_grads)
         linear.release()
+        logps, lse, entropies = values
         ctx.params, ctx.precomputed = params, precomputed
         ctx.save_for_backward(hidden, weight, bias, lora_b, targets, lse, entropies)
         return logps, entropies

@@ -8,8 +8,8 @@ the folder, in the order in which a training comes through it:
 - `merging` decides which micro-batches share a forward; `partitioning` decides which sequences go together.
 - `loss_request` says which positions a loss needs, with which gradients. `logps_request` has the types in between:
   request, arguments, options, result.
-- `engine` chooses the layout and computes log-probs; `trial` tries each layout out at the first batch. `logps` runs a
-  batch, `sub_batch` a part of it.
+- `engine` chooses the layout and computes log-probs; `agreement` has processes choose alike; `trial` tries each layout
+  out at the first batch. `logps` runs a batch, `sub_batch` a part of it.
 - `kl` adds another KL estimator than TRL's.
 - `eligibility` and `forecastable` have the predicates `why_...`: may a faster path be taken? They ask `customisation`
   (what the user replaced on the trainer) and `customised_model` (what on the model).

@@ -14,6 +14,7 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | the reference's log-probs in the policy's groups | [`why_reference_is_not_regrouped`] |
 | sequences moved between micro-batches | [`why_not_balanced`] |
 | padding that attends to anything, where cuDNN would return NaN | [`why_padding_is_mixed_in`] |
+| LoRA's terms within the products | `modeling/adapters.py` |
 | gradients forecast in forward | `forecastable.why_no_forecast` |
 | zero-grad sequences left out of the model | `forecastable.why_zero_grad_sequences_are_not_skipped` |
 

@@ -5,17 +5,16 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
+from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.compiled_modules import compiling
 from trl_fused_grpo.modeling.fused_forward import (
@@ -25,11 +24,12 @@ from trl_fused_grpo.modeling.fused_forward import (
 )
 from trl_fused_grpo.modeling.layer_memo import LayerMemo
 from trl_fused_grpo.modeling.layout import LayoutName
-from trl_fused_grpo.modeling.layout_choice import Refusal, choose, supports_shared_prefix, traits, why_wide_rows_differ
+from trl_fused_grpo.modeling.layout_choice import Refusal, choose, layout_of_width, supports_shared_prefix, traits
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
 from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
 
+from .agreement import of_all_processes, widest_batch, with_images_anywhere
 from .checks import check_token_ids
 from .customised_model import changed_module
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, multimodal_inputs
@@ -75,6 +75,7 @@ class LogpsEngine:
         for causal_lm in list(self._installed):
             uninstall_fused_forward(causal_lm)
             uninstall_unpacking(causal_lm)
+            uninstall_adapters(causal_lm.modules())
         self._installed.clear()
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
@@ -184,7 +185,7 @@ class LogpsEngine:
             keeps_padding (`str`, *optional*): see [`layout`].
             is_multimodal (`bool`, *optional*): whether a process has images, where it is known already.
         """
-        unwrapped = self.unwrapped(call.model)
+        unwrapped, accelerator = self.unwrapped(call.model), self.trainer.accelerator
         causal_lm = self.causal_lm(unwrapped)
         self.install(unwrapped)
         vocab_size = vocab_size_of(output_projection(causal_lm), causal_lm)
@@ -192,11 +193,13 @@ class LogpsEngine:
 
         images = multimodal_inputs(call, trl_method) if call.multimodal else None
         if is_multimodal is None:
-            (is_multimodal,) = self.with_images_anywhere(causal_lm, [images is not None])
+            (is_multimodal,) = with_images_anywhere(accelerator, causal_lm, [images is not None])
+        shape = widest_batch(accelerator, causal_lm, (len(call.input_ids), call.input_ids.shape[1]))
+        adapted = fused_adapters(self._modules_of(unwrapped) if self.options.fused_lora else ())
         compiled = compiling(unwrapped, self.options.fused_compile)
-        with self.trainer.accelerator.autocast(), lean_checkpoints(unwrapped), compiled:
+        with accelerator.autocast(), lean_checkpoints(unwrapped), adapted, compiled:
             while True:
-                options = self._logps_options(logps_request, call, keeps_padding, is_multimodal)
+                options = self._logps_options(logps_request, call, keeps_padding, is_multimodal, shape)
                 if is_multimodal and causal_lm in self._unshared_with_images:
                     options = replace(options, share_prompts=False)
                 if options.layout == "packed":
@@ -217,16 +220,19 @@ class LogpsEngine:
                 before.restore()
 
     def _logps_options(
-        self, logps_request: LogpsRequest, call: LogpsArgs, keeps_padding: str | None, is_multimodal: bool
+        self,
+        logps_request: LogpsRequest,
+        call: LogpsArgs,
+        keeps_padding: str | None,
+        is_multimodal: bool,
+        shape: tuple[int, int],
     ) -> LogpsOptions:
         causal_lm = self.causal_lm(call.model)
         layout = self.layout(call.model, is_multimodal, keeps_padding, logps_request.reads_padding)
         needs_last_column = traits(causal_lm).needs_last_column
         if layout == "packed" and needs_last_column and call.compute_aux_loss:
             layout = "padded"  # the auxiliary loss counts every token, also one that stands for the last column
-        wide = why_wide_rows_differ(causal_lm, layout, *call.input_ids.shape)
-        if wide is not None:
-            layout = self._without_wide_rows(causal_lm, layout, call, wide)
+        layout = layout_of_width(causal_lm, layout, *shape, is_multimodal, self.options.forces_layout)
         return LogpsOptions(
             causal_lm=causal_lm,
             temperature=trl_compat.temperature_of(self.trainer),
@@ -239,16 +245,6 @@ class LogpsEngine:
             needs_last_column=needs_last_column,
             processes=self.trainer.accelerator.num_processes,
         )
-
-    def _without_wide_rows(
-        self, causal_lm: PreTrainedModel, layout: LayoutName, call: LogpsArgs, reason: str
-    ) -> LayoutName:
-        """The layout of a batch whose rows are too wide for another one, for a `reason`."""
-        if self.options.forces_layout:
-            raise ValueError(f"fused_layout={layout!r} does not fit this batch: {reason}. Use 'auto'.")
-        logger.warning_once(f"Wide rows keep more of TRL's padding, because {reason}.")
-        is_aligned_right = why_wide_rows_differ(causal_lm, "aligned", *call.input_ids.shape) is None
-        return "aligned" if is_aligned_right and not call.multimodal else "padded"
 
     def _passes_trial(
         self,
@@ -280,21 +276,5 @@ class LogpsEngine:
             return False
         return True
 
-    def with_images_anywhere(self, causal_lm: PreTrainedModel, with_images: list[bool]) -> list[bool]:
-        """
-        For each of some batches, whether it has images on any process: all processes must choose the same layout, and
-        try a model out at the same batch.
-        """
-        if not architecture.is_composite(causal_lm):  # never
-            return with_images
-        return self.of_all_processes(with_images).any(0).tolist()
-
-    def of_all_processes(self, values: list[int] | list[bool]) -> Tensor:
-        """Numbers of each process `[processes, n]`."""
-        accelerator = self.trainer.accelerator
-        if accelerator.num_processes == 1:
-            return torch.tensor([values])
-        return accelerator.gather(torch.tensor([values], dtype=torch.long, device=accelerator.device)).cpu()
-
     def _on_any_process(self, condition: bool) -> bool:
-        return bool(self.of_all_processes([condition]).any())
+        return bool(of_all_processes(self.trainer.accelerator, [condition]).any())

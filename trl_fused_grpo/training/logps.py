@@ -62,7 +62,7 @@ def compute_logps(
     for rows in parts:
         sub_batch = SubBatch(logps_request, rows)
         layout = lay_out(options, call, rows, sub_batch.selected, rows_of_images)
-        request = _fused_request(sub_batch, layout, options, call, rows, logps_request.entropy_grad)
+        request = _fused_request(sub_batch, layout, options, call, rows, logps_request)
         values = run_model(call.model, layout, request)
         request.stats.layout = layout.name
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
@@ -86,7 +86,7 @@ def _compute_in_widths(logps_request: LogpsRequest, options: LogpsOptions, call:
         tokens += layout.model_inputs["input_ids"].numel()
         forwards.append(layout.model_inputs)
     layout = Layout("aligned", {}, logit_positions)
-    request = _fused_request(sub_batch, layout, options, call, everything, logps_request.entropy_grad)
+    request = _fused_request(sub_batch, layout, options, call, everything, logps_request)
     request.forwards = forwards
     values = run_model(call.model, layout, request)
     request.stats.layout = layout.name
@@ -191,9 +191,15 @@ class RowsWithImages:
 
 
 def _fused_request(
-    sub_batch: SubBatch, layout: Layout, options: LogpsOptions, call: LogpsArgs, rows: Tensor, entropy_grad: bool
+    sub_batch: SubBatch,
+    layout: Layout,
+    options: LogpsOptions,
+    call: LogpsArgs,
+    rows: Tensor,
+    logps_request: LogpsRequest,
 ) -> FusedRequest:
     """What the model's forward is asked for in place of logits."""
+    micro_batch = min(logps_request.micro_batch or len(rows), len(rows))
     logit_positions = layout.logit_positions  # [b, T]
     return FusedRequest(
         sub_batch.positions,
@@ -205,8 +211,9 @@ def _fused_request(
         aux_loss=call.compute_aux_loss,
         backward=options.backward,
         logits_mib=options.logits_mib,
+        tokens=micro_batch * call.input_ids.shape[1],
         entropy=call.compute_entropy,
-        entropy_grad=entropy_grad,
+        entropy_grad=logps_request.entropy_grad,
     )
 
 

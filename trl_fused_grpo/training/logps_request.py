@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
 from trl_fused_grpo.loss.forecast import BatchForecast
-from trl_fused_grpo.loss.importance_sampling import DeferredForecast
+from trl_fused_grpo.loss.sequence_forecast import SequenceForecast
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
@@ -22,7 +23,7 @@ class LogpsRequest:
     Args:
         mask (`Tensor`): `[B, T]`: the positions whose log-probability is read.
         fill (`Tensor`, *optional*): `[B, T]`, nats: stands at all other positions. Zero by default.
-        forecast ([`BatchForecast`] or [`DeferredForecast`], *optional*):
+        forecast ([`BatchForecast`], [`DeferredForecast`] or [`SequenceForecast`], *optional*):
             The gradients that the backward is expected to bring.
         entropy_grad (`bool`): whether entropies will receive a gradient.
         skip_zero_grad (`bool`): whether sequences that can receive no gradient are left out of the model.
@@ -32,7 +33,7 @@ class LogpsRequest:
 
     mask: Tensor
     fill: Tensor | None = None
-    forecast: BatchForecast | DeferredForecast | None = None
+    forecast: BatchForecast | DeferredForecast | SequenceForecast | None = None
     entropy_grad: bool = False
     skip_zero_grad: bool = False
     reads_padding: bool = False

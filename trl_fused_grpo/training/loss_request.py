@@ -6,8 +6,8 @@ import torch
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
 from trl_fused_grpo.loss.forecast import BatchForecast
-from trl_fused_grpo.loss.importance_sampling import DeferredForecast
 from trl_fused_grpo.loss.liger_loss import FusedLinearGRPOLoss
 from trl_fused_grpo.loss.objective import GRPOObjective
 from trl_fused_grpo.loss.reduction import luspo_counts_padding
@@ -110,6 +110,9 @@ def build_loss_request(
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not deferred
     objective = objective_of(trainer, entropy_coef, beta)
     normalizer = trl_compat.global_normalizer(trainer, inputs) if objective.uses_global_normalizer else None
+    correction = sampling_correction(trainer) if deferred else None
+    # A ratio that multiplies each token's own term keeps the tokens apart
+    is_tokenwise = correction is None or (not correction.is_per_sequence and objective.is_tokenwise(has_old_logps=True))
     forecast = FusedLinearGRPOLoss.from_objective(objective).forecast(
         mask,
         inputs["advantages"],
@@ -119,21 +122,14 @@ def build_loss_request(
         normalizer=1.0 if normalizer is None else normalizer,
         accumulation=trainer.current_gradient_accumulation_steps,
         entropy_normalizer=trl_compat.entropy_normalizer(trainer, mask, normalizer) if entropy_coef else None,
+        sampling_per_token_logps=inputs.get("sampling_per_token_logps"),
+        correction=None if is_tokenwise else correction,
     )
-    if deferred:
-        forecast = _with_ratio_from_training(trainer, forecast, inputs)
-    return LogpsRequest(mask, old_logps, forecast, entropy_grad=entropy_coef != 0.0, skip_zero_grad=skip_zero_grad)
-
-
-def _with_ratio_from_training(
-    trainer: GRPOTrainer, forecast: BatchForecast | None, inputs: dict[str, Any]
-) -> DeferredForecast | None:
-    """The forecast where the importance ratio follows from the training forward, or `None` where it has none."""
-    correction = sampling_correction(trainer)
-    is_coupled = trainer.importance_sampling_level == "sequence" or trainer.loss_type == "vespo"
-    if forecast is None or is_coupled or correction.is_per_sequence:
-        return None
-    return DeferredForecast(forecast, correction, inputs["sampling_per_token_logps"])
+    if correction is not None and isinstance(forecast, BatchForecast):
+        forecast = DeferredForecast(forecast, correction, inputs["sampling_per_token_logps"])
+    # Sequences that are left out have the sampler's log-probs then, and so a ratio of one
+    fill = inputs["sampling_per_token_logps"].nan_to_num() if deferred and skip_zero_grad else old_logps
+    return LogpsRequest(mask, fill, forecast, entropy_grad=entropy_coef != 0.0, skip_zero_grad=skip_zero_grad)
 
 
 def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:

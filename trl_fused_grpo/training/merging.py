@@ -17,6 +17,7 @@ from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.layout import LayoutName, Rows
 from trl_fused_grpo.modeling.layout_choice import traits
 
+from .agreement import of_all_processes, with_images_anywhere
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
 from .engine import LogpsEngine
 from .logps_request import PerTokenLogps, can_join_images, images_of
@@ -67,7 +68,7 @@ class MicroBatchMerger:
         """
         trainer, options = self.trainer, self.engine.options
         causal_lm = self.engine.causal_lm(trainer.model)
-        with_images = self.engine.with_images_anywhere(causal_lm, [bool(images_of(batch)) for batch in batches])
+        with_images = with_images_anywhere(trainer.accelerator, causal_lm, [bool(images_of(b)) for b in batches])
         layout = self.engine.layout(trainer.model, is_multimodal=any(with_images))
         shares_prompts = self.engine.shares_prompts(trainer.model)
         if options.fused_balance and _is_possible("fused_balance", why_not_balanced(trainer)):
@@ -85,7 +86,7 @@ class MicroBatchMerger:
             in_one_width = needs_last_column or processes > 1
             ends = plan_merges(batches, max_tokens, shares_prompts, layout, needs_last_column, in_one_width)
             # Every process must call the model at the same steps
-            ends = self.engine.of_all_processes(ends).amin(0).tolist()
+            ends = of_all_processes(trainer.accelerator, ends).amin(0).tolist()
         self.set_plan(batches, ends, layout, with_images)
         return batches
 

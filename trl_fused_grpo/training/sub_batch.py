@@ -3,7 +3,8 @@
 from torch import Tensor, where
 
 from trl_fused_grpo.loss.forecast import grad_rows_first
-from trl_fused_grpo.ops.linear_logps import Forecast, FusedStats
+from trl_fused_grpo.ops.forecast import Forecast
+from trl_fused_grpo.ops.linear_logps import FusedStats
 
 from .logps_request import LogpsRequest, PerTokenLogps
 

@@ -5,7 +5,7 @@ from typing import Any
 from trl_fused_grpo.parity.case import DRIFTED, FAR, Batch, Case, Rollout
 
 
-# (loss type, options it needs, first version of TRL, whether there is a forecast for given old log-probs)
+# (loss type, options it needs, first version of TRL, whether the ratio belongs to a token)
 LOSS_TYPES: tuple[tuple[str, dict[str, Any], str | None, bool], ...] = (
     ("grpo", {}, None, True),
     ("bnpo", {}, None, True),
@@ -31,7 +31,6 @@ def loss_types() -> list[Case]:
                 config,
                 FAR if token_level else DRIFTED,
                 min_trl=min_trl,
-                recomputed="none" if token_level else "any",
             )
         )
     return cases
@@ -49,14 +48,12 @@ def importance_ratios() -> list[Case]:
             "sequence-level ratios, old log-probs given",
             {"importance_sampling_level": "sequence", "loss_type": "grpo"},
             DRIFTED,
-            recomputed="any",
         ),
         Case(
             "sequence-level-dapo",
             "sequence-level ratios under dapo, old log-probs given",
             {"importance_sampling_level": "sequence"},
             DRIFTED,
-            recomputed="any",
         ),
         Case(
             "luspo-token",
@@ -134,16 +131,46 @@ def sampling_modes() -> list[Case]:
             f"vLLM importance ratios, {level}_{action}, both clip bounds where TRL has both",
             {"vllm_importance_sampling_mode": f"{level}_{action}", **_CLIP_BOUNDS},
             Rollout(sampling=level),
-            # A ratio from the training forward depends on all tokens of a sequence: there is no forecast for it.
-            recomputed="none" if level == "token" else "any",
         )
         for level in ("token", "sequence")
         for action in ("truncate", "mask")
     ]
 
 
+_SEQUENCE_MASK = {"vllm_importance_sampling_mode": "sequence_mask", **_CLIP_BOUNDS}
+
+
 def sampling_and_objectives() -> list[Case]:
     return [
+        Case(
+            "is-sequence-one-forward",
+            "vLLM importance ratios of sequences, four micro-batches in one forward, truncated completions masked",
+            {"gradient_accumulation_steps": 4, "mask_truncated_completions": True, **_SEQUENCE_MASK},
+            Rollout(sampling="sequence", truncated_rows=(1, 4)),
+            fused={"fused_max_tokens_per_forward": 10_000},
+        ),
+        Case(
+            "is-sequence-kl",
+            "vLLM importance ratios of sequences under grpo, bias-corrected KL, environment mask",
+            {"beta": 0.1, "use_bias_correction_kl": True, "loss_type": "grpo", **_SEQUENCE_MASK},
+            Rollout(sampling="sequence", env_mask=True),
+            noise=0.02,
+            min_trl="0.28.0",
+        ),
+        Case(
+            "is-sequence-lora",
+            "vLLM importance ratios of sequences with LoRA, whose head is frozen",
+            _SEQUENCE_MASK,
+            Rollout(sampling="sequence"),
+            adapter="attention",
+            noise=0.02,
+        ),
+        Case(
+            "is-sequence-gspo",
+            "vLLM importance ratios of sequences with sequence-level ratios and the off-policy mask",
+            {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.0, **_SEQUENCE_MASK},
+            Rollout(sampling="sequence"),
+        ),
         Case(
             "is-token-grpo",
             "vLLM importance ratios under grpo, truncated completions masked",
@@ -161,7 +188,6 @@ def sampling_and_objectives() -> list[Case]:
             "vLLM importance ratios inside vespo's weights",
             {"loss_type": "vespo", "vespo_k_pos": 2.0, "mask_truncated_completions": True, **_TOKEN_TRUNCATE},
             Rollout(sampling="token", truncated_rows=(1, 4)),
-            recomputed="any",
         ),
         Case(
             "is-everything",
@@ -225,14 +251,12 @@ def masks() -> list[Case]:
             "off-policy sequence mask from old log-probs",
             {"off_policy_mask_threshold": 0.1},
             DRIFTED,
-            recomputed="any",
         ),
         Case(
             "off-policy-mask-sampling",
             "off-policy sequence mask from the sampler's log-probs",
             {"off_policy_mask_threshold": 0.1, "loss_type": "grpo"},
             Batch(old="far", sampling=True),
-            recomputed="any",
         ),
         Case(
             "top-entropy",

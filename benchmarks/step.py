@@ -1,0 +1,313 @@
+"""
+Whole optimizer steps through `trainer.train()`: stock GRPOTrainer and FusedGRPOTrainer, each on a model of its own with
+the same weights and the same completions. Scoring, loss, backward, clipping and AdamW count; generation is replaced.
+All options are TRL's defaults (float32 weights under bf16 autocast, gradient checkpointing, `sequence_mask`) unless a
+case says otherwise. The learning rate is zero, so that every step starts from the same weights.
+
+    python benchmarks/step.py --case 0.6b --case 1.7b --json step.json
+    python benchmarks/step.py --case 0.6b --arm '{"fused_compile": true}'
+    torchrun --nproc-per-node 2 benchmarks/step.py --case 1.7b-ddp
+    python benchmarks/step.py --case tiny --device cpu
+"""
+
+import json
+import os
+import statistics
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from _accumulation import GROUP, ROWS, reward
+from _measure import GIB, environment
+from _rollout import Rollout
+from _step_cases import CASES, SHAPES, Case, make_model, model_flops
+from _trainers import clear_memory
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from records import write_record
+from rich.console import Console
+from rich.table import Table
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo.parity.tiny import tokenizer
+
+
+PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12}  # dense bf16
+NORM_RTOL = {"cuda": 1e-2, "cpu": 1e-5}
+LOGGED = ("loss", "grad_norm", "fused/rows_recomputed")
+
+app = typer.Typer(add_completion=False)
+console = Console(width=170)
+
+
+class StepClock(TrainerCallback):
+    """Seconds and peak memory of each optimizer step."""
+
+    def __init__(self, device: str):
+        self.device, self.seconds, self.peaks, self.since = device, [], [], 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The micro-batches of the step are there; nothing of them was generated or scored."""
+        self._wait()
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The weights are updated."""
+        self._wait()
+        self.seconds.append(time.perf_counter() - self.since)
+        self.peaks.append(torch.cuda.max_memory_allocated() if self.device == "cuda" else 0)
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+class Profile(TrainerCallback):
+    """Writes which kernels the last step ran."""
+
+    def __init__(self, path: Path, step: int):
+        self.path, self.step = path, step
+        self.profiler: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start before the last step."""
+        if state.global_step == self.step:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop after it."""
+        if self.profiler is not None:
+            torch.cuda.synchronize()
+            self.profiler.stop()
+            averages = self.profiler.key_averages()
+            tables = [
+                averages.table(sort_by=key, row_limit=45, max_name_column_width=90)
+                for key in ("self_device_time_total", "self_cpu_time_total")
+            ]
+            self.path.write_text("\n".join(tables))
+            self.profiler = None
+
+
+def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: int, extra: dict[str, Any]) -> Any:
+    """A trainer with a model of its own."""
+    AcceleratorState._reset_state()
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
+        os.environ.pop(name, None)
+    options: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": case.micro_batch,
+        "gradient_accumulation_steps": ROWS // case.micro_batch,
+        "num_generations": GROUP,
+        "max_steps": steps,
+        "max_completion_length": case.lengths.longest,
+        "learning_rate": 0.0,
+        "weight_decay": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": device == "cuda",
+        "use_cpu": device == "cpu",
+        **case.options,
+        **(case.fused | extra if fused else {}),
+    }
+    if case.engine == "fsdp2":
+        options |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    trainer_class: Any = FusedGRPOTrainer if fused else GRPOTrainer
+    trainer = trainer_class(
+        model=make_model(case, device),
+        reward_funcs=reward,
+        args=(FusedGRPOConfig if fused else GRPOConfig)(**options),
+        train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * ROWS * _world_size()}),
+        processing_class=tokenizer(),
+    )
+    if rollout.log_probs is not None or not case.vllm:
+        rollout.serve(trainer)
+        trainer.use_vllm = case.vllm
+        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)  # there is no engine to synchronise with
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def make_rollout(case: Case, device: str) -> Rollout:
+    """Completions with the sampler's log-probs: the model's own with some noise."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rollout = Rollout.make(case.lengths, ROWS // GROUP, GROUP, SHAPES[case.model][-1], case.seed + rank)
+    if case.vllm:
+        trainer = make_trainer(case, True, rollout, device, 1, {})
+        trainer.model.to(trainer.accelerator.device)
+        rollout.add_sampler_logps(trainer, case.seed)
+        del trainer
+        clear_memory()
+    return rollout
+
+
+def run_arm(
+    name: str, case: Case, rollout: Rollout, device: str, steps: int, extra: dict[str, Any], profile: Path | None
+) -> dict[str, Any]:
+    """Train `steps` steps, the first of which does not count; the record."""
+    fused = name != "stock"
+    trainer = make_trainer(case, fused, rollout, device, steps, extra)
+    flops = model_flops(
+        trainer.model,
+        [(len(p), len(c)) for p, c in zip(rollout.prompts, rollout.completions, strict=True)],
+        not case.lora,
+    )
+    clock = StepClock(device)
+    trainer.add_callback(clock)
+    if profile is not None:
+        trainer.add_callback(Profile(profile, steps - 1))
+    start = time.perf_counter()
+    try:
+        trainer.train()
+    except torch.OutOfMemoryError as error:
+        return {"name": name, "options": extra, "failed": str(error)[:200]}
+    seconds, peaks = clock.seconds[1:], clock.peaks[1:]
+    if profile is not None:  # its step took longer
+        seconds = seconds[:-1] or seconds
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    ms = statistics.median(seconds) * 1e3
+    record = {
+        "name": name,
+        "options": extra,
+        "ms": ms,
+        "all_ms": [round(s * 1e3, 1) for s in seconds],
+        "first_step_ms": round(clock.seconds[0] * 1e3),
+        "peak_gib": max(peaks) / GIB if device == "cuda" else None,
+        "tokens_per_s": rollout.tokens / ms * 1e3,
+        "wrapper": type(trainer.model_wrapped).__name__,
+        **{key.removeprefix("fused/"): logs[-1].get(key) for key in LOGGED},
+        "start_up_and_all_s": round(time.perf_counter() - start, 1),
+    }
+    if device == "cuda" and torch.cuda.get_device_name() in PEAK_FLOPS:
+        record["mfu"] = flops / (ms / 1e3) / PEAK_FLOPS[torch.cuda.get_device_name()]
+    if fused:
+        record["layout"] = trainer.fused_layout()
+    return record
+
+
+def run_case(
+    name: str, device: str, repeats: int, stock_repeats: int, arms: list[dict[str, Any]], profile: Path | None
+) -> list[dict[str, Any]]:
+    """The records of a case: stock, ours, and ours with other options."""
+    case = CASES[name]
+    rollout = make_rollout(case, device)
+    about = {"case": name, "tokens": rollout.tokens, "width": rollout.width, "padding": round(rollout.padding, 4)}
+    contenders: list[tuple[str, dict[str, Any]]] = [("stock", {})] * (stock_repeats > 0)
+    contenders += [("ours", {}), *(("ours, " + ", ".join(f"{k}={v}" for k, v in arm.items()), arm) for arm in arms)]
+    records: list[dict[str, Any]] = []
+    for contender, extra in contenders:
+        steps = 1 + (stock_repeats if contender == "stock" else repeats)
+        is_profiled = profile is not None and contender != "stock"
+        path = profile.with_suffix(f".{name}.{len(records)}.txt") if is_profiled and profile else None
+        try:
+            record = run_arm(contender, case, rollout, device, steps + is_profiled, extra, path)
+        except Exception as error:
+            traceback.print_exc(limit=-6)
+            record = {"name": contender, "options": extra, "failed": f"{type(error).__name__}: {error}"[:300]}
+        records.append(about | record)
+        clear_memory()
+        if _is_main():
+            judge(records[-1], records[0], case, device)
+            shown = {k: v for k, v in records[-1].items() if k not in about and k not in ("all_ms", "options")}
+            print(name, json.dumps(shown), flush=True)
+    return records
+
+
+def judge(record: dict[str, Any], stock: dict[str, Any], case: Case, device: str) -> None:
+    """Add time and memory relative to stock, and whether norms are right and the target is met."""
+    if stock["name"] != "stock" or record is stock or "ms" not in record or "ms" not in stock:
+        return
+    record["norm_difference"] = abs(record["grad_norm"] - stock["grad_norm"]) / stock["grad_norm"]
+    record["right"] = record["norm_difference"] <= NORM_RTOL[device]
+    record["time_ratio"] = record["ms"] / stock["ms"]
+    record["memory_ratio"] = record["peak_gib"] / stock["peak_gib"] if device == "cuda" else None
+    if case.target is not None:
+        fits = record["memory_ratio"] is None or round(record["memory_ratio"], 2) <= case.memory
+        record["target"], record["memory_target"] = case.target, case.memory
+        record["met"] = record["right"] and fits and round(record["time_ratio"], 3) <= case.target
+
+
+def print_records(records: list[dict[str, Any]]) -> None:
+    """One row per contender."""
+    columns = {
+        "case": "",
+        "name": "",
+        "ms": ".0f",
+        "time_ratio": ".3f",
+        "target": ".3f",
+        "peak_gib": ".2f",
+        "memory_ratio": ".3f",
+        "met": "",
+        "tokens_per_s": ".0f",
+        "mfu": ".2f",
+        "first_step_ms": ".0f",
+        "rows_recomputed": ".3f",
+        "norm_difference": ".1e",
+    }
+    table = Table(title="Whole optimizer steps")
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if column in ("case", "name") else "right")
+    for record in records:
+        values = (record.get(column) for column in columns)
+        cells = zip(values, columns.values(), strict=True)
+        table.add_row(*("" if value is None else format(value, spec) for value, spec in cells))
+    console.print(table)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@app.command()
+def main(
+    case: Annotated[list[str], typer.Option(help=f"{', '.join(CASES)}; repeatable")],
+    arm: Annotated[list[str] | None, typer.Option(help="further options of ours, as JSON; repeatable")] = None,
+    repeats: Annotated[int, typer.Option(help="steps that count", min=1)] = 5,
+    stock_repeats: Annotated[int, typer.Option(help="the same for stock; 0 leaves it out", min=0)] = 2,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda" if torch.cuda.is_available() else "cpu",
+    json_path: Annotated[Path | None, typer.Option("--json", help="where the record goes")] = None,
+    profile: Annotated[Path | None, typer.Option(help="profile one more step of ours, into files of this name")] = None,
+    commit: Annotated[str | None, typer.Option(help="commit to record where git cannot be asked")] = None,
+) -> None:
+    """Compare whole steps; exits 1 when a trainer fails or a gradient norm of ours is wrong."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    warnings.simplefilter("ignore")
+    if unknown := set(case) - set(CASES):
+        raise typer.BadParameter(f"no case {sorted(unknown)}: one of {', '.join(CASES)}")
+    if "LOCAL_RANK" in os.environ:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    arms = [json.loads(text) for text in arm or []]
+    record: dict[str, Any] = {**environment(device, commit), "processes": _world_size(), "results": []}
+    for name in case:
+        record["results"] += run_case(name, device, repeats, stock_repeats, arms, profile)
+        if json_path is not None and _is_main():
+            write_record(json_path, record)
+    if _is_main():
+        print_records(record["results"])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if not all(entry.get("right", True) and "failed" not in entry for entry in record["results"]):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,42 @@
+"""Processes choose the same layout, and tell one another only what they need for it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.modeling.test_wide_rows import limit_width
+from trl_fused_grpo.parity.tiny import tiny_model
+from trl_fused_grpo.training.agreement import widest_batch, with_images_anywhere
+
+
+def beside(values):
+    """An accelerator of two processes, the other of which has these values."""
+    return SimpleNamespace(
+        num_processes=2, device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, torch.tensor([values])])
+    )
+
+
+def alone():
+    def gather(_):
+        pytest.fail("there is nothing to agree on")
+
+    return SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
+
+
+def test_a_batch_has_images_where_any_process_has_some():
+    model = tiny_model("qwen3-vl")
+    mine, others = [True, False, False], [False, False, True]
+    assert with_images_anywhere(beside(others), model, mine) == [True, False, True]
+
+
+def test_a_batch_is_as_wide_as_the_widest_of_any_process():
+    model = tiny_model("llama")
+    limit_width(model.config, 100)
+    assert widest_batch(beside([3, 50]), model, (4, 20)) == (4, 50)
+
+
+def test_models_without_images_and_without_a_limit_ask_nobody():
+    model = tiny_model("llama")
+    assert with_images_anywhere(alone(), model, [False, False]) == [False, False]
+    assert widest_batch(alone(), model, (4, 20)) == (4, 20)

@@ -1,0 +1,183 @@
+"""
+The forecast where a token's gradient depends on the log-probabilities of its sequence, and on no other sequence.
+
+Such are the importance ratio of a sequence that comes from the training forward, sequence-level ratios, VESPO's weight
+and the off-policy sequence mask. The fused head holds the logits of whole sequences ([`RowGroups`]). When their
+log-probabilities exist, the loss of these sequences is computed as it will be later, and differentiated.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_fused_grpo.ops.forecast import RowGroups
+
+from .batch import GRPOBatch
+from .importance_sampling import SamplingCorrection
+from .objective import GRPOObjective, token_terms
+
+
+@dataclass(frozen=True)
+class SequenceForecast:
+    """
+    The forecast for all positions of a micro-batch.
+
+    Args:
+        objective ([`GRPOObjective`]): the options of the loss.
+        batch ([`GRPOBatch`]): the micro-batch.
+        needs_grad (`Tensor`): bool `[B, T]`: true at all positions of sequences that can receive a gradient.
+        weights (`Tensor`): `[B, T]`, the weight of each token, multiplied by `unit`.
+        entropy_grads (`Tensor`, *optional*): `[B, T]`, gradient of the entropies, multiplied by `unit`.
+        unit (`Tensor`): scale of the forecast against the true gradients, a power of two; a scalar tensor.
+        correction ([`SamplingCorrection`], *optional*):
+            Computes the importance ratio of policy and sampler. Without it the micro-batch has the ratio, if any.
+    """
+
+    objective: GRPOObjective
+    batch: GRPOBatch
+    needs_grad: Tensor
+    weights: Tensor
+    entropy_grads: Tensor | None
+    unit: Tensor
+    correction: SamplingCorrection | None = None
+
+    @classmethod
+    def of(
+        cls,
+        objective: GRPOObjective,
+        batch: GRPOBatch,
+        weights: Tensor,
+        entropy_grads: Tensor | None,
+        unit: Tensor,
+        correction: SamplingCorrection | None,
+    ) -> "SequenceForecast":
+        """The forecast of a micro-batch, see the class."""
+        needs_grad = (weights != 0) & (batch.advantages != 0)  # [B, T]
+        if batch.importance_sampling_ratio is not None and objective.loss_type != "vespo":
+            needs_grad = needs_grad & (batch.importance_sampling_ratio != 0)
+        if _has_kl(objective, batch):
+            needs_grad = needs_grad | (weights != 0)
+        if entropy_grads is not None:
+            needs_grad = needs_grad | (entropy_grads != 0)
+        needs_grad = needs_grad.any(1, keepdim=True) & (batch.mask != 0)
+        return cls(objective, batch, needs_grad, weights, entropy_grads, unit, correction)
+
+    @classmethod
+    def joined(cls, parts: list["SequenceForecast"]) -> "SequenceForecast":
+        """Concatenate the forecasts of several micro-batches of one accumulation window, brought to one scale."""
+        unit = torch.stack([part.unit for part in parts]).min()
+        entropy_grads = [part.entropy_grads * (unit / part.unit) for part in parts if part.entropy_grads is not None]
+        return cls(
+            parts[0].objective,
+            _joined([part.batch for part in parts]),
+            torch.cat([part.needs_grad for part in parts]),
+            torch.cat([part.weights * (unit / part.unit) for part in parts]),
+            torch.cat(entropy_grads) if entropy_grads else None,
+            unit,
+            parts[0].correction,
+        )
+
+    @property
+    def has_equal_grads(self) -> bool:
+        """Whether all tokens of a sequence receive the same gradient, and their entropies none."""
+        batch, is_vespo = self.batch, self.objective.loss_type == "vespo"
+        ratio = batch.importance_sampling_ratio
+        is_per_sequence = (
+            batch.old_per_token_logps is None or is_vespo or self.objective.importance_sampling_level == "sequence"
+        )
+        has_token_ratio = ratio is not None and ratio.shape[1] > 1
+        has_token_ratio |= self.correction is not None and not self.correction.is_per_sequence
+        return (
+            is_per_sequence
+            and (is_vespo or not has_token_ratio)
+            and batch.advantages.shape[1] == 1
+            and self.entropy_grads is None
+            and not _has_kl(self.objective, batch)
+        )
+
+    def at(self, index: Tensor, grad_rows: int) -> "SequenceRowForecast":
+        """
+        Select the rows at the flat positions `index` `[N]`; those from `grad_rows` on need no gradient. The others hold
+        all selected positions of their sequences, one sequence after the other. Synchronises the device.
+        """
+        index = index[:grad_rows]
+        width = self.weights.shape[1]
+        sequences, number, counts = torch.unique_consecutive(index // width, return_inverse=True, return_counts=True)
+        groups = RowGroups(counts.cumsum(0).tolist(), self.has_equal_grads)
+        return SequenceRowForecast(self, grad_rows, groups, sequences, number * width + index % width)
+
+    def gradients(self, sequences: Tensor, places: Tensor, logps: Tensor) -> Tensor:
+        """
+        The gradients `[n]` of the log-probabilities of some sequences.
+
+        Args:
+            sequences (`Tensor`): `[k]`: which sequences of the micro-batch.
+            places (`Tensor`): `[n]`: flat positions in `[k, T]`.
+            logps (`Tensor`): `[n]`, nats.
+        """
+        batch, weights = _selected(self.batch, sequences), self.weights[sequences]  # [k, T]
+        # As the trainer fills positions that are not projected
+        base = torch.zeros_like(weights) if batch.old_per_token_logps is None else batch.old_per_token_logps
+        leaf = base.to(logps.dtype).flatten().index_put((places,), logps).view(weights.shape)  # [k, T]
+        if self.correction is not None:
+            assert batch.sampling_per_token_logps is not None, "the ratio needs the sampler's log-probabilities"
+            ratio = self.correction.ratio(leaf, batch.sampling_per_token_logps, batch.mask)
+            batch = replace(batch, importance_sampling_ratio=ratio)
+        with torch.enable_grad():
+            leaf.requires_grad_()
+            loss = (token_terms(self.objective, batch, leaf).loss * weights).sum()
+            (grads,) = torch.autograd.grad(loss, leaf)
+        return grads.flatten()[places]
+
+
+@dataclass(frozen=True)
+class SequenceRowForecast:
+    """
+    A [`Forecast`] for the rows in the order in which the fused head takes them.
+
+    Args:
+        forecast ([`SequenceForecast`]): of the micro-batch.
+        grad_rows (`int`): rows from there on are expected to receive no gradient.
+        groups ([`RowGroups`]): the rows of each sequence.
+        sequences (`Tensor`): `[groups]`: which sequence of the micro-batch each is.
+        places (`Tensor`): `[grad_rows]`: flat positions in `[groups, T]`.
+    """
+
+    forecast: SequenceForecast
+    grad_rows: int
+    groups: RowGroups
+    sequences: Tensor
+    places: Tensor
+
+    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        width = self.forecast.weights.shape[1]
+        first, last = bisect_left(self.groups.ends, rows.start + 1), bisect_left(self.groups.ends, rows.stop) + 1
+        places = self.places[rows] - first * width  # [n]
+        grads = self.forecast.gradients(self.sequences[first:last], places, logps)
+        if self.forecast.entropy_grads is None:
+            return grads, None
+        return grads, self.forecast.entropy_grads[self.sequences[first:last]].flatten()[places]
+
+
+def _has_kl(objective: GRPOObjective, batch: GRPOBatch) -> bool:
+    return objective.beta != 0.0 and batch.ref_per_token_logps is not None
+
+
+def _selected(batch: GRPOBatch, sequences: Tensor) -> GRPOBatch:
+    """Some sequences `[k]` of a micro-batch. Its normalizers stay: they are in the weights already."""
+    return replace(batch, **{name: values[sequences] for name, values in _per_sequence(batch).items()})
+
+
+def _joined(batches: list[GRPOBatch]) -> GRPOBatch:
+    names = _per_sequence(batches[0])
+    joined: dict[str, Any] = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    return replace(batches[0], **joined)
+
+
+def _per_sequence(batch: GRPOBatch) -> dict[str, Tensor]:
+    """The tensors of a micro-batch that have a row for each sequence, by name."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor) and value.dim() > 1}
