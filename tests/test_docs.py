@@ -9,7 +9,15 @@ import pytest
 
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling import adapters, attention_watch, flex_kernel, layout, layout_choice, packed_attention
+from trl_fused_grpo.modeling import (
+    adapters,
+    attention_watch,
+    compiled_modules,
+    flex_kernel,
+    layout,
+    layout_choice,
+    packed_attention,
+)
 from trl_fused_grpo.training import checks, eligibility, engine, forecastable, logps, trial
 from trl_fused_grpo.training.customisation import LIBRARIES, MICRO_BATCH_METHODS
 
@@ -21,6 +29,7 @@ MODULES = (
     adapters,
     attention_watch,
     checks,
+    compiled_modules,
     eligibility,
     engine,
     flex_kernel,

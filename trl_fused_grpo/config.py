@@ -111,6 +111,7 @@ class FusedOptions:
     fused_balance: bool = False
     fused_max_tokens_per_forward: int | None = None
     fused_skip_zero_grad_sequences: bool = False
+    fused_compile: bool = False
     kl_estimator: str = "k3"
 
     @classmethod
@@ -189,6 +190,10 @@ class FusedGRPOConfig(GRPOConfig):
         fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
             metric then covers the others only.
+        fused_compile (`bool`, *optional*, defaults to `False`):
+            Compile the norms, MLPs and rotary embeddings of the text model with `torch.compile`, with dynamic shapes.
+            They run compiled in this trainer's forwards and backwards alone. The first steps take longer. Needs Triton
+            on CUDA and a C++ compiler on the CPU; without them this is logged once, and nothing is compiled.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
             than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
@@ -234,6 +239,10 @@ class FusedGRPOConfig(GRPOConfig):
     fused_skip_zero_grad_sequences: bool = field(
         default=FusedOptions.fused_skip_zero_grad_sequences,
         metadata={"help": "Leave sequences that receive no gradient out of the model."},
+    )
+    fused_compile: bool = field(
+        default=FusedOptions.fused_compile,
+        metadata={"help": "Compile norms, MLPs and rotary embeddings."},
     )
     kl_estimator: str = field(
         default=FusedOptions.kl_estimator,

@@ -83,6 +83,9 @@ class FusedGRPOTrainer(GRPOTrainer):
           graph. Here garbage is collected, so that none is left by accident.
         - While rows with TRL's padding are trained on CUDA, transformers' mask functions are replaced as well, and
           cuDNN's attention is off until a mask is built. Undone after each call.
+        - With `fused_compile=True`, while the policy or the reference runs, and while a checkpointed layer is computed
+          again in backward, norms and MLPs have compiled forwards, and so does the function for rotary embeddings in
+          the model's file. Undone after each.
         - While a training step runs, the accelerator's `backward` is replaced, and with another `kl_estimator` than
           TRL's the trainer's `beta` is zero within the loss. Undone after each.
         - In the constructor `args.use_liger_kernel` is off, and TRL's check for an adapter on the output projection

@@ -37,8 +37,8 @@ class Run:
             a sequence; `"shared-aligned"`: the same with aligned rows and a ratio for each token. Or one of
             [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
-            `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, or `"misled"`: fused, and
-            rank 1 alone is given a wrong forecast.
+            `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, `"misled"`: fused, and
+            rank 1 alone is given a wrong forecast, or `"compiled"`: fused, with `fused_compile`.
     """
 
     backend: str
@@ -86,6 +86,10 @@ def _fused(backend: str, *cases: str) -> list[Run]:
     return [Run(backend, case, "fused") for case in cases]
 
 
+def _compiled(backend: str, *cases: str) -> list[Run]:
+    return [Run(backend, case, "compiled") for case in cases]
+
+
 # What the engine cannot train with any trainer
 REFUSED = [
     Run(backend, case, trainer)
@@ -102,10 +106,13 @@ LAUNCHES = {
     "torch": [
         *_runs("ddp", "untied", "tied", "lora", *SHARED, misled=("untied",)),
         *_fused("ddp", "lora-head", "saved-head"),
+        *_compiled("ddp", "untied"),
         *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
         *_fused("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
+        *_compiled("fsdp2", "reference", "lora"),
         *_runs("fsdp1", "untied", "reference", *SHARED, misled=("untied",)),
         *_fused("fsdp1", *HEADS),
+        *_compiled("fsdp1", "untied"),
         *_runs("fsdp2", "bf16"),
         *REFUSED,
     ],
@@ -118,6 +125,7 @@ LAUNCHES = {
         *_runs("zero3", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
         *_fused("zero3", "lora-head", "lora-head-tied", "saved-head", "saved-head-tied"),
         *_fused("zero3", "convolution", "sinks"),
+        *_compiled("zero3", "untied", "lora"),
         *_runs("zero2", "untied", *SHARED),
         *_fused("zero2", "lora-head", "saved-head"),
     ],

@@ -172,7 +172,7 @@ def test_two_processes_train_under_the_wrapper_that_was_asked_for(run: Run, outc
     assert result.each_rank("parameters") == [parameters] * RANKS
 
 
-@_each(("fused", "misled"), *_FLOAT32_CASES)
+@_each(("fused", "misled", "compiled"), *_FLOAT32_CASES)
 def test_trains_what_stock_trains(run: Run, outcome):
     fused, stock = outcome(run), outcome(run, "stock")
     distances = _distances(fused.moved, stock.moved)
@@ -185,6 +185,16 @@ def test_trains_what_stock_trains(run: Run, outcome):
             assert my_log.keys() - stock_log.keys() == {"fused/rows_recomputed"}
             expected = {name: value for name, value in stock_log.items() if name != "step_time"}
             assert {name: my_log[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@_each(("compiled",))
+def test_what_can_be_compiled_under_an_engine_is(run: Run, outcome):
+    """Nothing runs as it is. ZeRO-3 gathers the weights of each projection by itself."""
+    for calls in outcome(run).each_rank("compiled"):
+        names = {"LlamaRMSNorm", "modeling_llama_apply_rotary_pos_emb"}
+        names |= {"LlamaMLP_activation" if run.backend == "zero3" else "LlamaMLP"}
+        assert names - calls.keys() == set()
+        assert "eager" not in calls
 
 
 @_each(("fused",), *ARCHITECTURES)

@@ -29,6 +29,7 @@ from trl_fused_grpo.training import eligibility, engine
 from .adapters import adapter, adapters_disabled, dense_log_probs
 from .architectures import deafen, limit_width
 from .batches import Batch, join
+from .compiled import compiled_calls
 from .engines import launcher_options, parameter_kind, whole_parameters
 from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, STEPS, Run
 from .wrong_forecast import misled
@@ -105,7 +106,8 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
     options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-aligned" else {}
     options |= {"importance_sampling_level": "sequence"} if run.case == "shared-forward" else {}
-    args = (FusedGRPOConfig if shares_forwards else GRPOConfig)(
+    options |= {"fused_compile": True} if run.trainer == "compiled" else {}
+    args = (FusedGRPOConfig if shares_forwards or run.trainer == "compiled" else GRPOConfig)(
         output_dir=str(folder / "output"),
         per_device_train_batch_size=len(batches[0]["completion_ids"]),
         gradient_accumulation_steps=ACCUMULATION,
@@ -180,10 +182,12 @@ def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
             warning = stack.enter_context(mock.patch.object(engine.logger, "warning"))
             if run.trainer == "misled" and rank == 1:
                 stack.enter_context(misled())
+            compiled = stack.enter_context(compiled_calls()) if run.trainer == "compiled" else {}
             if run.shares_forwards:  # the methods that feed the trainer count as replaced, but read no micro-batch
                 stack.enter_context(shared)
             seen, moved = train(trainer)
-            return {**seen, "warnings": [call.args[0] for call in warning.call_args_list]}, moved
+            warnings = [call.args[0] for call in warning.call_args_list]
+            return {**seen, "warnings": warnings, "compiled": compiled}, moved
     except Exception as error:
         if run not in REFUSED:
             raise

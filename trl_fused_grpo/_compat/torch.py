@@ -1,5 +1,6 @@
 """Private names of torch. `required` refuses a torch that lost one of them."""
 
+import functools
 import inspect
 from typing import Any
 
@@ -85,3 +86,40 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 def without_fsdp1(module: Any) -> Any:
     """The module inside FSDP1's wrapper, whose own forward gathers weights, or the module itself. FSDP2 wraps none."""
     return module._fsdp_wrapped_module if isinstance(module, FullyShardedDataParallel) else module
+
+
+def inductor(graph: Any, example_inputs: Any) -> Any:
+    """
+    The backend of `torch.compile` that makes kernels, for a part of a model that the rest does not know to be compiled:
+    its saved tensors are not overwritten in backward, so that this may run twice, as that of the rest may.
+    """
+    # To import the compiler takes seconds
+    from torch._functorch import config
+    from torch._guards import TracingContext
+    from torch._inductor.compile_fx import compile_fx
+
+    # A graph out of the cache may have been compiled to overwrite them. Kernels are cached all the same
+    with config.patch(donated_buffer=False, enable_autograd_cache=False):
+        compiled = compile_fx(graph, example_inputs)
+    context: Any = TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is not None:
+        metadata.bw_donated_idxs = []  # `None`, which is there now, counts as some that are overwritten
+    return compiled
+
+
+def whole_graphs() -> Any:
+    """A context in which the compiler does not split graphs at the buckets of the DDP whose forward runs."""
+    from torch._dynamo import config
+
+    return config.patch(optimize_ddp=False)
+
+
+@functools.cache
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises where it cannot compile; nothing of what the compiled code itself raises."""
+    from torch._dynamo import exc
+
+    # torch < 2.7 has another name for too many compilations of one function
+    too_many = [vars(exc)[name] for name in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit") if name in vars(exc)]
+    return exc.TorchDynamoException, *too_many

@@ -14,6 +14,9 @@ the folder:
 - `sequence_masks` has masks of more than causality, one for each packed sequence; `padded_attention` keeps padded rows
   safe from NaN gradients.
 - `unpacked_layers` runs layers that carry a state, and some attention, on rows of their own (`sequence_rows`).
+- `compiled_modules` runs norms, MLPs and rotary embeddings compiled (`compiled_parts`): `module_functions` makes
+  functions of modules, `mlp_activations` of what MLPs compute between projections, `compiled_functions` compiles
+  functions for each kind of input.
 - `adapters` has LoRA's low-rank products computed within those of the layers that carry them.
 - `checkpointing` is gradient checkpointing with less bookkeeping.
 """

@@ -16,6 +16,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
+from trl_fused_grpo.modeling.compiled_modules import compiling
 from trl_fused_grpo.modeling.fused_forward import (
     CuSeqlensIgnoredError,
     install_fused_forward,
@@ -195,7 +196,8 @@ class LogpsEngine:
             (is_multimodal,) = with_images_anywhere(accelerator, causal_lm, [images is not None])
         shape = widest_batch(accelerator, causal_lm, (len(call.input_ids), call.input_ids.shape[1]))
         adapted = fused_adapters(self._modules_of(unwrapped) if self.options.fused_lora else ())
-        with accelerator.autocast(), lean_checkpoints(unwrapped), adapted:
+        compiled = compiling(unwrapped, self.options.fused_compile)
+        with accelerator.autocast(), lean_checkpoints(unwrapped), adapted, compiled:
             while True:
                 options = self._logps_options(logps_request, call, keeps_padding, is_multimodal, shape)
                 if is_multimodal and causal_lm in self._unshared_with_images:
@@ -258,7 +260,9 @@ class LogpsEngine:
         tried = self._tried(causal_lm)
         try:
             if (options.layout, is_multimodal) not in tried:
-                if not try_rows(call, options, images, self._on_any_process):
+                with compiling(causal_lm, is_on=False):  # of other kinds of rows than those that train
+                    could_tell = try_rows(call, options, images, self._on_any_process)
+                if not could_tell:
                     return True  # the batch says nothing of it: the next one may
                 tried.add((options.layout, is_multimodal))
             if "padding" not in tried and not is_multimodal and not options.forces_layout:

@@ -1,0 +1,238 @@
+"""
+Norms, MLPs and rotary embeddings of a text model, compiled for the time of a forward.
+
+They are found by what they are (`module_functions`). While a model runs, and while its checkpointed layers are computed
+again in backward, each has a forward that calls what was compiled for all of its kind (`compiled_parts`). At any other
+time the model is what it was.
+"""
+
+import functools
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
+
+from .attention_places import InFile
+from .compiled_parts import CompiledActivation, CompiledForward, CompiledInFile, compiled_in_file
+from .layer_memo import LayerMemo
+from .mlp_activations import read_mlp
+from .module_functions import NotAFunctionError, is_mlp, is_norm, read_blueprint
+
+
+logger = logging.get_logger(__name__)
+
+Forward: TypeAlias = CompiledForward | CompiledActivation
+_is_on: ContextVar[bool] = ContextVar("fused_compile", default=False)
+
+
+@contextmanager
+def compiling(model: nn.Module, is_on: bool = True) -> Generator[None, None, None]:
+    """
+    While it lasts, [`compiled_forwards`] has an effect, if it `is_on`. Where nothing can be compiled, this is logged
+    once.
+
+    Args:
+        model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
+        is_on (`bool`): whether it was asked for.
+    """
+    reason = why_not_compiled(model) if is_on else None
+    if reason is not None:
+        logger.warning_once(f"fused_compile=True has no effect, because {reason}.")
+    token = _is_on.set(is_on and reason is None)
+    try:
+        yield
+    finally:
+        _is_on.reset(token)
+
+
+@contextmanager
+def compiled_forwards(causal_lm: PreTrainedModel) -> Generator[None, None, None]:
+    """
+    While it lasts, the norms, MLPs and rotary embeddings of a model's text model run compiled, if [`compiling`] is on.
+    So they do when its checkpointed layers are computed again in backward.
+    """
+    parts = compiled_parts(causal_lm) if _is_on.get() else None
+    if parts is None or parts.refusal is not None:
+        yield
+        return
+    functions = [(layer, model_compat.checkpoint_function(layer), inside) for layer, inside in parts.checkpointed]
+    functions = [entry for entry in functions if entry[1] is not None]
+    with _in_place(parts.forwards, parts.functions) as forwards:
+        for layer, function, inside in functions:
+            again = _Recomputation([forward for forward in inside if forward in forwards], parts.functions)
+            model_compat.set_checkpoint_function(layer, functools.partial(_checkpoint, function, again))
+        try:
+            yield
+        finally:
+            for layer, function, _ in functions:
+                model_compat.set_checkpoint_function(layer, function)
+
+
+def why_not_compiled(model: nn.Module) -> str | None:
+    """
+    Why nothing of a model is compiled, or `None`.
+
+    Args:
+        model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
+    """
+    if torch_compat.is_compiled(model):
+        return "the model is compiled already"
+    return compiled_parts(model_compat.without_adapter(model)).refusal
+
+
+def _why_layers_are_left(causal_lm: PreTrainedModel) -> str | None:
+    for module in causal_lm.modules():
+        if torch_compat.is_compiled(module):
+            return "a part of the model is compiled already"
+        if torch_compat.is_checkpoint_wrapper(module):
+            return "a wrapper of torch's computes its layers again in backward, as they are"
+    return None
+
+
+class CompiledParts(NamedTuple):
+    """
+    What is compiled of a model.
+
+    Args:
+        forwards (`list`): the forwards of norms and MLPs.
+        functions (`list`): functions of its modeling files.
+        checkpointed (`list`): the modules of the text model that can checkpoint, each with the forwards in it.
+        refusal (`str`, *optional*): why nothing is compiled.
+    """
+
+    forwards: list[Forward]
+    functions: list[CompiledInFile]
+    checkpointed: list[tuple[nn.Module, list[Forward]]]
+    refusal: str | None
+
+
+@LayerMemo
+def compiled_parts(causal_lm: PreTrainedModel) -> CompiledParts:
+    """What is compiled of a model, as far as it is known here."""
+    refusal = _why_layers_are_left(causal_lm)
+    if refusal is not None:
+        return CompiledParts([], [], [], refusal)
+    text_model = architecture.text_model(causal_lm)
+    found = {module: forwards for module in _candidates(text_model) if (forwards := _forwards_of(module))}
+    forwards = [forward for of_module in found.values() for forward in of_module]
+    checkpointed = [module for module in text_model.modules() if hasattr(module, "gradient_checkpointing")]
+    inside = [(layer, [f for module in layer.modules() for f in found.get(module, ())]) for layer in checkpointed]
+    functions = _rotary_functions(text_model)
+    refusal = None if found or functions else "its norms, MLPs and rotary embeddings are not known"
+    return CompiledParts(forwards, functions, inside, refusal)
+
+
+def _forwards_of(module: nn.Module) -> list[Forward]:
+    """The compiled forwards that a module may have, the best first: that of its whole, that of an MLP's activation."""
+    forwards: list[Forward] = []
+    try:
+        forwards.append(CompiledForward(module, read_blueprint(module)))
+    except NotAFunctionError as error:
+        reason = str(error)
+    parts = read_mlp(module) if model_compat.is_plain_library_function(type(module).forward) else None
+    if parts is not None:
+        forwards.append(CompiledActivation(module, parts))
+    if not forwards:
+        logger.info(f"{type(module).__name__} is not compiled, because {reason}.")
+    return forwards
+
+
+def _candidates(text_model: nn.Module) -> list[nn.Module]:
+    """The norms and MLPs of a text model. Experts are none: how many tokens each gets is known when it runs."""
+    found = [module for module in text_model.children() if is_norm(module)]
+    layers = [layer for child in text_model.children() if isinstance(child, nn.ModuleList) for layer in child]
+    for layer in layers:
+        found += _candidates_in(layer)
+    return found
+
+
+def _candidates_in(module: nn.Module) -> list[nn.Module]:
+    """The norms and MLPs among the parts of a module, the outermost ones."""
+    found = []
+    for part in module.children():
+        if isinstance(part, nn.ModuleList):
+            continue
+        is_candidate = is_norm(part) or is_mlp(part) or read_mlp(part) is not None
+        found += [part] if is_candidate else _candidates_in(part)
+    return found
+
+
+def _rotary_functions(text_model: nn.Module) -> list[CompiledInFile]:
+    """The functions for rotary embeddings that the forwards of a text model's modules look up in their files."""
+    places = set()
+    for cls in {type(module) for module in text_model.modules()}:
+        forward: Any = inspect.unwrap(cls.forward)
+        code, file = getattr(forward, "__code__", None), inspect.getmodule(forward)
+        if code is None or file is None:
+            continue
+        for name in code.co_names:
+            if "rotary" in name and model_compat.is_plain_library_function(getattr(file, name, None)):
+                places.add(InFile(file, name))
+    return [compiled_in_file(place) for place in sorted(places, key=lambda place: place.name)]
+
+
+# How many running forwards need a function in its file: layers on several devices are computed again in several threads
+_users: Counter[InFile] = Counter()
+_lock = threading.Lock()
+
+
+@contextmanager
+def _in_place(forwards: Iterable[Forward], functions: Iterable[CompiledInFile]) -> Generator[set[Forward], None, None]:
+    """While it lasts, these forwards and functions stand where the model finds them; those of the user's stay."""
+    placed = set()
+    for forward in forwards:
+        if forward.may_run():  # of a module that has no other in its place yet
+            forward.module.__dict__["forward"] = forward
+            placed.add(forward)
+    used = [function for function in functions if _use(function)]
+    try:
+        yield placed
+    finally:
+        for function in used:
+            _leave(function)
+        for forward in placed:
+            if vars(forward.module).get("forward") is forward:
+                del forward.module.__dict__["forward"]
+
+
+def _use(function: CompiledInFile) -> bool:
+    with _lock:
+        if function.place.read() not in (function, function.original):
+            return False  # the user has put another one there
+        function.place.write(function)
+        _users[function.place] += 1
+        return True
+
+
+def _leave(function: CompiledInFile) -> None:
+    with _lock:
+        _users[function.place] -= 1
+        if not _users[function.place] and function.place.read() is function:
+            function.place.write(function.original)
+
+
+class _Recomputation(NamedTuple):
+    """What a checkpointed layer ran compiled in its forward, and runs so when it is computed again."""
+
+    forwards: list[Forward]
+    functions: list[CompiledInFile]
+
+
+def _checkpoint(checkpoint: Callable, again: _Recomputation, function: Callable, *inputs: Any) -> Any:
+    return checkpoint(functools.partial(_run_compiled, again, function), *inputs)
+
+
+def _run_compiled(again: _Recomputation, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    with _in_place(again.forwards, again.functions):
+        return function(*args, **kwargs)

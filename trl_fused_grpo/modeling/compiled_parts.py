@@ -1,0 +1,137 @@
+"""Compiled stand-ins: for the forward of a module, and for a function of a modeling file."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .attention_places import InFile
+from .compiled_functions import CompiledFunction
+from .mlp_activations import MLPParts
+from .module_functions import Blueprint, as_function, is_changed, parameter_places
+
+
+class CompiledForward:
+    """
+    The forward of one module, by what was compiled for all of its blueprint.
+
+    Args:
+        module (`nn.Module`): a norm or an MLP.
+        blueprint ([`Blueprint`]): what its forward reads.
+    """
+
+    def __init__(self, module: nn.Module, blueprint: Blueprint):
+        self.module, self.function = module, _compiled_forward(blueprint)
+        self._places = parameter_places(module, blueprint)
+        self._parts = [(owner, name, part) for owner in module.modules() for name, part in owner.named_children()]
+        self._constants = [(name, value) for name, value in blueprint.constants if vars(module).get(name) == value]
+        self._original: Callable = type(module).forward
+
+    def may_run(self) -> bool:
+        """Whether the module still runs the forward of its class, with the same parts and constants."""
+        own = vars(self.module)
+        if "forward" in own or type(self.module).forward is not self._original:
+            return False
+        if any(own[name] != value for name, value in self._constants):
+            return False
+        return all(owner._modules.get(name) is part and not is_changed(part) for owner, name, part in self._parts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        original = functools.partial(self._original, self.module, *args, **kwargs)
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return original()
+        tensors = (args[0], *[getattr(owner, name) for owner, name in self._places])
+        return self.function(tensors, original)
+
+
+@functools.cache
+def _compiled_forward(blueprint: Blueprint) -> CompiledFunction:
+    return CompiledFunction(blueprint.cls.__name__, as_function(blueprint))
+
+
+class CompiledActivation:
+    """
+    The forward of an MLP whose projections run as they are, with what is between them compiled.
+
+    Args:
+        module (`nn.Module`): the MLP.
+        parts ([`MLPParts`]): what its forward is made of.
+    """
+
+    def __init__(self, module: nn.Module, parts: MLPParts):
+        self.module, self.parts = module, parts
+        if parts.key not in _activations:
+            _activations[parts.key] = CompiledFunction(f"{type(module).__name__}_activation", parts.activation)
+        self.function = _activations[parts.key]
+        self._functions = [(name, getattr(module, name)) for name in parts.functions]
+        self._class_forward = type(module).forward
+
+    def may_run(self) -> bool:
+        """Whether the module still runs the forward of its class, with the same functions."""
+        module = self.module
+        if "forward" in vars(module) or type(module).forward is not self._class_forward:
+            return False
+        return all(module._modules.get(name) is part and not is_changed(part) for name, part in self._functions)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        module, parts = self.module, self.parts
+        projected = tuple([getattr(module, name)(hidden) for name in parts.firsts])
+        return getattr(module, parts.last)(self.function(projected, lambda: self.function.function(*projected)))
+
+
+_activations: dict[Any, CompiledFunction] = {}
+
+
+class CompiledInFile:
+    """
+    A function of a modeling file, such as the rotary embedding of its attention, compiled for each kind of arguments.
+
+    Args:
+        place ([`InFile`]): where the layers look it up.
+    """
+
+    def __init__(self, place: InFile):
+        self.place, self.original = place, place.read()
+        self.name = f"{place.file.__name__.rpartition('.')[2]}_{place.name}"
+        self._compiled: dict[Any, CompiledFunction] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        original = functools.partial(self.original, *args, **kwargs)
+        values = (*args, *kwargs.values())
+        tensors = tuple(value for value in values if isinstance(value, Tensor))
+        # Lists have no hash; what else has none is left to the original
+        constants = tuple(None if isinstance(value, Tensor) else (_hashable(value),) for value in values)
+        key = (len(args), tuple(kwargs), constants)
+        try:
+            known = key in self._compiled
+        except TypeError:
+            return original()
+        if not known:
+            self._compiled[key] = CompiledFunction(self.name, self._of_tensors(args, kwargs))
+        return self._compiled[key](tensors, original) if tensors else original()
+
+    def _of_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable:
+        """The function of the tensors among its arguments; the others are constants."""
+        function, count, names = self.original, len(args), tuple(kwargs)
+        constants = tuple(None if isinstance(value, Tensor) else value for value in (*args, *kwargs.values()))
+        are_tensors = tuple(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
+
+        def of_tensors(*tensors: Tensor) -> Any:
+            values: list[Any] = []
+            used = 0
+            for is_tensor, constant in zip(are_tensors, constants, strict=True):
+                values.append(tensors[used] if is_tensor else constant)
+                used += is_tensor
+            return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        return of_tensors
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@functools.cache
+def compiled_in_file(place: InFile) -> CompiledInFile:
+    return CompiledInFile(place)
