@@ -18,7 +18,7 @@ from trl_fused_grpo.modeling import (
     layout_choice,
     packed_attention,
 )
-from trl_fused_grpo.training import checks, eligibility, engine, forecastable, logps, trial
+from trl_fused_grpo.training import checks, eligibility, engine, forecastable, logps, memory, trial
 from trl_fused_grpo.training.customisation import LIBRARIES, MICRO_BATCH_METHODS
 
 
@@ -37,6 +37,7 @@ MODULES = (
     layout,
     layout_choice,
     logps,
+    memory,
     packed_attention,
     trial,
 )

@@ -112,6 +112,7 @@ class FusedOptions:
     fused_max_tokens_per_forward: int | None = None
     fused_skip_zero_grad_sequences: bool = False
     fused_compile: bool = False
+    fused_memory: float | None = None
     kl_estimator: str = "k3"
 
     @classmethod
@@ -141,6 +142,11 @@ class FusedOptions:
             )
         if self.fused_logits_mib is not None and self.fused_logits_mib <= 0:
             raise ValueError(f"fused_logits_mib must be positive or None, not {self.fused_logits_mib}.")
+        if self.fused_memory is not None and not 0 < self.fused_memory <= 1:
+            raise ValueError(
+                "fused_memory must be a fraction of the device's memory, above 0 and at most 1, or None, not "
+                f"{self.fused_memory}."
+            )
 
     @property
     def forces_layout(self) -> bool:
@@ -194,6 +200,11 @@ class FusedGRPOConfig(GRPOConfig):
             Compile the norms, MLPs and rotary embeddings of the text model with `torch.compile`, with dynamic shapes.
             They run compiled in this trainer's forwards and backwards alone. The first steps take longer. Needs Triton
             on CUDA and a C++ compiler on the CPU; without them this is logged once, and nothing is compiled.
+        fused_memory (`float`, *optional*):
+            Fraction of the device's memory that this process may take, for speed: larger shared forwards, and layers
+            that keep for backward what gradient checkpointing would compute again, attention's results first. Counts
+            from the third optimizer step on; the first two show what a step takes. By default memory stays at that of
+            TRL's padded micro-batch, with every layer checkpointed. Acts on CUDA, with `gradient_checkpointing`.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
             than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
@@ -243,6 +254,10 @@ class FusedGRPOConfig(GRPOConfig):
     fused_compile: bool = field(
         default=FusedOptions.fused_compile,
         metadata={"help": "Compile norms, MLPs and rotary embeddings."},
+    )
+    fused_memory: float | None = field(
+        default=FusedOptions.fused_memory,
+        metadata={"help": "Fraction of the device's memory to take for speed (default: no more than TRL)."},
     )
     kl_estimator: str = field(
         default=FusedOptions.kl_estimator,

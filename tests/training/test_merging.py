@@ -21,7 +21,8 @@ from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.training.eligibility import why_forwards_are_not_shared
 from trl_fused_grpo.training.loss_request import build_loss_request
-from trl_fused_grpo.training.merging import MAX_TOKENS, default_token_budget, plan_merges
+from trl_fused_grpo.training.memory import MAX_TOKENS, token_budget
+from trl_fused_grpo.training.merging import plan_merges
 from trl_fused_grpo.training.partitioning import prompt_group_ids, rows_by_width, widths_of
 
 
@@ -397,9 +398,9 @@ def test_rows_are_grouped_in_the_widths_that_take_the_fewest_tokens(lengths, wid
 
 
 def test_by_default_a_shared_forward_has_at_most_the_tokens_of_a_padded_micro_batch():
-    assert default_token_budget([make_inputs(rows=5)]) == 5 * (3 + 8)
+    assert token_budget([make_inputs(rows=5)], None, torch.nn.Linear(1, 1)) == 5 * (3 + 8)
     wide = SimpleNamespace(numel=lambda: MAX_TOKENS)
-    assert default_token_budget([{"prompt_ids": wide, "completion_ids": wide}]) == MAX_TOKENS
+    assert token_budget([{"prompt_ids": wide, "completion_ids": wide}], None, torch.nn.Linear(1, 1)) == MAX_TOKENS
 
 
 def test_joined_forecasts_keep_the_proportions_of_their_losses(tmp_path):

@@ -123,3 +123,8 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     # torch < 2.7 has another name for too many compilations of one function
     too_many = [vars(exc)[name] for name in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit") if name in vars(exc)]
     return exc.TorchDynamoException, *too_many
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor on this process: of its own shard, where it is a DTensor."""
+    return getattr(tensor, "_local_tensor", tensor).nbytes

@@ -18,5 +18,5 @@ the folder:
   functions of modules, `mlp_activations` of what MLPs compute between projections, `compiled_functions` compiles
   functions for each kind of input.
 - `adapters` has LoRA's low-rank products computed within those of the layers that carry them.
-- `checkpointing` is gradient checkpointing with less bookkeeping.
+- `checkpointing` is gradient checkpointing with less bookkeeping; `kept_activations` is what it keeps all the same.
 """

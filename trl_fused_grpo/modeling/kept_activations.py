@@ -66,7 +66,7 @@ class CostlyResults:
     def __init__(self, are_kept: bool):
         self.are_kept, self.bytes = are_kept, 0
         self._kept: deque[tuple[Tensor, ...]] = deque()
-        self._is_again = False
+        self._is_first, self._is_recalled = True, False
 
     @contextmanager
     def of_call(self) -> Generator[None, None, None]:
@@ -80,23 +80,23 @@ class CostlyResults:
     @contextmanager
     def of_recomputation(self) -> Generator[None, None, None]:
         """While it lasts, the function runs again. What it takes of the first time is given up."""
-        self._is_again = bool(self._kept)
+        self._is_first, self._is_recalled = False, bool(self._kept)
         try:
             with self.of_call():
                 yield
         finally:
-            self._is_again = False
+            self._is_recalled = False
             self._kept.clear()
-            self.are_kept = False
 
     def take_or_compute(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What was computed at this place the first time, or else what `compute` returns."""
-        if self._is_again:
+        if self._is_recalled:
             return self._kept.popleft()
         results = compute()
-        if self.are_kept:
-            self._kept.append(tuple(result.detach() for result in results))
-        self.bytes += sum(result.nbytes for result in results)
+        if self._is_first:
+            self.bytes += sum(result.nbytes for result in results)
+            if self.are_kept:
+                self._kept.append(tuple(result.detach() for result in results))
         return results
 
 

@@ -22,6 +22,7 @@ from .eligibility import replaced_objective, why_old_logps_are_not_skipped
 from .forecastable import why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .kl import estimator_in_force
 from .loss_request import objective_of
+from .memory import why_no_memory_budget
 
 
 logger = logging.get_logger(__name__)
@@ -59,9 +60,11 @@ def log_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> N
         reasons["fused_skip_old_logps"] = why_old_logps_are_not_skipped(trainer)
     if options.fused_skip_zero_grad_sequences:
         reasons["fused_skip_zero_grad_sequences"] = why_zero_grad_sequences_are_not_skipped(trainer, layout())
+    if options.fused_memory is not None:
+        reasons["fused_memory"] = why_no_memory_budget(trainer)
     for option, reason in reasons.items():
         if reason is not None:
-            logger.warning_once(f"{option}=True has no effect, because {reason}.")
+            logger.warning_once(f"{option}={getattr(options, option)} has no effect, because {reason}.")
 
 
 def check_kl_estimator(trainer: Any) -> None:

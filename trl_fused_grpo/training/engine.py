@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -35,6 +36,7 @@ from .customised_model import changed_module
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, multimodal_inputs
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
+from .memory import MemoryBudget, memory_budget
 from .trial import RandomStates, try_layout, try_rows
 
 
@@ -59,10 +61,12 @@ class LogpsEngine:
         self._modules: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
         self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
+        self.memory: MemoryBudget | None = None
 
     def read_options(self) -> None:
         """Read the options from the trainer's arguments."""
         self.options = FusedOptions.from_args(self.trainer.args)
+        self.memory = memory_budget(self.trainer, self.options.fused_memory)
 
     def install(self, model: nn.Module) -> None:
         """Let a model's forward take the keyword `fused`. Idempotent."""
@@ -197,7 +201,10 @@ class LogpsEngine:
         shape = widest_batch(accelerator, causal_lm, (len(call.input_ids), call.input_ids.shape[1]))
         adapted = fused_adapters(self._modules_of(unwrapped) if self.options.fused_lora else ())
         compiled = compiling(unwrapped, self.options.fused_compile)
-        with accelerator.autocast(), lean_checkpoints(unwrapped), adapted, compiled:
+        kept = None
+        if self.memory is not None and torch.is_grad_enabled():
+            kept = self.memory.plan_forward(self.trainer, unwrapped, int(call.attention_mask.sum()))
+        with accelerator.autocast(), lean_checkpoints(unwrapped, kept), adapted, compiled:
             while True:
                 options = self._logps_options(logps_request, call, keeps_padding, is_multimodal, shape)
                 if is_multimodal and causal_lm in self._unshared_with_images:

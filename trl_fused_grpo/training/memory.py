@@ -3,21 +3,26 @@
 and layers that keep for backward what they would compute again.
 """
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling.kept_activations import KeptActivations, LayerBytes
 
+from .agreement import of_all_processes
+
 
 logger = logging.get_logger(__name__)
 
 GIB = 2**30
+# More tokens at once gain little on one H200 (`benchmarks/NOTES.md`)
+MAX_TOKENS = 16_384
 # The optimizer's states exist after the first step, and the second one shows what a step takes
 LEARNED_AT_STEP = 2
 # Of the budget: the allocator cannot use every gap
@@ -122,6 +127,18 @@ class MemoryBudget:
             self._layers, self._layer, self._tokens = kept.layers, kept.of_layer, tokens
             self._needed = self.memory.peak - stays
 
+    def plan_forward(self, trainer: GRPOTrainer, model: nn.Module, tokens: int) -> KeptActivations:
+        """[`plan`] for the next forward of a trainer's model: what fits into the memory of every process."""
+        plan = self.plan(trainer.state.global_step, tokens, model.parameters())
+        if trainer.accelerator.num_processes == 1:
+            return plan
+        all_layers = sys.maxsize
+        checkpointed = all_layers if plan.checkpointed is None else plan.checkpointed
+        each = of_all_processes(trainer.accelerator, [int(plan.attention), checkpointed])
+        (attention, _), (_, checkpointed) = each.amin(0).tolist(), each.amax(0).tolist()
+        plan.attention, plan.checkpointed = bool(attention), None if checkpointed == all_layers else checkpointed
+        return plan
+
 
 def _bytes_of_gradient(parameter: nn.Parameter) -> int:
     return 0 if parameter.grad is None else torch_compat.local_bytes(parameter.grad)
@@ -139,17 +156,18 @@ def why_no_memory_budget(trainer: GRPOTrainer) -> str | None:
     return None
 
 
-def of_fewest(plan: KeptActivations, gather: Callable[[list[int]], Tensor]) -> KeptActivations:
-    """
-    The plan that fits into the memory of every process.
+def memory_budget(trainer: GRPOTrainer, fraction: float | None) -> MemoryBudget | None:
+    """The budget that `fused_memory` asks for, or `None` where memory stays at that of TRL's padded micro-batch."""
+    if fraction is None or why_no_memory_budget(trainer) is not None:
+        return None
+    return MemoryBudget(fraction, DeviceMemory(trainer.accelerator.device))
 
-    Args:
-        plan ([`KeptActivations`]): of this process.
-        gather (`Callable`): returns a list of numbers of each process, `[processes, n]`.
+
+def token_budget(batches: list[dict[str, Any]], budget: MemoryBudget | None, model: nn.Module) -> int:
     """
-    none = -1
-    checkpointed = none if plan.checkpointed is None else plan.checkpointed
-    attention, most = gather([int(plan.attention), checkpointed]).T.tolist()
-    plan.attention = all(attention)
-    plan.checkpointed = None if none in most else max(most)
-    return plan
+    Tokens that a shared forward may have by default: those of TRL's padded micro-batch, at most [`MAX_TOKENS`]; more
+    where `fused_memory` has room for them.
+    """
+    prompt_ids, completion_ids = batches[0]["prompt_ids"], batches[0]["completion_ids"]
+    tokens = min(prompt_ids.numel() + completion_ids.numel(), MAX_TOKENS)
+    return tokens if budget is None else max(tokens, budget.most_tokens(model.parameters()))

@@ -21,14 +21,11 @@ from .agreement import of_all_processes, with_images_anywhere
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
 from .engine import LogpsEngine
 from .logps_request import PerTokenLogps, can_join_images, images_of
+from .memory import token_budget
 from .partitioning import prompt_group_ids, rebalance, rows_by_width, widths_of
 
 
 logger = logging.get_logger(__name__)
-
-
-# More tokens at once gain little on one H200 (`benchmarks/NOTES.md`)
-MAX_TOKENS = 16_384
 
 
 class MicroBatchMerger:
@@ -80,7 +77,8 @@ class MicroBatchMerger:
         max_tokens, ends = options.fused_max_tokens_per_forward, []
         asked_for = "fused_max_tokens_per_forward" if max_tokens else None
         if _is_possible(asked_for, why_forwards_are_not_shared(trainer, layout)):
-            max_tokens = default_token_budget(batches) if max_tokens is None else max_tokens
+            if max_tokens is None:
+                max_tokens = token_budget(batches, self.engine.memory, trainer.model)
             needs_last_column = traits(causal_lm).needs_last_column
             processes = trainer.accelerator.num_processes
             in_one_width = needs_last_column or processes > 1
@@ -207,12 +205,6 @@ def _is_possible(asked_for: str | None, reason: str | None) -> bool:
     if reason is not None and asked_for is not None:
         logger.warning_once(f"{asked_for} has no effect, because {reason}.")
     return reason is None
-
-
-def default_token_budget(batches: list[dict[str, Any]]) -> int:
-    """Tokens that a shared forward may have by default: those of TRL's padded micro-batch, at most [`MAX_TOKENS`]."""
-    prompt_ids, completion_ids = batches[0]["prompt_ids"], batches[0]["completion_ids"]
-    return min(prompt_ids.numel() + completion_ids.numel(), MAX_TOKENS)
 
 
 def plan_merges(

@@ -1,0 +1,116 @@
+"""What checkpointed layers keep for backward: the same gradients with fewer computations."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.modeling.test_attention_kernels import emulated_backward, emulated_forward, random_tensors
+from tests.oracle import relative_error
+from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo.modeling import checkpointing
+from trl_fused_grpo.modeling.attention_kernels import Boundaries, flash_attention
+from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
+from trl_fused_grpo.modeling.kept_activations import KeptActivations, recalled
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
+
+
+class Costly(torch.autograd.Function):
+    """A square that counts how often it is computed."""
+
+    computed = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        def compute():
+            Costly.computed += 1
+            return (x * x,)
+
+        ctx.save_for_backward(x)
+        return recalled(compute)[0]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return 2 * ctx.saved_tensors[0] * grads[0]
+
+
+def squares(x):
+    return Costly.apply(Costly.apply(x.sin()).exp()).cos()
+
+
+@pytest.mark.parametrize("attention", [True, False], ids=["kept", "not-kept"])
+def test_kept_results_are_computed_once(attention):
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(squares(x).sum(), x)
+    Costly.computed = 0
+    kept = KeptActivations(attention=attention)
+    output = checkpointing._checkpoint(kept, squares, x)
+    (first,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+    assert Costly.computed == (2 if attention else 4)
+    (second,) = torch.autograd.grad(output.sum(), x)  # what was kept is given up
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+    assert kept.of_layer is not None and kept.of_layer.attention == 2 * x.nbytes
+
+
+def test_attention_that_is_kept_has_the_same_gradients(monkeypatch):
+    calls = []
+
+    def forward(*args, **kwargs):
+        calls.append(1)
+        return emulated_forward(False)(*args, **kwargs)
+
+    monkeypatch.setattr(torch_compat, "flash_attention", forward)
+    monkeypatch.setattr(torch_compat, "flash_attention_backward", emulated_backward)
+    inputs = random_tensors(20)
+    cu = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
+    boundaries = Boundaries(cu, cu, 12, 12)
+
+    def attention(*tensors):
+        q, k, v = (t.sin().squeeze(0).transpose(0, 1) for t in tensors)
+        return flash_attention(q, k, v, boundaries, None, None).cos()
+
+    found = []
+    for kept in (KeptActivations(), KeptActivations(attention=True)):
+        calls.clear()
+        output = checkpointing._checkpoint(kept, attention, *inputs)
+        found.append((output.detach(), *torch.autograd.grad(output.sum(), inputs)))
+        assert len(calls) == (1 if kept.attention else 2)
+    assert all(relative_error(mine, other) == 0 for mine, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("checkpointed", [None, 2, 1, 0])
+def test_the_last_layers_are_computed_once(checkpointed):
+    torch.manual_seed(0)
+    config = model_config("llama")
+    config.num_hidden_layers = 3
+    model = AutoModelForCausalLM.from_config(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(3, VOCAB_SIZE, (2, 7))
+    calls = []
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+
+    def gradients(kept):
+        calls.clear()
+        model.zero_grad()
+        with lean_checkpoints(model, kept):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients(None)
+    kept = KeptActivations(checkpointed=checkpointed)
+    found = gradients(kept)
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+    twice = 3 if checkpointed is None else checkpointed
+    assert [calls.count(index) for index in range(3)] == [2] * twice + [1] * (3 - twice)
+    assert kept.layers == 3
+
+
+def test_what_a_layer_keeps_is_measured_without_its_input_and_weights():
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    x = torch.randn(5, 8, requires_grad=True)
+    kept = KeptActivations(inputs=[weight])
+    checkpointing._checkpoint(
+        kept, lambda x: (torch.nn.functional.linear(x, weight).sigmoid() @ weight).exp(), x
+    ).sum().backward()
+    assert kept.of_layer == (2 * x.nbytes, 0)  # what the sigmoid and the exponential returned

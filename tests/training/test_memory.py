@@ -1,0 +1,140 @@
+"""`fused_memory`: what a training takes of the device's memory for speed, and that it trains the same."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from tests.tiny_training import make_trainer
+from trl_fused_grpo import FusedGRPOConfig
+from trl_fused_grpo.modeling.kept_activations import LayerBytes
+from trl_fused_grpo.training import engine, memory
+from trl_fused_grpo.training.memory import DeviceMemory, MemoryBudget
+
+
+class Memory(DeviceMemory):
+    """1000 bytes of which 200 stay allocated; a step takes 300 more."""
+
+    def __init__(self, total=1000, allocated=200, peak=500):
+        self.numbers = total, allocated, peak
+
+    total = property(lambda self: self.numbers[0])
+    allocated = property(lambda self: self.numbers[1])
+    peak = property(lambda self: self.numbers[2])
+
+    def forget_peak(self):
+        pass
+
+
+WEIGHT = nn.Parameter(torch.zeros(25))  # 100 bytes, and so its gradient
+
+
+def learned(fraction, everything=40, attention=10, **numbers):
+    """A budget that has seen a forward of 10 tokens through 4 layers."""
+    budget = MemoryBudget(fraction / memory.USABLE, Memory(**numbers))
+    for step in range(2):
+        plan = budget.plan(step, 10, [WEIGHT])
+        assert not plan.attention and plan.checkpointed is None
+        plan.layers, plan.of_layer = 4, LayerBytes(everything, attention)
+    return budget
+
+
+@pytest.mark.parametrize(
+    ("fraction", "attention", "checkpointed"),
+    [
+        (0.53, False, None),  # 30 bytes are free: four layers' attention takes 40
+        (0.55, True, None),  # 50: attention, and 10 that are less than the other 30 of a layer
+        (0.60, True, 2),  # 100: attention, and two whole layers
+        (0.90, True, 0),
+    ],
+)
+def test_attention_is_kept_first_and_whole_layers_as_many_as_fit(fraction, attention, checkpointed):
+    plan = learned(fraction).plan(2, 10, [WEIGHT])
+    assert (plan.attention, plan.checkpointed) == (attention, checkpointed)
+
+
+def test_more_tokens_need_more():
+    budget = learned(0.9)
+    assert budget.needed_for(5) == budget.needed_for(10) == 300
+    assert budget.needed_for(20) == 100 + 2 * 200  # the gradient of the weights is one
+    assert budget.plan(2, 20, [WEIGHT]).checkpointed == 2  # 200 are free: attention takes 80, a whole layer 60
+
+
+def test_a_forward_gets_the_tokens_that_fit():
+    assert learned(0.9).most_tokens([WEIGHT]) == 30
+    assert MemoryBudget(0.9, Memory()).most_tokens([WEIGHT]) == 0
+
+
+def test_a_budget_below_what_is_taken_anyway_is_told(caplog):
+    type(transformers_logging.get_logger()).warning_once.cache_clear()
+    plan = learned(0.4).plan(2, 10, [WEIGHT])
+    assert not plan.attention and plan.checkpointed is None
+    assert "fused_memory has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.5, 60])
+def test_no_fraction_is_refused(tmp_path, fraction):
+    with pytest.raises(ValueError, match="fused_memory must be a fraction"):
+        make_trainer(tmp_path, fused_memory=fraction)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_cpu_has_no_budget(tmp_path, caplog):
+    type(transformers_logging.get_logger()).warning_once.cache_clear()
+    trainer = make_trainer(tmp_path, fused_memory=0.5)
+    assert "fused_memory=0.5 has no effect, because the model is on cpu" in caplog.text
+    assert trainer._fused.engine.memory is None
+
+
+def test_weights_and_logs_are_those_without_it(tmp_path, monkeypatch):
+    calls = []
+
+    def trained(**options):
+        options = {"optim": "sgd", "learning_rate": 0.1, "gradient_checkpointing": True, "max_steps": 3, **options}
+        trainer = make_trainer(tmp_path, **options)
+        monkeypatch.setattr(type(trainer.model.model.layers[0].mlp), "forward", counted)
+        trainer.train()
+        logs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        counts.append(len(calls))
+        calls.clear()
+        return logs, [parameter.detach() for parameter in trainer.model.parameters()]
+
+    def plenty(trainer, fraction):
+        return None if fraction is None else MemoryBudget(fraction, Memory(total=2**40, allocated=0, peak=2**20))
+
+    def counted(self, x):
+        calls.append(1)
+        return forward(self, x)
+
+    counts = []
+    monkeypatch.setattr(engine, "memory_budget", plenty)
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    forward = LlamaMLP.forward
+    expected, found = trained(), trained(fused_memory=0.9)
+    assert found[0] == expected[0]
+    assert all(torch.equal(mine, other) for mine, other in zip(found[1], expected[1], strict=True))
+    assert counts[1] < counts[0]
+
+
+def test_it_is_off_by_default(tmp_path):
+    assert FusedGRPOConfig(output_dir=str(tmp_path), use_cpu=True).fused_memory is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_training_on_a_gpu_is_the_same_within_its_budget(tmp_path):
+    def trained(**options):
+        trainer = make_trainer(
+            tmp_path, optim="sgd", learning_rate=0.1, gradient_checkpointing=True, max_steps=4, use_cpu=False, **options
+        )
+        trainer.train()
+        budget = trainer._fused.engine.memory
+        assert (budget is None) == ("fused_memory" not in options)
+        if budget is not None:
+            assert budget.plan(4, 100, trainer.model.parameters()).checkpointed == 0
+        return [parameter.detach() for parameter in trainer.model.parameters()]
+
+    expected, found = trained(), trained(fused_memory=0.5)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
