@@ -3,6 +3,7 @@
 import statistics
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,10 +219,19 @@ def tokens_and_padding(rollout: Rollout) -> dict[str, Any]:
     return {"tokens": rollout.tokens, "width": rollout.width, "padding": round(rollout.padding, 4)}
 
 
-def wanted(repeats: int, stock_repeats: int, forced: tuple[str, ...], micro_batch: int = MICRO_BATCH) -> list[Runner]:
-    """Stock, ours, and ours with layouts forced."""
+def wanted(
+    repeats: int,
+    stock_repeats: int,
+    forced: tuple[str, ...],
+    micro_batch: int = MICRO_BATCH,
+    arms: Sequence[dict[str, Any]] = (),
+) -> list[Runner]:
+    """Stock, ours, ours with further options, and ours with layouts forced."""
     runners = [Runner(Contender("stock", fused=False, micro_batch=micro_batch), stock_repeats)]
     runners.append(Runner(Contender("ours", micro_batch=micro_batch), repeats))
+    for arm in arms:
+        name = "ours, " + ", ".join(f"{option}={value}" for option, value in arm.items())
+        runners.append(Runner(Contender(name, micro_batch=micro_batch, options=arm), repeats))
     for layout in forced:
         contender = Contender(f"ours, {layout} rows", micro_batch=micro_batch, options={"fused_layout": layout})
         runners.append(Runner(contender, stock_repeats))

@@ -42,7 +42,8 @@ from trl_fused_grpo.parity.tiny import tokenizer
 
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12}  # dense bf16
-NORM_RTOL = {"cuda": 1e-2, "cpu": 1e-5}
+# Under autocast each rounds in an order of its own, and a ratio a sequence is the exponential of a sum of such errors
+NORM_RTOL = {"cuda": 0.1, "cpu": 1e-5}
 LOGGED = ("loss", "grad_norm", "fused/rows_recomputed")
 
 app = typer.Typer(add_completion=False)
@@ -142,11 +143,16 @@ def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: 
 
 
 def make_rollout(case: Case, device: str) -> Rollout:
-    """Completions with the sampler's log-probs: the model's own with some noise."""
+    """
+    Completions with the sampler's log-probs: the model's own with some noise, in float32 where the weights are, since a
+    sampler that rounds like one of the contenders would leave no rounding noise in its ratios.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     rollout = Rollout.make(case.lengths, ROWS // GROUP, GROUP, SHAPES[case.model][-1], case.seed + rank)
     if case.vllm:
-        trainer = make_trainer(case, True, rollout, device, 1, {})
+        trainer = make_trainer(
+            case, True, rollout, device, 1, {"bf16": device == "cuda" and case.dtype != torch.float32}
+        )
         trainer.model.to(trainer.accelerator.device)
         rollout.add_sampler_logps(trainer, case.seed)
         del trainer

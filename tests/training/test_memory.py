@@ -117,6 +117,39 @@ def test_weights_and_logs_are_those_without_it(tmp_path, monkeypatch):
     assert counts[1] < counts[0]
 
 
+def test_a_shared_forward_that_finds_no_memory_is_split_and_nothing_is_lost(tmp_path, monkeypatch, caplog):
+    rows = []
+
+    def trained():
+        options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+        trainer = make_trainer(tmp_path, optim="sgd", learning_rate=0.1, max_steps=2, **options)
+        trainer.args.fused_max_tokens_per_forward = 10_000
+        rows.clear()
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], list(
+            trainer.model.parameters()
+        )
+
+    def compute_logps(request, options, call, images):
+        if torch.is_grad_enabled():
+            rows.append(len(call.input_ids))
+            if len(call.input_ids) > limit:
+                raise torch.OutOfMemoryError("as CUDA would")
+        return original(request, options, call, images)
+
+    original, limit = engine.compute_logps, 100
+    monkeypatch.setattr(engine, "compute_logps", compute_logps)
+    expected = trained()
+    assert rows == [8, 8]
+    limit = 2
+    found = trained()
+    assert rows == [8, 4, *[2] * 8]
+    assert caplog.text.count("Memory ran out in a shared forward") == 2
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    for mine, other in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
 def test_it_is_off_by_default(tmp_path):
     assert FusedGRPOConfig(output_dir=str(tmp_path), use_cpu=True).fused_memory is None
 

@@ -22,7 +22,7 @@ from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.training.eligibility import why_forwards_are_not_shared
 from trl_fused_grpo.training.loss_request import build_loss_request
 from trl_fused_grpo.training.memory import MAX_TOKENS, token_budget
-from trl_fused_grpo.training.merging import plan_merges
+from trl_fused_grpo.training.merge_plan import plan_merges
 from trl_fused_grpo.training.partitioning import prompt_group_ids, rows_by_width, widths_of
 
 

@@ -3,6 +3,7 @@
 and layers that keep for backward what they would compute again.
 """
 
+import gc
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -171,3 +172,10 @@ def token_budget(batches: list[dict[str, Any]], budget: MemoryBudget | None, mod
     prompt_ids, completion_ids = batches[0]["prompt_ids"], batches[0]["completion_ids"]
     tokens = min(prompt_ids.numel() + completion_ids.numel(), MAX_TOKENS)
     return tokens if budget is None else max(tokens, budget.most_tokens(model.parameters()))
+
+
+def free_memory() -> None:
+    """Give back to the device what nobody refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -263,17 +263,17 @@ class FusedState:
         if kept is not None:
             return kept
         is_multimodal = self.merger.is_multimodal(micro_batch)
-        group = self._sharing_forward(loss_call, call.model)
-        logps_request = LogpsRequest.joined([self._loss_request(batch) for batch in group])
-        if len(group) == 1:
-            results = [self.engine.compute(logps_request, call, trl_method, is_multimodal=is_multimodal)]
-        else:
-            moves_weights = len(group) == self.steps_left
+
+        def compute(group: list[dict[str, Any]]) -> PerTokenLogps:
+            logps_request = LogpsRequest.joined([self._loss_request(batch) for batch in group])
+            joined = call if len(group) == 1 else call.with_batches(group)
+            moves_weights = 1 < len(group) == self.steps_left
             with reducing_gradients(call.model) if moves_weights else nullcontext():
-                joined = call.with_batches(group)
-                of_group = self.engine.compute(logps_request, joined, trl_method, is_multimodal=is_multimodal)
-            results = of_group.split([len(batch["completion_ids"]) for batch in group])
-            self.merger.keep(micro_batch, results)
+                return self.engine.compute(logps_request, joined, trl_method, is_multimodal=is_multimodal)
+
+        group, of_group = self.merger.fitting(self._sharing_forward(loss_call, call.model), compute)
+        results = of_group.split([len(batch["completion_ids"]) for batch in group]) if len(group) > 1 else [of_group]
+        self.merger.keep(micro_batch, results)
         self.stats = results[0].stats
         return results[0]
 

@@ -1,0 +1,97 @@
+"""Which micro-batches of a generation batch may share a forward: those that have few enough tokens together."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_fused_grpo.modeling.layout import LayoutName, Rows
+
+from .logps_request import can_join_images
+from .partitioning import prompt_group_ids, rows_by_width, widths_of
+
+
+def plan_merges(
+    batches: list[dict[str, Any]],
+    limit: int,
+    share_prompts: bool,
+    layout: LayoutName = "packed",
+    needs_last_column: bool = False,
+    in_one_width: bool = False,
+) -> list[int]:
+    """
+    Decide which micro-batches of a generation batch may share a forward. None do where a row has holes in its mask:
+    such rows keep TRL's padding.
+
+    Args:
+        batches (`list[dict]`): the micro-batches, all of one width.
+        limit (`int`): most tokens that several may have together.
+        share_prompts (`bool`): whether a prompt counts once, in packed rows.
+        layout (`str`): `"packed"` or `"aligned"`, whose rows are as long as the longest of their width.
+        needs_last_column (`bool`): see [`layout_choice.Traits`].
+        in_one_width (`bool`): whether aligned rows are counted as wide as the longest of all.
+
+    Returns:
+        `list[int]`: for each micro-batch, the index of the last one that may share its forward.
+    """
+    names = ("prompt_ids", "prompt_mask", "completion_mask")
+    prompt_ids, prompt_mask, completion_mask = (torch.cat([batch[name] for batch in batches]) for name in names)
+    count, is_packed = len(prompt_ids), layout == "packed"
+    prompts = prompt_group_ids(prompt_ids, prompt_mask) if share_prompts and is_packed else list(range(count))
+    holes = _holes(prompt_mask, completion_mask)
+    # Rows that must reach TRL's last column are counted from their first token on
+    columns = (prompt_mask.cumsum(1) > 0).sum(1) + completion_mask.shape[1]
+    counts = torch.stack([prompt_mask.sum(1), completion_mask.sum(1), columns, holes])
+    prompt_lengths, lengths, columns, has_holes = counts.tolist()
+    if any(has_holes):
+        return list(range(len(batches)))
+    sequences_of = torch.arange(count).split([len(batch["prompt_ids"]) for batch in batches])
+    whole = columns if needs_last_column else [sum(pair) for pair in zip(prompt_lengths, lengths, strict=True)]
+
+    ends = []
+    for start in range(len(batches)):
+        tokens = _packed_tokens(prompts, prompt_lengths, lengths) if is_packed else _aligned_tokens(whole, in_one_width)
+        end = start
+        for index, sequences in enumerate(sequences_of[start:], start):
+            if tokens(sequences.tolist()) > limit or not can_join_images(batches[start : index + 1]):
+                break
+            end = index
+        ends.append(end)
+    return ends
+
+
+def _packed_tokens(prompts: list[int], prompt_lengths: list[int], lengths: list[int]) -> Callable[[list[int]], int]:
+    """A function that is given one micro-batch after the other and returns their tokens so far: a prompt's once."""
+    total, seen = 0, set()
+
+    def tokens(sequences: list[int]) -> int:
+        nonlocal total
+        for row in sequences:
+            total += lengths[row] + (0 if prompts[row] in seen else prompt_lengths[row])
+            seen.add(prompts[row])
+        return total
+
+    return tokens
+
+
+def _aligned_tokens(lengths: list[int], in_one_width: bool) -> Callable[[list[int]], int]:
+    """The same for aligned rows, padding included; `in_one_width` where all are as wide as the longest."""
+    so_far: list[int] = []
+    micro_batches = 0
+
+    def tokens(sequences: list[int]) -> int:
+        nonlocal micro_batches
+        micro_batches += 1
+        so_far.extend(lengths[row] for row in sequences)
+        return rows_by_width(so_far, 1 if in_one_width else widths_of(micro_batches))[1]
+
+    return tokens
+
+
+def _holes(prompt_mask: Tensor, completion_mask: Tensor) -> Tensor:
+    """Which sequences `[B]`, bool, have holes in their masks `[B, P]` and `[B, T]`."""
+    selected, mask = completion_mask.bool(), torch.cat([prompt_mask, completion_mask], dim=1)
+    in_model = selected.any(1)
+    rows = Rows(mask, mask, completion_mask.shape[1], selected, in_model)  # token ids do not matter
+    return rows.with_holes(mask.bool() & in_model.unsqueeze(1))
