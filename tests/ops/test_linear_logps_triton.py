@@ -119,5 +119,6 @@ def test_groups_of_rows_match_float64(dtype, group_mib, own):
     results = logps, *torch.autograd.grad(known.loss(logps), leaves)
     for value, truth, dense_value in zip(results, expected, same_dtype, strict=True):
         assert error(value, truth) <= (1e-5 if dtype == torch.float32 else 1.1 * error(dense_value, truth) + 1e-5)
-    # In chunks, where rows have gradients of their own, the first group is too long
-    assert stats.recomputed == (140 if own and group_mib is None else 0)
+    # In chunks, where rows have gradients of their own, the first group is too long: with it more than half of the rows
+    # have no forecast, so that all are computed again
+    assert stats.recomputed == (230 if own and group_mib is None else 0)

@@ -72,7 +72,8 @@ class MemoryBudget:
         self._open: tuple[KeptActivations, int, int] | None = None  # a forward, its tokens, what stays allocated
         self._layers, self._layer = 0, LayerBytes(0, 0)
         self._tokens = 1  # of the forward that all of these are of
-        self._weight_gradients, self._needed = 0, 0  # what a step takes beyond what stays, gradients included
+        # What a forward and its backward take beyond what stays, gradients included
+        self._weight_gradients, self._needed = 0, 0
 
     def plan(self, step: int, tokens: int, parameters: Iterable[nn.Parameter]) -> KeptActivations:
         """
@@ -84,7 +85,6 @@ class MemoryBudget:
             parameters (`Iterable[nn.Parameter]`): of the model.
         """
         parameters = list(parameters)
-        self._learn()
         stays = self.memory.allocated - sum(map(_bytes_of_gradient, parameters))
         if step < LEARNED_AT_STEP:
             self._weight_gradients = sum(torch_compat.local_bytes(p) for p in parameters if p.requires_grad)
@@ -119,14 +119,15 @@ class MemoryBudget:
         stays = self.memory.allocated - sum(map(_bytes_of_gradient, parameters))
         return max(0, int((self.limit - stays - self._weight_gradients) / activations * self._tokens))
 
-    def _learn(self) -> None:
-        """Look at what the last forward and its backward took."""
+    def learn(self) -> None:
+        """Look at what the last forward and its backward took, which has just ended. The most of all counts."""
         if self._open is None:
             return
         (kept, tokens, stays), self._open = self._open, None
-        if kept.of_layer is not None:
+        needed = self.memory.peak - stays
+        if kept.of_layer is not None and needed > self._needed:
             self._layers, self._layer, self._tokens = kept.layers, kept.of_layer, tokens
-            self._needed = self.memory.peak - stays
+            self._needed = needed
 
     def plan_forward(self, trainer: GRPOTrainer, model: nn.Module, tokens: int) -> KeptActivations:
         """[`plan`] for the next forward of a trainer's model: what fits into the memory of every process."""

@@ -209,6 +209,8 @@ class MicroBatchMerger:
         losses, self._losses = self._losses, []
         self._logps, self._last = {}, -1
         backward(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+        if self.engine.memory is not None:
+            self.engine.memory.learn()
 
     def _index_of(self, inputs: dict[str, Any]) -> int | None:
         """The index of these inputs in the generation batch, by identity; `None` for others."""
