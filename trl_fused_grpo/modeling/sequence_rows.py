@@ -44,6 +44,10 @@ class SequenceRows:
             indices.append(index.to(device, non_blocking=True))
         self.indices, self.places = indices, places.to(device, non_blocking=True)
 
+    def of_group(self, packed: Tensor, group: int) -> Tensor:
+        """The rows `[n, W, ...]` of a group from the tokens `[S, ...]` of the packed row."""
+        return packed[self.indices[group]]
+
     def unpack(self, value: Any) -> list[Any]:
         """An argument of the layer for each group: tensors `[1, S, ...]` as rows `[n, W, ...]`, others as they are."""
         if isinstance(value, Tensor) and value.shape[:2] == (1, len(self.places)):
@@ -67,13 +71,34 @@ class SequenceRows:
         return first
 
 
+class SpacedRow(SequenceRows):
+    """
+    One row for all sequences, with zeros between them: for layers that see no farther back than these.
+
+    Args:
+        lengths (`Sequence[int]`): tokens of each sequence in the packed row, `S` in all.
+        device (`torch.device`): of the row.
+        zeros (`int`): how many stand before each sequence but the first.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, zeros: int):
+        sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))  # [S]
+        self.places = (torch.arange(len(sequence)) + zeros * sequence).to(device, non_blocking=True)
+        self.count = len(sequence) + zeros * (len(lengths) - 1)
+        self.indices = [self.places.new_empty(1, self.count)]  # only its shape is asked for
+
+    def of_group(self, packed: Tensor, group: int) -> Tensor:
+        row = packed.new_zeros(self.count, *packed.shape[1:])
+        return row.index_copy_(0, self.places, packed).unsqueeze(0)
+
+
 class _Unpack(torch.autograd.Function):
     """Rows of each group from a packed row; what stands behind a sequence gets no gradient."""
 
     @staticmethod
     def forward(ctx, packed: Tensor, rows: SequenceRows) -> tuple[Tensor, ...]:
         ctx.rows = rows
-        return tuple(packed[0][index] for index in rows.indices)
+        return tuple(rows.of_group(packed[0], group) for group in range(rows.groups))
 
     @staticmethod
     def backward(ctx, *grads: Any) -> tuple[Tensor, None]:

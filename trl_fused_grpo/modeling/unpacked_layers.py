@@ -5,7 +5,8 @@ A layer with a state (short convolution, Mamba, gated delta rule) would carry th
 Attention that does not go through transformers' interface, or that chooses its keys by an indexer, knows nothing of
 packed sequences. The input of such a layer is unpacked before it runs, and its output is packed again: each sequence
 gets a row that begins at column zero. A causal layer does not see what stands behind a sequence, so that the result is
-the same, whatever kernel computes it.
+the same, whatever kernel computes it. A short convolution sees a few tokens back: its sequences stay in one row, with
+zeros between them.
 """
 
 import functools
@@ -23,7 +24,7 @@ from .attention_watch import PACKED_ARGUMENTS, KeptMask, WatchedCall, running_ca
 from .forward_override import override_forward, restore_forward
 from .layer_memo import LayerMemo
 from .sequence_masks import build_mask
-from .sequence_rows import SequenceRows
+from .sequence_rows import SequenceRows, SpacedRow
 
 
 class UnpackedLayers(NamedTuple):
@@ -135,9 +136,13 @@ def _mask(kept: KeptMask, call: WatchedCall, count: int, width: int) -> Tensor:
 
 
 def _rows_of(call: WatchedCall, layer: nn.Module) -> SequenceRows:
-    parameter = next(layer.parameters())
-    if parameter.device not in call.memo:
+    parameter, zeros = next(layer.parameters()), architecture.tokens_looked_back(layer)
+    key = parameter.device, zeros
+    if key not in call.memo:
         # ZeRO-3 gathers weights whenever a module is called, so that it must be called as often on every process
         most_groups = 1 if hasattr(parameter, "ds_id") else None
-        call.memo[parameter.device] = SequenceRows(call.lengths, parameter.device, most_groups)
-    return call.memo[parameter.device]
+        if zeros is None:
+            call.memo[key] = SequenceRows(call.lengths, parameter.device, most_groups)
+        else:
+            call.memo[key] = SpacedRow(call.lengths, parameter.device, zeros)
+    return call.memo[key]
