@@ -17,7 +17,7 @@ from _trainers import SharedModel, clear_memory
 
 
 GROUP = 8
-LONG_S = 12.0  # a step that takes longer is not repeated more than asked for: its warm-up counts
+LONG_S = 12.0  # a step of stock that takes longer is not repeated more than asked for: its warm-up counts
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Runner:
         """Whether no further step is wanted: one failed, enough have run, or the first took long."""
         if "failed" in self.record:
             return True
-        has_long_first = bool(self.seconds) and self.seconds[0] > LONG_S
+        has_long_first = bool(self.seconds) and self.seconds[0] > LONG_S and not self.contender.fused
         return len(self.seconds) >= self.repeats + (0 if has_long_first else 1)
 
     def counted(self, values: list) -> list:
