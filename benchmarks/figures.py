@@ -1,6 +1,6 @@
 """
 Draw the records in `results/`: time and memory of the loss by case, over the size of the chunk of logits, and of
-accumulation windows.
+accumulation windows and whole steps.
 
     python benchmarks/figures.py
 """
@@ -21,6 +21,11 @@ WINDOW_ROWS = {
     "ours, micro-batches as large as stock's memory allows": "micro-batches",
     "stock with Liger's layers": "stock, Liger's layers",
     "ours with Liger's layers": "ours, Liger's layers",
+}
+STEP_ARMS = {
+    "stock": ("stock TRL", "0.65"),
+    "ours": ("trl-fused-grpo", "C0"),
+    "ours, fused_compile=True": ("with fused_compile", "C2"),
 }
 WINDOWS = {"window-0.6b-h200.json": "0.6B", "window-4b-h200.json": "4B", "window-4b-lora-h200.json": "4B LoRA"}
 
@@ -104,31 +109,27 @@ def draw_windows(names: dict[str, str]) -> plt.Figure:
     return figure
 
 
-def draw_step(names: dict[str, str]) -> plt.Figure:
-    """Time and peak memory of stock and ours, for the README."""
-    records = {label: load(name) for name, label in names.items()}
+def draw_step(name: str) -> plt.Figure:
+    """Time and peak memory of whole optimizer steps, stock and ours, for the README."""
+    record = load(name)
+    cases = list(dict.fromkeys(entry["case"] for entry in record["results"]))
     figure, both = plt.subplots(1, 2, figsize=(9, 2.9))
     panels = (("time, s", "ms", 1e-3), ("peak memory, GiB", "peak_gib", 1.0))
     for axes, (title, key, unit) in zip(both, panels, strict=True):
-        for shift, name, label, color in (
-            (-0.19, "stock", "stock TRL", "0.65"),
-            (0.19, "ours", "trl-fused-grpo", "C0"),
-        ):
-            values = [(_find(record, name, key) or 0.0) * unit for record in records.values()]
-            drawn = axes.bar([i + shift for i in range(len(values))], values, 0.38, label=label, color=color)
+        for shift, (arm, (label, color)) in zip((-0.27, 0.0, 0.27), STEP_ARMS.items(), strict=True):
+            found = {entry["case"]: entry[key] * unit for entry in record["results"] if entry["name"] == arm}
+            drawn = axes.bar(
+                [i + shift for i in range(len(cases))], list(found.values()), 0.26, label=label, color=color
+            )
             axes.bar_label(drawn, fmt="%.2f", padding=2, fontsize=9)
-        axes.set_xticks(range(len(records)), [f"Qwen3-{label}" for label in records])
+        axes.set_xticks(range(len(cases)), [f"Qwen3-{case.upper()}" for case in cases])
         axes.set_title(title, fontsize=11)
         axes.set_yticks([])
         axes.margins(y=0.15)
         axes.spines[["left", "top", "right"]].set_visible(False)
     both[0].legend(loc="upper left", frameon=False, fontsize=9)
-    commits = ", ".join(dict.fromkeys(record["commit"][:7] for record in records.values()))
-    first = next(iter(records.values()))
-    about = f"{first['device']}, bfloat16, TRL {first['versions']['trl']}, commits {commits}"
-    figure.text(
-        0.99, 0.01, f"one accumulation window of 32 completions, without generation; {about}", ha="right", fontsize=7
-    )
+    about = f"one optimizer step of 32 completions at TRL's defaults, without generation; {source(record)}"
+    figure.text(0.99, 0.01, about, ha="right", fontsize=7)
     return figure
 
 
@@ -145,7 +146,7 @@ def main() -> None:
         "loss": draw_loss("loss-h200.json"),
         "curve": draw_curve("curve-h200.json"),
         "window": draw_windows(WINDOWS),
-        "step": draw_step(WINDOWS),
+        "step": draw_step("step-h200.json"),
     }
     for name, figure in drawn.items():
         figure.tight_layout(rect=(0, 0.02, 1, 1))

@@ -52,7 +52,7 @@ def test_figures_are_drawn_from_the_records(benchmark_module):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figures = benchmark_module("figures")
     drawn = [figures.draw_loss("loss-h200.json"), figures.draw_curve("curve-h200.json")]
-    drawn.append(figures.draw_windows(figures.WINDOWS))
+    drawn += [figures.draw_windows(figures.WINDOWS), figures.draw_step("step-h200.json")]
     assert all(axes.has_data() for figure in drawn for axes in figure.axes)
     pyplot.close("all")
 
