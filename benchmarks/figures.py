@@ -127,7 +127,7 @@ def draw_step(name: str) -> plt.Figure:
         axes.set_yticks([])
         axes.margins(y=0.15)
         axes.spines[["left", "top", "right"]].set_visible(False)
-    both[0].legend(loc="upper left", frameon=False, fontsize=9)
+    both[0].legend(loc="upper right", bbox_to_anchor=(1.0, 0.8), frameon=False, fontsize=9)
     about = f"one optimizer step of 32 completions at TRL's defaults, without generation; {source(record)}"
     figure.text(0.99, 0.01, about, ha="right", fontsize=7)
     return figure
