@@ -25,7 +25,7 @@ WINDOW_ROWS = {
 STEP_ARMS = {
     "stock": ("stock TRL", "0.65"),
     "ours": ("trl-fused-grpo", "C0"),
-    "ours, fused_compile=True": ("with fused_compile", "C2"),
+    "ours, fused_compile=True": ("compiled", "C2"),
 }
 WINDOWS = {"window-0.6b-h200.json": "0.6B", "window-4b-h200.json": "4B", "window-4b-lora-h200.json": "4B LoRA"}
 
@@ -127,7 +127,7 @@ def draw_step(name: str) -> plt.Figure:
         axes.set_yticks([])
         axes.margins(y=0.15)
         axes.spines[["left", "top", "right"]].set_visible(False)
-    both[0].legend(loc="upper right", bbox_to_anchor=(1.0, 0.8), frameon=False, fontsize=9)
+    both[0].legend(loc="upper right", bbox_to_anchor=(0.55, 0.85), frameon=False, fontsize=9)
     about = f"one optimizer step of 32 completions at TRL's defaults, without generation; {source(record)}"
     figure.text(0.99, 0.01, about, ha="right", fontsize=7)
     return figure
