@@ -107,7 +107,7 @@ class FusedOptions:
     fused_layout: str = "auto"
     fused_skip_old_logps: bool | None = None
     fused_share_prompts: bool = True
-    fused_balance: bool = False
+    fused_balance: bool | None = None
     fused_max_tokens_per_forward: int | None = None
     fused_skip_zero_grad_sequences: bool = False
     kl_estimator: str = "k3"
@@ -174,10 +174,12 @@ class FusedGRPOConfig(GRPOConfig):
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed forward through the model once. Has no effect in models
             with layers that carry a state, or whose attention knows no packed rows.
-        fused_balance (`bool`, *optional*, defaults to `False`):
-            Distribute the sequences of a generation batch over its micro-batches by prompt and length instead of at
-            random, where the loss does not depend on it. Logged means over micro-batches (`entropy`, `kl`,
-            `clip_ratio/*`) do depend on it. Worth it where micro-batches do not share forwards.
+        fused_balance (`bool`, *optional*):
+            By default processes exchange sequences after generation, so that all have about the same work, where loss
+            and metrics stay the same (TRL 1.13 and later). `True` also distributes each process's sequences over its
+            micro-batches by prompt and length instead of at random, where the loss does not depend on it; logged means
+            over micro-batches (`entropy`, `kl`, `clip_ratio/*`) do. Worth it where micro-batches do not share forwards,
+            and for the exchange under earlier releases of TRL. `False` leaves every sequence where it is.
         fused_max_tokens_per_forward (`int`, *optional*):
             Run packed or aligned micro-batches of an accumulation window through the model together, up to this many
             tokens, which for aligned rows include their padding. Each keeps a loss of its own. Defaults to the size of
@@ -215,9 +217,9 @@ class FusedGRPOConfig(GRPOConfig):
         default=FusedOptions.fused_share_prompts,
         metadata={"help": "Run a prompt through the model once for its completions in a micro-batch."},
     )
-    fused_balance: bool = field(
+    fused_balance: bool | None = field(
         default=FusedOptions.fused_balance,
-        metadata={"help": "Distribute sequences over micro-batches by prompt and length."},
+        metadata={"help": "Distribute sequences by length: over processes (default), over micro-batches too (True)."},
     )
     fused_max_tokens_per_forward: int | None = field(
         default=FusedOptions.fused_max_tokens_per_forward,

@@ -21,8 +21,14 @@ from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.training.eligibility import why_forwards_are_not_shared
 from trl_fused_grpo.training.loss_request import build_loss_request
-from trl_fused_grpo.training.merging import MAX_TOKENS, default_token_budget, plan_merges
-from trl_fused_grpo.training.partitioning import prompt_group_ids, rows_by_width, widths_of
+from trl_fused_grpo.training.merging import plan_merges
+from trl_fused_grpo.training.partitioning import (
+    MAX_TOKENS,
+    default_token_budget,
+    prompt_group_ids,
+    rows_by_width,
+    widths_of,
+)
 
 
 PLENTY = 10_000

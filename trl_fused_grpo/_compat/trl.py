@@ -140,12 +140,22 @@ def entropies_as_trl(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor |
     return entropies if entropies is None or carry else entropies.detach()
 
 
+def shares_sequences(trainer: Any) -> bool:
+    """Whether several processes train on the same sequences: tensor, context or sequence parallelism (accelerate)."""
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    return getattr(config, "non_data_parallel_size", 1) > 1
+
+
 # The methods of the trainer that TRL's `_compute_loss` calls: they differ from version to version
 OBJECTIVE_METHODS = tuple(
     name
     for name in inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_names
     if name != "_get_per_token_logps_and_entropies" and inspect.isfunction(getattr(GRPOTrainer, name, None))
 )
+
+_LOCALS_OF_LOSS = inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_varnames
+# TRL >= 1.13: metrics of a micro-batch are means over its tokens on all processes, before means of each process's mean
+METRICS_COUNT_ALL_PROCESSES = {"global_masked_mean", "masked_seq_mean"} <= {*_LOCALS_OF_LOSS}
 
 # TRL < 1.15: log-probs come from the logits of the model's own forward
 LOGPS_FROM_LOGITS = not _HAS_FUSED_HEAD

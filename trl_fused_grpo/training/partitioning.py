@@ -8,6 +8,16 @@ from torch import Tensor
 from trl_fused_grpo.modeling.layout import LayoutName
 
 
+# More tokens at once gain little on one H200 (`benchmarks/NOTES.md`)
+MAX_TOKENS = 16_384
+
+
+def default_token_budget(batches: list[dict[str, Any]]) -> int:
+    """Tokens that a shared forward may have by default: those of TRL's padded micro-batch, at most [`MAX_TOKENS`]."""
+    prompt_ids, completion_ids = batches[0]["prompt_ids"], batches[0]["completion_ids"]
+    return min(prompt_ids.numel() + completion_ids.numel(), MAX_TOKENS)
+
+
 def rebalance(batches: list[dict[str, Any]], layout: LayoutName, share_prompts: bool) -> list[dict[str, Any]]:
     """
     Partition the sequences of a generation batch anew into its micro-batches, each with as many as before.

@@ -157,7 +157,7 @@ class FusedState:
 
     def plan(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Prepare the micro-batches of a new generation batch, and return those to train on."""
-        batches = self.merger.plan_generation(batches)
+        batches = self.merger.plan_generation(batches, self.steps_left)
         self.deferral.compute_reference(self.merger.groups(self.steps_left), self._loss_request)
         return batches
 
