@@ -34,7 +34,8 @@ class Run:
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer computes
             old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
             generation batch, and the micro-batches of an accumulation window share a forward; `"shared-aligned"`: the
-            same with aligned rows. Or one of [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
+            same with aligned rows; `"exchanged"`: completions are much longer on one rank, and processes exchange
+            sequences. Or one of [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, or `"misled"`: fused, and
             rank 1 alone is given a wrong forecast.
@@ -58,12 +59,12 @@ class Run:
 
     @property
     def shares_forwards(self) -> bool:
-        return self.case in (*SHARED, "wide")
+        return self.case in (*SHARED, "exchanged", "wide")
 
     @property
     def data(self) -> str:
         """Name of the micro-batches."""
-        return self.case if self.architecture else self.model
+        return self.case if self.architecture or self.case == "exchanged" else self.model
 
     @property
     def model(self) -> str:
@@ -99,9 +100,9 @@ REFUSED = [
 # DDP first: Accelerate leaves in the environment that FSDP was used
 LAUNCHES = {
     "torch": [
-        *_runs("ddp", "untied", "tied", "lora", *SHARED, misled=("untied",)),
+        *_runs("ddp", "untied", "tied", "lora", *SHARED, "exchanged", misled=("untied",)),
         *_fused("ddp", "lora-head", "saved-head"),
-        *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
+        *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, "exchanged", misled=("untied", "tied")),
         *_fused("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
         *_runs("fsdp1", "untied", "reference", *SHARED, misled=("untied",)),
         *_fused("fsdp1", *HEADS),

@@ -25,6 +25,7 @@ from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import tokenizer
 from trl_fused_grpo.training import eligibility, engine
+from trl_fused_grpo.training.exchange_plan import GENERATED_BY
 
 from .adapters import adapter, adapters_disabled, dense_log_probs
 from .architectures import deafen, limit_width
@@ -48,6 +49,8 @@ class Fed(GRPOTrainer):
         self.recomputed: list[tuple[int, int]] = []
         self.waited: list[bool] = []
         self.layouts: list[str] = []
+        self.generated_by: list[list[int]] = []
+        self.tokens: list[int] = []
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
         return join(self.batches[self._step : self._step + ACCUMULATION])
@@ -81,6 +84,10 @@ class Fed(GRPOTrainer):
             self.waited.append(self._fused.merger.is_waiting)
             self.recomputed.append((self.fused_stats.recomputed, self.fused_stats.rows))
             self.layouts.append(self.fused_stats.layout)
+        if self.is_split_by_trl:
+            batch = self._buffered_inputs[(self._step - 1) % ACCUMULATION]
+            self.generated_by.append(batch[GENERATED_BY].tolist() if GENERATED_BY in batch else [])
+            self.tokens.append(int(batch["completion_mask"].sum()))
         return loss
 
 
@@ -103,6 +110,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     """
     shares_forwards = run.shares_forwards and run.trainer == "fused"
     options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
+    options |= {"fused_balance": False} if shares_forwards and run.case != "exchanged" else {}
     options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-aligned" else {}
     args = (FusedGRPOConfig if shares_forwards else GRPOConfig)(
         output_dir=str(folder / "output"),
@@ -165,6 +173,8 @@ def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
         "recomputed": trainer.recomputed,
         "waited": trainer.waited,
         "layouts": trainer.layouts,
+        "generated_by": trainer.generated_by,
+        "tokens": trainer.tokens,
     }
     return seen, moved
 

@@ -152,7 +152,7 @@ def _whole(batches: list[dict[str, Any]], prompt_width: int, completion_width: i
     widths = [batches[0][name].shape[1] for name in ("prompt_ids", "completion_ids")]
     before, behind = prompt_width - widths[0], completion_width - widths[1]
     whole = {}
-    for name, first in batches[0].items():
+    for name, first in sorted(batches[0].items()):  # in one order on all processes
         if not isinstance(first, Tensor) or first.dim() == 0:
             continue
         value = torch.cat([batch[name] for batch in batches])
@@ -173,13 +173,13 @@ def _moved(accelerator: Any, whole: dict[str, Tensor], sources: Tensor) -> dict[
     own = torch.where(owners[me] == me, places[me], torch.arange(count)).to(device)
     fields = [value.unsqueeze(1) if value.dim() == 1 else value for value in whole.values()]
     leaving, filled = torch.cat(to_send).to(device), torch.cat(to_fill).to(device)
-    sent = torch.cat([value[leaving].contiguous().view(torch.uint8) for value in fields], dim=1)
+    sent = torch.cat([value[leaving].view(torch.uint8) for value in fields], dim=1)
     received = sent.new_empty(len(filled), sent.shape[1])
     dist.all_to_all_single(received, sent, [len(p) for p in to_fill], [len(p) for p in to_send])
     ends = list(accumulate((value.shape[1] * value.element_size() for value in fields), initial=0))
     result = {}
     for (name, value), field, (start, end) in zip(whole.items(), fields, pairwise(ends), strict=True):
         rows = field[own]
-        rows[filled] = received[:, start:end].contiguous().view(field.dtype)
+        rows[filled] = received[:, start:end].clone(memory_format=torch.contiguous_format).view(field.dtype)
         result[name] = rows.view(len(rows), *value.shape[1:])
     return result
