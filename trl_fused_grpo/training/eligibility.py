@@ -291,5 +291,5 @@ def why_not_exchanged(trainer: Any, causal_lm: PreTrainedModel, layout: str, cou
     if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss is computed in each micro-batch"
     if counts_means and not trl_compat.METRICS_COUNT_ALL_PROCESSES:
-        return "this version of TRL logs the means of each process (fused_balance=True exchanges them all the same)"
+        return "this version of TRL logs the means of each process"
     return None
