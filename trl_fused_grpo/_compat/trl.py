@@ -176,6 +176,19 @@ _TOOL_MASK_NEEDS_TOOLS = Version("0.29.0") > TRL
 DEEPSPEED_STEPS_WITH_BACKWARD = "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
 
 
+def forget_order_of_modules(model: Any) -> None:
+    """
+    Have DeepSpeed's ZeRO-3, after a forward without backward, learn anew in which order the modules of a model run.
+
+    It remembers for good which weights each step of a complete order releases. An order without backward would have it
+    release every weight after the forward, and gather them one by one in the backward, for the whole training.
+    """
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    coordinator = getattr(offload, "param_coordinator", None)
+    if hasattr(coordinator, "_invalidate_trace") and not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+
+
 # accelerate >= 1.14 has FSDP2 shard embedding and head apart, and torch >= 2.13 refuses a weight that both have
 FSDP2_FORBIDS_TIES_OF_HEADS = hasattr(fsdp_utils, "_find_final_norm") and Version(torch.__version__).release >= (2, 13)
 
