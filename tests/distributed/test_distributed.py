@@ -247,6 +247,22 @@ def test_gradients_are_those_of_all_rows(run: Run, outcome, one_process):
     assert torch.tensor(fused.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
 
 
+@_each(("fused",), "shared-forward")
+def test_gradients_are_reduced_and_weights_gathered_no_more_often_than_in_stock(run: Run, outcome):
+    """Gradients once in an accumulation window, weights once for the forward that all share and its backward."""
+    fused, stock = outcome(run).ranks[0]["collectives"], outcome(run, "stock").ranks[0]["collectives"]
+    assert sum(stock.values()) > 0
+    gathers, reduces = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
+    if run.backend in ("fsdp2", "zero3"):
+        assert fused[gathers] * ACCUMULATION == stock[gathers]
+    if run.backend in ("fsdp1", "fsdp2"):
+        assert fused[reduces] == stock[reduces]
+    if run.backend == "zero3":  # which reduces with every backward
+        assert fused[reduces] * ACCUMULATION == stock[reduces]
+    if run.backend == "ddp":  # once more, the counts of recomputed rows
+        assert fused["c10d::allreduce_"] == stock["c10d::allreduce_"] + 1
+
+
 @_each(("fused",), "exchanged")
 def test_processes_with_unequal_lengths_exchange_sequences_and_train_and_log_what_stock_does(run: Run, outcome):
     fused, stock = outcome(run), outcome(run, "stock")

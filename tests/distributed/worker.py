@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from safetensors.torch import save_file
+from torch.profiler import ProfilerActivity, profile
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
@@ -51,6 +52,7 @@ class Fed(GRPOTrainer):
         self.layouts: list[str] = []
         self.generated_by: list[list[int]] = []
         self.tokens: list[int] = []
+        self.collectives: dict[str, int] = {}  # of the last accumulation window, where TRL splits batches
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
         return join(self.batches[self._step : self._step + ACCUMULATION])
@@ -78,7 +80,12 @@ class Fed(GRPOTrainer):
         if self.state.global_step == STEPS - 1:
             for group in self.optimizer.param_groups:
                 group["lr"] = LAST_LEARNING_RATE
-        loss = super().training_step(*args, **kwargs)
+        is_counted = self.is_split_by_trl and self.state.global_step == STEPS - 1
+        with profile(activities=[ProfilerActivity.CPU]) if is_counted else nullcontext() as profiler:
+            loss = super().training_step(*args, **kwargs)
+        for event in profiler.key_averages() if is_counted else ():
+            if event.key.startswith("c10d::"):
+                self.collectives[event.key] = self.collectives.get(event.key, 0) + event.count
         self.losses.append(loss.item())
         if isinstance(self, FusedGRPOTrainer):
             self.waited.append(self._fused.merger.is_waiting)
@@ -175,6 +182,7 @@ def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
         "layouts": trainer.layouts,
         "generated_by": trainer.generated_by,
         "tokens": trainer.tokens,
+        "collectives": trainer.collectives,
     }
     return seen, moved
 
