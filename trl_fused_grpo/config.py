@@ -108,7 +108,7 @@ class FusedOptions:
     fused_skip_old_logps: bool | None = None
     fused_share_prompts: bool = True
     fused_lora: bool = True
-    fused_balance: bool = False
+    fused_balance: bool | None = None
     fused_max_tokens_per_forward: int | None = None
     fused_skip_zero_grad_sequences: bool = False
     fused_compile: bool = False
@@ -185,10 +185,12 @@ class FusedGRPOConfig(GRPOConfig):
         fused_lora (`bool`, *optional*, defaults to `True`):
             Add the low-rank products of PEFT's LoRA layers within the products of the layers that carry them, without
             scale, cast and sum over all features.
-        fused_balance (`bool`, *optional*, defaults to `False`):
-            Distribute the sequences of a generation batch over its micro-batches by prompt and length instead of at
-            random, where the loss does not depend on it. Logged means over micro-batches (`entropy`, `kl`,
-            `clip_ratio/*`) do depend on it. Worth it where micro-batches do not share forwards.
+        fused_balance (`bool`, *optional*):
+            By default processes exchange sequences after generation, so that all have about the same work, where loss
+            and metrics stay the same (TRL 1.13 and later). `True` also distributes each process's sequences over its
+            micro-batches by prompt and length instead of at random, where the loss does not depend on it; logged means
+            over micro-batches (`entropy`, `kl`, `clip_ratio/*`) do. Worth it where micro-batches do not share forwards,
+            and for the exchange under earlier releases of TRL. `False` leaves every sequence where it is.
         fused_max_tokens_per_forward (`int`, *optional*):
             Run packed or aligned micro-batches of an accumulation window through the model together, up to this many
             tokens, which for aligned rows include their padding. Each keeps a loss of its own. Defaults to the size of
@@ -239,9 +241,9 @@ class FusedGRPOConfig(GRPOConfig):
         default=FusedOptions.fused_lora,
         metadata={"help": "Add LoRA's low-rank products within the products of the layers that carry them."},
     )
-    fused_balance: bool = field(
+    fused_balance: bool | None = field(
         default=FusedOptions.fused_balance,
-        metadata={"help": "Distribute sequences over micro-batches by prompt and length."},
+        metadata={"help": "Distribute sequences by length: over processes (default), over micro-batches too (True)."},
     )
     fused_max_tokens_per_forward: int | None = field(
         default=FusedOptions.fused_max_tokens_per_forward,

@@ -23,11 +23,14 @@ _DRIFT = (-0.6, -0.3, -0.1, -0.03, 0.05, 0.1, 0.5)
 _RATIOS = (0.4, 0.9, 1.0, 1.3, 2.0)
 
 
-def make(checkpoint: Path) -> list[list[Batch]]:
-    """Micro-batches `[rank][index]` with log-probs near those of the checkpoint's model."""
+def make(checkpoint: Path, lengths: Sequence[tuple[int, int]] = ((3, 13),) * RANKS) -> list[list[Batch]]:
+    """
+    Micro-batches `[rank][index]` with log-probs near those of the checkpoint's model. `lengths` has the fewest tokens
+    of a completion of each rank, and the first number that is too many.
+    """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
-    return of_each_rank(lambda rank, i: _micro_batch(model, generator, (rank, i) in MASKED))
+    return of_each_rank(lambda rank, i: _micro_batch(model, generator, lengths[rank], (rank, i) in MASKED))
 
 
 def of_each_rank(make_one: Callable[[int, int], Batch]) -> list[list[Batch]]:
@@ -65,14 +68,16 @@ def padded(rows: Sequence[torch.Tensor], left: bool) -> torch.Tensor:
     return torch.stack([F.pad(row, pad, value=PAD_ID) for row, pad in zip(rows, pads, strict=True)])
 
 
-def _micro_batch(model: torch.nn.Module, generator: torch.Generator, masked: bool) -> Batch:
+def _micro_batch(
+    model: torch.nn.Module, generator: torch.Generator, range_of_lengths: tuple[int, int], masked: bool
+) -> Batch:
     def integers(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
     def pick(levels: tuple[float, ...], *shape: int) -> torch.Tensor:
         return torch.tensor(levels)[integers(0, len(levels), *shape)]
 
-    prompt_lengths, lengths = integers(2, 7, ROWS), integers(3, 13, ROWS)
+    prompt_lengths, lengths = integers(2, 7, ROWS), integers(*range_of_lengths, ROWS)
     prompt_lengths[-1] = prompt_lengths[0]
     P, T = int(prompt_lengths.max()), int(lengths.max())
     prompt_mask = (torch.arange(P) >= P - prompt_lengths.unsqueeze(1)).long()  # [B, P]

@@ -34,8 +34,9 @@ class Run:
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer computes
             old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
             generation batch, and the micro-batches of an accumulation window share a forward, with one importance ratio
-            a sequence; `"shared-aligned"`: the same with aligned rows and a ratio for each token. Or one of
-            [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
+            a sequence; `"shared-aligned"`: the same with aligned rows and a ratio for each token; `"exchanged"`:
+            completions are much longer on one rank, and processes exchange sequences. Or one of [`adapters.HEADS`],
+            [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, `"misled"`: fused, and
             rank 1 alone is given a wrong forecast, or `"compiled"`: fused, with `fused_compile`.
@@ -59,12 +60,12 @@ class Run:
 
     @property
     def shares_forwards(self) -> bool:
-        return self.case in (*SHARED, "wide")
+        return self.case in (*SHARED, "exchanged", "wide")
 
     @property
     def data(self) -> str:
         """Name of the micro-batches."""
-        return self.case if self.architecture else self.model
+        return self.case if self.architecture or self.case == "exchanged" else self.model
 
     @property
     def model(self) -> str:
@@ -104,10 +105,10 @@ REFUSED = [
 # DDP first: Accelerate leaves in the environment that FSDP was used
 LAUNCHES = {
     "torch": [
-        *_runs("ddp", "untied", "tied", "lora", *SHARED, misled=("untied",)),
+        *_runs("ddp", "untied", "tied", "lora", *SHARED, "exchanged", misled=("untied",)),
         *_fused("ddp", "lora-head", "saved-head"),
         *_compiled("ddp", "untied"),
-        *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
+        *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, "exchanged", misled=("untied", "tied")),
         *_fused("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
         *_compiled("fsdp2", "reference", "lora"),
         *_runs("fsdp1", "untied", "reference", *SHARED, misled=("untied",)),

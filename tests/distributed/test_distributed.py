@@ -75,6 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for model in ("llama", "tied"):
         save_checkpoint(model, folder, torch.float32).rename(folder / model)
         torch.save(batches.make(folder / model), folder / f"{model}.pt")
+    torch.save(batches.make(folder / "llama", lengths=((2, 5), (9, 16))), folder / "exchanged.pt")
     for case, model in ARCHITECTURES.items():
         if not (folder / model).exists():
             save_checkpoint(model, folder, torch.float32).rename(folder / model)
@@ -255,6 +256,46 @@ def test_gradients_are_those_of_all_rows(run: Run, outcome, one_process):
     assert ("model.embed_tokens.weight" if run.case == "tied" else "lm_head.weight") in distances
     assert max(distances.values()) <= TOLERANCE, distances
     assert torch.tensor(fused.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
+
+
+@_each(("fused",), "shared-forward")
+def test_gradients_are_reduced_and_weights_gathered_no_more_often_than_in_stock(run: Run, outcome):
+    """Gradients once in an accumulation window, weights once for the forward that all share and its backward."""
+    fused, stock = outcome(run).ranks[0]["collectives"], outcome(run, "stock").ranks[0]["collectives"]
+    assert sum(stock.values()) > 0
+    gathers, reduces = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
+    if run.backend in ("fsdp2", "zero3"):
+        assert fused[gathers] * ACCUMULATION == stock[gathers]
+    if run.backend in ("fsdp1", "fsdp2"):
+        assert fused[reduces] == stock[reduces]
+    if run.backend == "zero3":  # which reduces with every backward
+        assert fused[reduces] * ACCUMULATION == stock[reduces]
+    if run.backend == "ddp":  # once more, the counts of recomputed rows
+        assert fused["c10d::allreduce_"] == stock["c10d::allreduce_"] + 1
+
+
+@_each(("fused",), "exchanged")
+def test_processes_with_unequal_lengths_exchange_sequences_and_train_and_log_what_stock_does(run: Run, outcome):
+    fused, stock = outcome(run), outcome(run, "stock")
+    distances = _distances(fused.moved, stock.moved)
+    assert max(distances.values()) <= TOLERANCE, distances
+    losses, expected_losses = (torch.tensor(result.each_rank("losses")).mean(0).tolist() for result in (fused, stock))
+    assert losses == _close(expected_losses)
+    for mine, stocks in zip(fused.ranks, stock.ranks, strict=True):
+        for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
+            assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
+            expected = {name: value for name, value in stock_log.items() if name != "step_time"}
+            assert "entropy" in expected
+            assert {name: my_log[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    processes = torch.tensor(fused.each_rank("generated_by")).flatten(1)
+    if not trl_compat.METRICS_COUNT_ALL_PROCESSES:
+        assert processes.numel() == 0
+        return
+    assert [row.unique().tolist() for row in processes] == [[*range(RANKS)]] * RANKS
+    tokens = torch.tensor(fused.each_rank("tokens")).view(RANKS, STEPS, ACCUMULATION).sum(2)
+    before = torch.tensor(stock.each_rank("tokens")).view(RANKS, STEPS, ACCUMULATION).sum(2)
+    assert before.sum(0).tolist() == tokens.sum(0).tolist()
+    assert (tokens[0] - tokens[1]).abs().max() < 0.2 * (before[0] - before[1]).abs().max()
 
 
 @_each(("fused",), *HEADS)

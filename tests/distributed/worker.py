@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from safetensors.torch import save_file
+from torch.profiler import ProfilerActivity, profile
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import tokenizer
 from trl_fused_grpo.training import eligibility, engine
+from trl_fused_grpo.training.exchange_plan import GENERATED_BY
 
 from .adapters import adapter, adapters_disabled, dense_log_probs
 from .architectures import deafen, limit_width
@@ -49,6 +51,9 @@ class Fed(GRPOTrainer):
         self.recomputed: list[tuple[int, int]] = []
         self.waited: list[bool] = []
         self.layouts: list[str] = []
+        self.generated_by: list[list[int]] = []
+        self.tokens: list[int] = []
+        self.collectives: dict[str, int] = {}  # of the last accumulation window, where TRL splits batches
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
         return join(self.batches[self._step : self._step + ACCUMULATION])
@@ -76,12 +81,21 @@ class Fed(GRPOTrainer):
         if self.state.global_step == STEPS - 1:
             for group in self.optimizer.param_groups:
                 group["lr"] = LAST_LEARNING_RATE
-        loss = super().training_step(*args, **kwargs)
+        is_counted = self.is_split_by_trl and self.state.global_step == STEPS - 1
+        with profile(activities=[ProfilerActivity.CPU]) if is_counted else nullcontext() as profiler:
+            loss = super().training_step(*args, **kwargs)
+        for event in profiler.key_averages() if is_counted else ():
+            if event.key.startswith("c10d::"):
+                self.collectives[event.key] = self.collectives.get(event.key, 0) + event.count
         self.losses.append(loss.item())
         if isinstance(self, FusedGRPOTrainer):
             self.waited.append(self._fused.merger.is_waiting)
             self.recomputed.append((self.fused_stats.recomputed, self.fused_stats.rows))
             self.layouts.append(self.fused_stats.layout)
+        if self.is_split_by_trl:
+            batch = self._buffered_inputs[(self._step - 1) % ACCUMULATION]
+            self.generated_by.append(batch[GENERATED_BY].tolist() if GENERATED_BY in batch else [])
+            self.tokens.append(int(batch["completion_mask"].sum()))
         return loss
 
 
@@ -104,6 +118,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     """
     shares_forwards = run.shares_forwards and run.trainer == "fused"
     options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
+    options |= {"fused_balance": False} if shares_forwards and run.case != "exchanged" else {}
     options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-aligned" else {}
     options |= {"importance_sampling_level": "sequence"} if run.case == "shared-forward" else {}
     options |= {"fused_compile": True} if run.trainer == "compiled" else {}
@@ -168,6 +183,9 @@ def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
         "recomputed": trainer.recomputed,
         "waited": trainer.waited,
         "layouts": trainer.layouts,
+        "generated_by": trainer.generated_by,
+        "tokens": trainer.tokens,
+        "collectives": trainer.collectives,
     }
     return seen, moved
 

@@ -140,12 +140,22 @@ def entropies_as_trl(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor |
     return entropies if entropies is None or carry else entropies.detach()
 
 
+def shares_sequences(trainer: Any) -> bool:
+    """Whether several processes train on the same sequences: tensor, context or sequence parallelism (accelerate)."""
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    return getattr(config, "non_data_parallel_size", 1) > 1
+
+
 # The methods of the trainer that TRL's `_compute_loss` calls: they differ from version to version
 OBJECTIVE_METHODS = tuple(
     name
     for name in inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_names
     if name != "_get_per_token_logps_and_entropies" and inspect.isfunction(getattr(GRPOTrainer, name, None))
 )
+
+_LOCALS_OF_LOSS = inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_varnames
+# TRL >= 1.13: metrics of a micro-batch are means over its tokens on all processes, before means of each process's mean
+METRICS_COUNT_ALL_PROCESSES = {"global_masked_mean", "masked_seq_mean"} <= {*_LOCALS_OF_LOSS}
 
 # TRL < 1.15: log-probs come from the logits of the model's own forward
 LOGPS_FROM_LOGITS = not _HAS_FUSED_HEAD
@@ -164,6 +174,19 @@ NAN_RATIO_IS_ONE = Version("1.11.0") <= TRL
 _TOOL_MASK_NEEDS_TOOLS = Version("0.29.0") > TRL
 # accelerate before its pull request 3630 (2025): every backward steps DeepSpeed's engine, which counts them
 DEEPSPEED_STEPS_WITH_BACKWARD = "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
+
+
+def forget_order_of_modules(model: Any) -> None:
+    """
+    Have DeepSpeed's ZeRO-3, after a forward without backward, learn anew in which order the modules of a model run.
+
+    It remembers for good which weights each step of a complete order releases. An order without backward would have it
+    release every weight after the forward, and gather them one by one in the backward, for the whole training.
+    """
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    coordinator = getattr(offload, "param_coordinator", None)
+    if hasattr(coordinator, "_invalidate_trace") and not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
 
 
 # accelerate >= 1.14 has FSDP2 shard embedding and head apart, and torch >= 2.13 refuses a weight that both have

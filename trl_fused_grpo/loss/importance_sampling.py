@@ -76,13 +76,13 @@ class SamplingMetrics:
     They are stored by the micro-batch's place in the generation batch, because an interrupted step adds its own again.
 
     Args:
-        differences (`dict[int, Tensor]`): absolute differences of the log-probabilities, nats, flat.
-        ratios (`dict[int, Tensor]`): importance ratios, flat.
+        sequences (`dict[int, Tensor]`):
+            For each sequence `[B, 8]`: sum, number and greatest of the absolute differences of its log-probabilities,
+            in nats; sum, number, greatest and negative least of its importance ratios; the process that generated it.
         is_logged (`bool`): whether the metrics of this generation batch are logged already.
     """
 
-    differences: dict[int, Tensor] = field(default_factory=dict)
-    ratios: dict[int, Tensor] = field(default_factory=dict)
+    sequences: dict[int, Tensor] = field(default_factory=dict)
     is_logged: bool = False
 
     def add(
@@ -93,22 +93,41 @@ class SamplingMetrics:
         sampling_logps: Tensor,
         mask: Tensor,
         ratio: Tensor,
+        generated_by: Tensor,
     ) -> None:
-        """Store the values of the micro-batch at `place`; shapes as in [`SamplingCorrection.ratio`]."""
-        difference = (logps - sampling_logps).abs()[mask.bool()]
-        if correction.nan_ratio_is_one:
-            difference = difference[~difference.isnan()]
-        self.differences[place] = difference
-        self.ratios[place] = ratio.flatten() if correction.is_per_sequence else ratio[mask.bool()]
+        """
+        Store the values of the micro-batch at `place`; shapes as in [`SamplingCorrection.ratio`]. `generated_by` `[B]`
+        has the process that generated each sequence: TRL's means are over what each has generated.
+        """
+        difference, counts = (logps - sampling_logps).abs(), mask.bool()
+        is_known = counts & ~difference.isnan() if correction.nan_ratio_is_one else counts
+        has_ratio = torch.ones_like(ratio, dtype=torch.bool) if correction.is_per_sequence else counts
+        columns = [*_summary(difference, is_known), *_summary(ratio, has_ratio), _greatest(-ratio, has_ratio)]
+        self.sequences[place] = torch.stack([*columns, generated_by.to(ratio)], dim=1)
 
     def gathered(self, accelerator) -> dict[str, float]:
         """The metrics of the generation batch over all processes, which must all call this, under TRL's names."""
-        difference, ratio = torch.cat([*self.differences.values()]), torch.cat([*self.ratios.values()])
-        zero = difference.new_zeros(())
-        local = [difference.mean(), difference.max()] if len(difference) else [zero, zero]
-        local += [ratio.min(), ratio.mean(), ratio.max()] if len(ratio) else [zero, zero, zero]
-        table = accelerator.gather(torch.stack(local).unsqueeze(0))  # [processes, 5]
-        low = torch.where(table[:, 2].isnan(), float("inf"), table[:, 2]).min()
-        high = torch.where(table[:, 4].isnan(), -float("inf"), table[:, 4]).max()
-        means = [table[:, 0].mean(), table[:, 1].max(), low, table[:, 3].nanmean(), high]
+        table = accelerator.gather(torch.cat([*self.sequences.values()])).double().cpu()  # [sequences, 8]
+        of_each = [_of_process(table[table[:, -1] == process]) for process in range(accelerator.num_processes)]
+        rows = torch.stack(of_each)  # [processes, 5]
+        low = torch.where(rows[:, 2].isnan(), float("inf"), rows[:, 2]).min()
+        high = torch.where(rows[:, 4].isnan(), -float("inf"), rows[:, 4]).max()
+        means = [rows[:, 0].mean(), rows[:, 1].max(), low, rows[:, 3].nanmean(), high]
         return dict(zip(SAMPLING_METRICS, torch.stack(means).tolist(), strict=True))
+
+
+def _summary(values: Tensor, counts: Tensor) -> list[Tensor]:
+    """Sum, number and greatest of the values `[B, T]` of each sequence that count."""
+    return [values.where(counts, 0.0).sum(1), counts.sum(1).to(values), _greatest(values, counts)]
+
+
+def _greatest(values: Tensor, counts: Tensor) -> Tensor:
+    return values.where(counts, -float("inf")).amax(1)
+
+
+def _of_process(sequences: Tensor) -> Tensor:
+    """Mean and greatest difference, least, mean and greatest ratio of sequences; zero where there is none."""
+    total, number, greatest, ratios, with_ratio, greatest_ratio, least_ratio, _ = sequences.T
+    difference = [total.sum() / number.sum(), greatest.max()] if number.any() else [number.sum()] * 2
+    ratio = [-least_ratio.max(), ratios.sum() / with_ratio.sum(), greatest_ratio.max()]
+    return torch.stack([*difference, *(ratio if with_ratio.any() else [with_ratio.sum()] * 3)])

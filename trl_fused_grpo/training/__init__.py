@@ -7,6 +7,7 @@ the folder, in the order in which a training comes through it:
 - `deferral` leaves log-probs out of the generation; `deferred_ratio` computes their importance ratios in training.
 - `merging` has micro-batches share forwards, as `merge_plan` counts their tokens; `partitioning` decides which
   sequences go together.
+- `exchange` moves sequences between processes; `exchange_plan` decides which.
 - `loss_request` says which positions a loss needs, with which gradients. `logps_request` has the types in between:
   request, arguments, options, result.
 - `engine` chooses the layout and computes log-probs; `agreement` has processes choose alike; `trial` tries each layout

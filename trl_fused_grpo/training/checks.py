@@ -67,6 +67,13 @@ def log_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> N
             logger.warning_once(f"{option}={getattr(options, option)} has no effect, because {reason}.")
 
 
+def is_possible(asked_for: str | None, reason: str | None) -> bool:
+    """Whether there is no reason against something. Where there is one, and it was asked for, that is logged once."""
+    if reason is not None and asked_for is not None:
+        logger.warning_once(f"{asked_for} has no effect, because {reason}.")
+    return reason is None
+
+
 def check_kl_estimator(trainer: Any) -> None:
     """
     Raise when another `kl_estimator` than TRL's `"k3"` is asked for and would not be trained. Log once when there is no

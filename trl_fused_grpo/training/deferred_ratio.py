@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 
+from .exchange_plan import GENERATED_BY
 from .logps_request import prompts_and_completions
 
 
@@ -97,7 +98,8 @@ class DeferredRatio:
         correction = sampling_correction(self.trainer)
         ratio = correction.ratio(*values)
         if place is not None:
-            self._metrics.add(place, correction, *values, ratio)
+            process = torch.full((len(logps),), self.trainer.accelerator.process_index, device=logps.device)
+            self._metrics.add(place, correction, *values, ratio, inputs.get(GENERATED_BY, process))
         return ratio
 
     def _log(self) -> None:

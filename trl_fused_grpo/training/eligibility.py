@@ -13,6 +13,7 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | no old log-probs on-policy | [`why_old_logps_are_needed`], in any step: [`why_old_logps_are_not_skipped`] |
 | the reference's log-probs in the policy's groups | [`why_reference_is_not_regrouped`] |
 | sequences moved between micro-batches | [`why_not_balanced`] |
+| sequences exchanged between processes | [`why_not_exchanged`] |
 | padding that attends to anything, where cuDNN would return NaN | [`why_padding_is_mixed_in`] |
 | LoRA's terms within the products | `modeling/adapters.py` |
 | gradients forecast in forward | `forecastable.why_no_forecast` |
@@ -31,6 +32,7 @@ from transformers import PreTrainedModel
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.modeling.layout_choice import depends_on_width, traits
 from trl_fused_grpo.modeling.output_projection import has_adapter
 
 from .customisation import MICRO_BATCH_METHODS, replaced_backward, replaced_behind, replaced_method, watching_callback
@@ -255,4 +257,40 @@ def why_not_balanced(trainer: Any) -> str | None:
         return "the entropy bonus is a mean over each micro-batch"
     if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss is computed in each micro-batch"
+    return None
+
+
+def why_not_exchanged(trainer: Any, causal_lm: PreTrainedModel, layout: str, counts_means: bool = True) -> str | None:
+    """
+    Why processes may not exchange sequences of the same micro-batch, or `None` where the loss and every metric over all
+    processes stay the same.
+
+    Args:
+        trainer (`GRPOTrainer`): whose micro-batches they are.
+        causal_lm (`PreTrainedModel`): its model, without wrappers.
+        layout (`str`): the layout of the policy's rows.
+        counts_means (`bool`): whether logged means must stay the same too.
+    """
+    reason = why_micro_batches_are_seen(trainer)
+    if reason is not None:
+        return reason
+    if layout != "packed":
+        return "only packed rows are as long as their sequences"
+    if trl_compat.shares_sequences(trainer):
+        return "several processes train on the same sequences"
+    if traits(causal_lm).needs_last_column or depends_on_width(causal_lm):
+        return "what the model computes depends on the padding of each process"
+    if trainer.loss_type == "bnpo":
+        return "bnpo divides by the tokens of each micro-batch"
+    if trainer.loss_type == "luspo" and trl_compat.LUSPO_COUNTS_PADDING:
+        return "this TRL's luspo counts padding"
+    has_token_ratios = corrects_sampling(trainer) and trainer.vllm_importance_sampling_mode.startswith("token")
+    if trainer.loss_type == "vespo" and has_token_ratios:
+        return "vespo counts the importance ratios of padding"
+    if trl_compat.has_entropy_bonus(trainer):
+        return "the entropy bonus is a mean over each micro-batch"
+    if trl_compat.has_aux_loss(trainer):
+        return "the auxiliary loss is computed in each micro-batch"
+    if counts_means and not trl_compat.METRICS_COUNT_ALL_PROCESSES:
+        return "this version of TRL logs the means of each process"
     return None

@@ -19,8 +19,10 @@ from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import traits
 
 from .agreement import of_all_processes, with_images_anywhere
+from .checks import is_possible
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
 from .engine import LogpsEngine
+from .exchange import exchanged
 from .logps_request import PerTokenLogps, images_of
 from .memory import free_memory, token_budget
 from .merge_plan import plan_merges
@@ -57,12 +59,13 @@ class MicroBatchMerger:
         self.set_plan([], [])
         self._losses: list[Tensor] = []
 
-    def plan_generation(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def plan_generation(self, batches: list[dict[str, Any]], steps_left: int) -> list[dict[str, Any]]:
         """
         Decide which micro-batches of a new generation batch share forwards.
 
         Args:
             batches (`list[dict]`): as TRL has split them.
+            steps_left (`int`): micro-batches until the current accumulation window ends.
 
         Returns:
             `list[dict]`: the micro-batches, as they were or with their sequences partitioned anew.
@@ -72,15 +75,18 @@ class MicroBatchMerger:
         with_images = with_images_anywhere(trainer.accelerator, causal_lm, [bool(images_of(b)) for b in batches])
         layout = self.engine.layout(trainer.model, is_multimodal=any(with_images))
         shares_prompts = self.engine.shares_prompts(trainer.model)
-        if options.fused_balance and _is_possible("fused_balance", why_not_balanced(trainer)):
-            rebalanced = rebalance(batches, layout, shares_prompts)
-            self.is_rebalanced, batches = rebalanced is not batches, rebalanced
         reason = why_micro_batches_are_seen(trainer)
         if reason is not None:
             logger.warning_once(f"Every micro-batch has a forward of its own, because {reason}.")
         max_tokens, ends = options.fused_max_tokens_per_forward, []
         asked_for = "fused_max_tokens_per_forward" if max_tokens else None
-        if _is_possible(asked_for, why_forwards_are_not_shared(trainer, layout)):
+        is_shared = is_possible(asked_for, why_forwards_are_not_shared(trainer, layout))
+        if not any(with_images):
+            batches = exchanged(self.engine, batches, layout, steps_left, is_shared)
+        if options.fused_balance and is_possible("fused_balance", why_not_balanced(trainer)):
+            rebalanced = rebalance(batches, layout, shares_prompts)
+            self.is_rebalanced, batches = rebalanced is not batches, rebalanced
+        if is_shared:
             if max_tokens is None:
                 max_tokens = token_budget(batches, self.engine.memory, trainer.model)
             needs_last_column = traits(causal_lm).needs_last_column
@@ -228,10 +234,3 @@ def reducing_gradients(model: nn.Module) -> Generator[None, None, None]:
         return
     with temporary_attr(model, "require_backward_grad_sync", True):
         yield
-
-
-def _is_possible(asked_for: str | None, reason: str | None) -> bool:
-    """Whether there is no reason against something. Where there is one, and it was asked for, that is logged once."""
-    if reason is not None and asked_for is not None:
-        logger.warning_once(f"{asked_for} has no effect, because {reason}.")
-    return reason is None

@@ -91,6 +91,7 @@ class FusedState:
         self._loss: _LossCall | None = None
         self._is_in_step = False
         self._steps_done = 0  # training steps of the current accumulation window that are done
+        self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
 
     def attach(self, layer_kernels: bool) -> None:
         """
@@ -132,7 +133,7 @@ class FusedState:
 
     def begin_accumulation(self) -> None:
         """TRL asks for the micro-batches of a new accumulation window."""
-        self._steps_done = 0
+        self._steps_done, self._recomputed = 0, []
 
     @property
     def steps_left(self) -> int:
@@ -157,7 +158,7 @@ class FusedState:
 
     def plan(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Prepare the micro-batches of a new generation batch, and return those to train on."""
-        batches = self.merger.plan_generation(batches)
+        batches = self.merger.plan_generation(batches, self.steps_left)
         self.deferral.compute_reference(self.merger.groups(self.steps_left), self._loss_request)
         return batches
 
@@ -181,16 +182,18 @@ class FusedState:
             yield
         self._steps_done = 0 if accelerator.sync_gradients else self._steps_done + 1
         if not self.merger.is_waiting:
+            self._recomputed.append((sum(stats.recomputed for stats in self.stats), sum(s.rows for s in self.stats)))
+        if accelerator.sync_gradients:
             self._log_recomputed()
 
     def _log_recomputed(self) -> None:
-        accelerator = self.trainer.accelerator
-        counts = [sum(stats.recomputed for stats in self.stats), sum(stats.rows for stats in self.stats)]
+        """Log the counts of a window's forwards, reduced together: processes wait for one another once."""
+        accelerator, counts, self._recomputed = self.trainer.accelerator, self._recomputed, []
         if accelerator.num_processes > 1:
             local = torch.tensor(counts, dtype=torch.float32, device=accelerator.device)
             counts = accelerator.reduce(local, reduction="sum").tolist()
-        recomputed, rows = counts
-        trl_compat.metrics_of(self.trainer)["fused/rows_recomputed"].append(recomputed / max(rows, 1))
+        shares = [recomputed / max(rows, 1) for recomputed, rows in counts]
+        trl_compat.metrics_of(self.trainer)["fused/rows_recomputed"].extend(shares)
 
     # The loss of a micro-batch
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, HiddenStatesRequest
 from trl_fused_grpo.modeling.layout import Layout, Rows
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
@@ -79,6 +80,8 @@ def try_rows(
         except (RowsRefusedError, PromptsNotSharedError) as error:
             refusals.append(error)  # raised when all processes have called the model as often
             return []
+        finally:
+            trl_compat.forget_order_of_modules(call.model)
         places = _places(layout, hidden, call.logits_to_keep)
         return [hidden.flatten(0, 1)[places[i][selected[row]]].float() for i, row in enumerate(rows)]
 
