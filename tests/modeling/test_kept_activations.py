@@ -10,6 +10,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import checkpointing
 from trl_fused_grpo.modeling.attention_kernels import Boundaries, flash_attention
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
+from trl_fused_grpo.modeling.fused_forward import run_backbone
 from trl_fused_grpo.modeling.kept_activations import KeptActivations, recalled
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
@@ -114,3 +115,30 @@ def test_what_a_layer_keeps_is_measured_without_its_input_and_weights():
         kept, lambda x: (torch.nn.functional.linear(x, weight).sigmoid() @ weight).exp(), x
     ).sum().backward()
     assert kept.of_layer == (2 * x.nbytes, 0)  # what the sigmoid and the exponential returned
+
+
+def test_each_run_of_a_forward_keeps_its_last_layers():
+    """Rows that are aligned in several widths, or padded by micro-batch, run through the model group by group."""
+    model = AutoModelForCausalLM.from_config(model_config("llama")).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = len(model.model.layers)
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append("first"))
+    model.model.layers[-1].mlp.register_forward_pre_hook(lambda *_: calls.append("last"))
+
+    def keep(kept, runs):
+        calls.clear()
+        with lean_checkpoints(model, kept):
+            losses = [
+                run_backbone(model, {"input_ids": torch.full((1, tokens), 5)}).last_hidden_state.sum()
+                for tokens in runs
+            ]
+        sum(losses).backward()
+        return kept
+
+    keep(KeptActivations(checkpointed=layers - 1), runs=[4, 6])
+    assert (calls.count("first"), calls.count("last")) == (4, 2)
+    weights = list(model.parameters())
+    one, other, both = (keep(KeptActivations(inputs=weights), runs) for runs in ([4], [6], [4, 6]))
+    assert one.layers == both.layers == layers
+    assert both.of_layer.everything == pytest.approx(one.of_layer.everything + other.of_layer.everything, rel=0.1)

@@ -106,6 +106,7 @@ NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
         nn.Module(),
         ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"),
     ),
+    "torch._C": (torch._C, ("_len_torch_dispatch_stack",)),
     "torch.Tensor": (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks")),
 }
 

@@ -125,6 +125,18 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     return exc.TorchDynamoException, *too_many
 
 
+def compiler_is_off() -> bool:
+    """Whether `torch.compile` is switched off in this process, as `TORCHDYNAMO_DISABLE=1` does."""
+    from torch._dynamo import config
+
+    return bool(config.disable)
+
+
+def operations_are_seen() -> bool:
+    """Whether a mode sees every operation that runs, as one that counts FLOPs: the compiler does not work under it."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def local_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor on this process: of its own shard, where it is a DTensor."""
     return getattr(tensor, "_local_tensor", tensor).nbytes

@@ -15,8 +15,8 @@ the folder:
   safe from NaN gradients.
 - `unpacked_layers` runs layers that carry a state, and some attention, on rows of their own (`sequence_rows`).
 - `compiled_modules` runs norms, MLPs and rotary embeddings compiled (`compiled_parts`): `module_functions` makes
-  functions of modules, `mlp_activations` of what MLPs compute between projections, `compiled_functions` compiles
-  functions for each kind of input.
+  functions of modules, `mlp_activations` of what MLPs compute between projections, `as_read` tells when these hold no
+  longer, `compiled_functions` compiles functions for each kind of input.
 - `adapters` has LoRA's low-rank products computed within those of the layers that carry them.
 - `checkpointing` is gradient checkpointing with less bookkeeping; `kept_activations` is what it keeps all the same.
 """

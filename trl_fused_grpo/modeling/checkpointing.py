@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError, get_device_states, set_devic
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
-from .kept_activations import CostlyResults, KeptActivations, LayerBytes
+from .kept_activations import CostlyResults, KeptActivations, LayerBytes, planned
 
 
 # Weak references: a list with the model itself would keep it alive for good
@@ -44,7 +44,8 @@ def lean_checkpoints(model: nn.Module, kept: KeptActivations | None = None) -> G
     for layer, _ in replaced:
         model_compat.set_checkpoint_function(layer, function)
     try:
-        yield
+        with planned(kept):
+            yield
     finally:
         for layer, original in replaced:
             model_compat.set_checkpoint_function(layer, original)
@@ -102,6 +103,7 @@ class _CheckpointFrame:
     def __init__(self, function: Callable, args: tuple[Any, ...], kept: KeptActivations | None):
         self.function, self.args, self.kept = function, args, kept
         self.costly = None if kept is None else CostlyResults(kept.attention)
+        self.run = 0 if kept is None else kept.run
         self.device_type = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
         self.casts = [
             (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
@@ -143,8 +145,9 @@ class _CheckpointFrame:
             with suppress(_StopRecomputation):
                 self.function(*self.args)
         found = [tensor for tensor in tensors if tensor is not None]
-        if self.kept is not None and self.costly is not None and self.kept.of_layer is None:
-            self.kept.of_layer = LayerBytes(_bytes_beside(found, *self.args, *self.kept.inputs), self.costly.bytes)
+        if self.kept is not None and self.costly is not None and not self.kept.is_measured(self.run):
+            everything = _bytes_beside(found, *self.args, *self.kept.inputs)
+            self.kept.measure(self.run, LayerBytes(everything, self.costly.bytes))
         if [tensor.numel() for tensor in found] != self.sizes:
             raise CheckpointError(
                 "the recomputation of a checkpointed layer saved other tensors than its forward: set "

@@ -100,7 +100,7 @@ class CompiledFunction:
 
 def _key(tensors: tuple[Tensor, ...]) -> Any:
     """What a variant is made for; `None` for tensors that the compiler should not see."""
-    if torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+    if torch.is_inference_mode_enabled() or torch.compiler.is_compiling() or torch_compat.operations_are_seen():
         return None
     kinds = []
     for tensor in tensors:

@@ -26,7 +26,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from .attention_places import InFile
 from .compiled_parts import CompiledActivation, CompiledForward, CompiledInFile, compiled_in_file
 from .layer_memo import LayerMemo
-from .mlp_activations import read_mlp
+from .mlp_activations import MLPParts, read_mlp
 from .module_functions import NotAFunctionError, is_mlp, is_norm, read_blueprint
 
 
@@ -62,7 +62,8 @@ def compiled_forwards(causal_lm: PreTrainedModel) -> Generator[None, None, None]
     While it lasts, the norms, MLPs and rotary embeddings of a model's text model run compiled, if [`compiling`] is on.
     So they do when its checkpointed layers are computed again in backward.
     """
-    parts = compiled_parts(causal_lm) if _is_on.get() else None
+    # A mode may have ended when the layers are computed again
+    parts = compiled_parts(causal_lm) if _is_on.get() and not torch_compat.operations_are_seen() else None
     if parts is None or parts.refusal is not None:
         yield
         return
@@ -71,7 +72,7 @@ def compiled_forwards(causal_lm: PreTrainedModel) -> Generator[None, None, None]
     with _in_place(parts.forwards, parts.functions) as forwards:
         for layer, function, inside in functions:
             again = _Recomputation([forward for forward in inside if forward in forwards], parts.functions)
-            model_compat.set_checkpoint_function(layer, functools.partial(_checkpoint, function, again))
+            model_compat.set_checkpoint_function(layer, _CompiledAgain(function, again))
         try:
             yield
         finally:
@@ -88,6 +89,8 @@ def why_not_compiled(model: nn.Module) -> str | None:
     """
     if torch_compat.is_compiled(model):
         return "the model is compiled already"
+    if torch_compat.compiler_is_off():
+        return "torch.compile is switched off"
     return compiled_parts(model_compat.without_adapter(model)).refusal
 
 
@@ -140,12 +143,17 @@ def _forwards_of(module: nn.Module) -> list[Forward]:
         forwards.append(CompiledForward(module, read_blueprint(module)))
     except NotAFunctionError as error:
         reason = str(error)
-    parts = read_mlp(module) if model_compat.is_plain_library_function(type(module).forward) else None
+    parts = _parts_of_mlp(module)
     if parts is not None:
         forwards.append(CompiledActivation(module, parts))
     if not forwards:
         logger.info(f"{type(module).__name__} is not compiled, because {reason}.")
     return forwards
+
+
+def _parts_of_mlp(module: nn.Module) -> MLPParts | None:
+    # To be read, a forward is run with something that stands for a tensor. The user's would see that
+    return read_mlp(module) if model_compat.is_plain_library_function(type(module).forward) else None
 
 
 def _candidates(text_model: nn.Module) -> list[nn.Module]:
@@ -163,7 +171,7 @@ def _candidates_in(module: nn.Module) -> list[nn.Module]:
     for part in module.children():
         if isinstance(part, nn.ModuleList):
             continue
-        is_candidate = is_norm(part) or is_mlp(part) or read_mlp(part) is not None
+        is_candidate = is_norm(part) or is_mlp(part) or _parts_of_mlp(part) is not None
         found += [part] if is_candidate else _candidates_in(part)
     return found
 
@@ -229,8 +237,21 @@ class _Recomputation(NamedTuple):
     functions: list[CompiledInFile]
 
 
-def _checkpoint(checkpoint: Callable, again: _Recomputation, function: Callable, *inputs: Any) -> Any:
-    return checkpoint(functools.partial(_run_compiled, again, function), *inputs)
+class _CompiledAgain:
+    """The function with which a layer checkpoints, so that the layer is computed again as it runs now."""
+
+    def __init__(self, checkpoint: Callable, again: _Recomputation):
+        self.checkpoint, self.again = checkpoint, again
+
+    def __call__(self, function: Callable, *inputs: Any) -> Any:
+        return self.checkpoint(functools.partial(_run_compiled, self.again, function), *inputs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.checkpoint,)  # a copy of the layer is that of any other time
+
+
+def _itself(checkpoint: Callable) -> Callable:
+    return checkpoint
 
 
 def _run_compiled(again: _Recomputation, function: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .as_read import AsRead
 from .attention_places import InFile
 from .compiled_functions import CompiledFunction
 from .mlp_activations import MLPParts
-from .module_functions import Blueprint, as_function, is_changed, parameter_places
+from .module_functions import Blueprint, as_function, parameter_places
 
 
 class CompiledForward:
@@ -24,18 +25,15 @@ class CompiledForward:
     def __init__(self, module: nn.Module, blueprint: Blueprint):
         self.module, self.function = module, _compiled_forward(blueprint)
         self._places = parameter_places(module, blueprint)
-        self._parts = [(owner, name, part) for owner in module.modules() for name, part in owner.named_children()]
-        self._constants = [(name, value) for name, value in blueprint.constants if vars(module).get(name) == value]
         self._original: Callable = type(module).forward
+        self._read = AsRead(module)
 
     def may_run(self) -> bool:
         """Whether the module still runs the forward of its class, with the same parts and constants."""
-        own = vars(self.module)
-        if "forward" in own or type(self.module).forward is not self._original:
-            return False
-        if any(own[name] != value for name, value in self._constants):
-            return False
-        return all(owner._modules.get(name) is part and not is_changed(part) for owner, name, part in self._parts)
+        return self._read.holds()
+
+    def __reduce__(self) -> Any:
+        return _own_forward(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(self._original, self.module, *args, **kwargs)
@@ -64,15 +62,14 @@ class CompiledActivation:
         if parts.key not in _activations:
             _activations[parts.key] = CompiledFunction(f"{type(module).__name__}_activation", parts.activation)
         self.function = _activations[parts.key]
-        self._functions = [(name, getattr(module, name)) for name in parts.functions]
-        self._class_forward = type(module).forward
+        self._read = AsRead(module, parts.functions)
 
     def may_run(self) -> bool:
         """Whether the module still runs the forward of its class, with the same functions."""
-        module = self.module
-        if "forward" in vars(module) or type(module).forward is not self._class_forward:
-            return False
-        return all(module._modules.get(name) is part and not is_changed(part) for name, part in self._functions)
+        return self._read.holds()
+
+    def __reduce__(self) -> Any:
+        return _own_forward(self.module)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         module, parts = self.module, self.parts
@@ -81,6 +78,11 @@ class CompiledActivation:
 
 
 _activations: dict[Any, CompiledFunction] = {}
+
+
+def _own_forward(module: nn.Module) -> tuple[Any, ...]:
+    """What a copy of a module that is made while it runs has in the place of its compiled forward."""
+    return getattr, (module, "forward")  # the copy has nothing of its own yet: that of its class
 
 
 class CompiledInFile:

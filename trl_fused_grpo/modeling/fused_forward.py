@@ -20,6 +20,7 @@ from trl_fused_grpo.ops.lm_head import LMHead
 from .attention_watch import PACKED_ARGUMENTS
 from .compiled_modules import compiled_forwards
 from .forward_override import override_forward, restore_forward
+from .kept_activations import begin_run
 from .moe import load_balancing_loss
 from .output_projection import head_parameter_modules, read_lm_head
 from .packed_attention import text_model_alone
@@ -44,6 +45,7 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
         causal_lm
     ):  # all of its layers that need to know of packed rows run unpacked
         given = {name: value for name, value in given.items() if name not in PACKED_ARGUMENTS}
+    begin_run()
     with compiled_forwards(causal_lm), unpacking(causal_lm, call), text_model_alone(causal_lm, PACKED_ARGUMENTS):
         return backbone(**given, use_cache=False)
 

@@ -27,29 +27,68 @@ class LayerBytes(NamedTuple):
 
 class KeptActivations:
     """
-    What the layers of one forward keep.
+    What the layers of one forward keep, in each run of the model that it is made of.
 
     Args:
         attention (`bool`): whether checkpointed layers keep what attention computed.
         checkpointed (`int`, *optional*):
-            How many layers are checkpointed. Those behind them, which backward frees first, keep everything. By default
-            all are.
+            How many layers of a run are checkpointed. Those behind them, which backward frees first, keep everything.
+            By default all are.
         inputs (`Iterable[Tensor]`): what the model has anyway, its weights.
 
     Attributes:
-        layers (`int`): layers that would be checkpointed, counted as they are called.
-        of_layer ([`LayerBytes`], *optional*): of the first layer that backward has computed again.
+        layers (`int`): layers that would be checkpointed, counted as they are called; of one run.
+        of_layer ([`LayerBytes`], *optional*):
+            Of the first layer of each run that backward has computed again, the sum over the runs.
+        run (`int`): the number of the run.
     """
 
     def __init__(self, attention: bool = False, checkpointed: int | None = None, inputs: Iterable[Tensor] = ()):
         self.attention, self.checkpointed, self.inputs = attention, checkpointed, inputs
-        self.layers = 0
+        self.layers = self.run = self._called = 0
         self.of_layer: LayerBytes | None = None
+        self._measured: set[int] = set()
+
+    def begin_run(self) -> None:
+        """The layer that is called next is the first one again."""
+        self.run += 1
+        self._called = 0
 
     def next_is_checkpointed(self) -> bool:
         """Whether the layer that is called next is checkpointed."""
-        self.layers += 1
-        return self.checkpointed is None or self.layers <= self.checkpointed
+        self._called += 1
+        self.layers = max(self.layers, self._called)
+        return self.checkpointed is None or self._called <= self.checkpointed
+
+    def is_measured(self, run: int) -> bool:
+        """Whether the bytes of a run's layers are known."""
+        return run in self._measured
+
+    def measure(self, run: int, layer: LayerBytes) -> None:
+        """Add what a layer of a run keeps."""
+        self._measured.add(run)
+        before = self.of_layer or LayerBytes(0, 0)
+        self.of_layer = LayerBytes(before.everything + layer.everything, before.attention + layer.attention)
+
+
+_planned: ContextVar[KeptActivations | None] = ContextVar("_planned", default=None)
+
+
+@contextmanager
+def planned(kept: KeptActivations | None) -> Generator[None, None, None]:
+    """While it lasts, each [`begin_run`] is one of this forward."""
+    token = _planned.set(kept)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def begin_run() -> None:
+    """A run of the model begins: a forward may be made of several."""
+    kept = _planned.get()
+    if kept is not None:
+        kept.begin_run()
 
 
 class CostlyResults:

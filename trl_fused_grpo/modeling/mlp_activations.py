@@ -70,7 +70,7 @@ def read_mlp(mlp: nn.Module) -> MLPParts | None:
     )
     if not is_mlp or not inner or last.args != (inner[-1],):
         return None
-    key = (type(mlp), tuple(node.target for node in firsts), last.target, tuple(sorted(functions.items())))
+    key = (type(mlp).forward, tuple(node.target for node in firsts), last.target, tuple(sorted(functions.items())))
     activation = _function_of(firsts, inner, {name: as_function(functions[name]) for name in functions})
     return MLPParts(tuple(str(node.target) for node in firsts), str(last.target), tuple(functions), activation, key)
 

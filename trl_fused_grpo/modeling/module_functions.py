@@ -20,10 +20,11 @@ from trl_fused_grpo._compat import torch as torch_compat
 
 
 # Values of attributes that a compiled function may have as constants
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
+CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _PROJECTIONS = (nn.Linear, Conv1D)
+_MATRICES = (*_PROJECTIONS, nn.Embedding)  # FSDP1 leaves a tensor of one dimension behind for weights of any shape
 
 
 class NotAFunctionError(Exception):
@@ -36,12 +37,14 @@ class Blueprint(NamedTuple):
 
     Args:
         cls (`type`): the class of the module.
+        methods (`tuple`): names and methods of the class, without those of `nn.Module`.
         constants (`tuple`): names and values of the attributes that its methods may read.
         parameters (`tuple[str, ...]`): names of its own parameters.
         children (`tuple`): names and blueprints of the modules in it.
     """
 
     cls: type
+    methods: tuple[tuple[str, Any], ...]
     constants: tuple[tuple[str, Any], ...]
     parameters: tuple[str, ...]
     children: tuple[tuple[str, Any], ...]
@@ -71,7 +74,7 @@ def is_norm(module: nn.Module) -> bool:
     """
     Whether a module is a normalisation, or something as simple: no parts, no buffers, at most weights of one dimension.
     """
-    if any(True for _ in module.children()) or any(True for _ in module.buffers()) or isinstance(module, _PROJECTIONS):
+    if [*module.children(), *module.buffers()] or isinstance(module, _MATRICES):
         return False
     own = parameter_names(module)
     scale_alone = {"eps", "variance_epsilon", "normalized_shape"} & vars(module).keys()
@@ -135,7 +138,7 @@ def read_blueprint(module: nn.Module) -> Blueprint:
         if is_changed(child):
             raise NotAFunctionError(f"{type(child).__name__} has hooks or another forward")
         children.append((name, read_blueprint(child)))
-    return Blueprint(cls, _constants(module), parameter_names(module), tuple(children))
+    return Blueprint(cls, methods_of(cls), constants_of(module), parameter_names(module), tuple(children))
 
 
 def is_changed(part: nn.Module) -> bool:
@@ -143,8 +146,9 @@ def is_changed(part: nn.Module) -> bool:
     return "forward" in vars(part) or is_hooked(part) or torch_compat.is_compiled(part)
 
 
-def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    used, found = _names_used(type(module)), {}
+def constants_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Names and values of the attributes that the methods of a module may read, in a form that equal ones share."""
+    used, found = _names_used(methods_of(type(module))), {}
     for name, value in vars(module).items():
         if name in used and name != "training" and not isinstance(value, Tensor):
             constant = _constant(module, value)
@@ -158,13 +162,13 @@ def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 def _constant(module: nn.Module, value: Any) -> tuple[Any] | None:
     """A value of an attribute in a form that equal values share, in a tuple; `None` where it is no constant."""
-    if isinstance(value, (*_CONSTANTS, *_FUNCTIONS)):
+    if isinstance(value, (*CONSTANTS, *_FUNCTIONS)):
         return (value,)
-    if isinstance(value, tuple) and all(isinstance(item, _CONSTANTS) for item in value):
+    if isinstance(value, tuple) and all(isinstance(item, CONSTANTS) for item in value):
         return (tuple(value),)
     if isinstance(value, functools.partial):
         keywords = tuple(sorted(value.keywords.items()))
-        plain = all(isinstance(item, _CONSTANTS) for item in (*value.args, *value.keywords.values()))
+        plain = all(isinstance(item, CONSTANTS) for item in (*value.args, *value.keywords.values()))
         return (_Partial(value.func, value.args, keywords),) if plain else None
     if isinstance(value, types.MethodType) and value.__self__ is module:
         return (_Own(value.__func__.__name__),)
@@ -172,9 +176,9 @@ def _constant(module: nn.Module, value: Any) -> tuple[Any] | None:
 
 
 @functools.cache
-def _names_used(cls: type) -> frozenset[str]:
+def _names_used(methods: tuple[tuple[str, Any], ...]) -> frozenset[str]:
     """Names of attributes that the methods of a class may read: those of other layers, such as its number, are left."""
-    functions = [getattr(value, "fget", getattr(value, "__func__", value)) for value in _methods(cls).values()]
+    functions = [getattr(value, "fget", getattr(value, "__func__", value)) for _, value in methods]
     codes, names = [function.__code__ for function in functions], set()
     while codes:
         code = codes.pop()
@@ -183,21 +187,26 @@ def _names_used(cls: type) -> frozenset[str]:
     return frozenset(names)
 
 
-def _methods(cls: type) -> dict[str, Any]:
-    """The methods that a class has of itself and of those that it inherits from, but not of `nn.Module`."""
-    homes = [home for home in reversed(cls.__mro__) if home not in nn.Module.__mro__]
-    return {
+def homes_of(cls: type) -> list[type]:
+    """A class and those that it inherits from, the first last, but not those of `nn.Module`."""
+    return [home for home in reversed(cls.__mro__) if home not in nn.Module.__mro__]
+
+
+def methods_of(cls: type) -> tuple[tuple[str, Any], ...]:
+    """Names and values of the methods that a class has of itself and of those that it inherits from."""
+    found = {
         name: value
-        for home in homes
+        for home in homes_of(cls)
         for name, value in vars(home).items()
         if isinstance(value, _METHODS) and not name.startswith("__")
     }
+    return tuple(found.items())
 
 
 @functools.cache
 def _stand_in(blueprint: Blueprint) -> type:
     """A class with the methods and constants of a module's, and nothing of what `nn.Module` does around a forward."""
-    body: dict[str, Any] = _methods(blueprint.cls)
+    body: dict[str, Any] = dict(blueprint.methods)
     for name, value in blueprint.constants:
         if isinstance(value, _Partial):
             value = functools.partial(value.function, *value.args, **dict(value.keywords))

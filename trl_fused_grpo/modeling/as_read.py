@@ -1,0 +1,49 @@
+"""Whether a module is still what was read of it when its forward was made a function."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .module_functions import CONSTANTS, constants_of, homes_of, is_changed, methods_of
+
+
+class AsRead:
+    """
+    Tells whether a module is still what was read of it: its class, the methods of that, its constants and its parts.
+
+    Args:
+        module (`nn.Module`): the module. Hooks of its own do not count.
+        names (`Iterable[str]`, *optional*): of the parts that were read, by default all.
+    """
+
+    def __init__(self, module: nn.Module, names: Iterable[str] | None = None):
+        read = module._modules if names is None else {name: module._modules[name] for name in names}
+        self.module = module
+        self._parts = [inner for part in read.values() if part is not None for inner in part.modules()]
+        self._classes = [(owner, type(owner)) for owner in (module, *self._parts)]
+        self._values: list[tuple[Mapping[str, Any], str, Any]] = [(module._modules, *item) for item in read.items()]
+        for part in self._parts:
+            self._values += [(part._modules, *item) for item in part._modules.items()]
+        for owner, _ in self._classes:
+            own, without = vars(owner), owner._parameters
+            for name in [name for name, _ in constants_of(owner) if name != "training"]:
+                self._values.append((own, name, own[name]) if name in own else (without, name, None))
+        for cls in {cls for _, cls in self._classes}:
+            names_in_class = [name for name, _ in methods_of(cls)]
+            self._values += [
+                (vars(home), name, vars(home).get(name)) for home in homes_of(cls) for name in names_in_class
+            ]
+
+    def holds(self) -> bool:
+        """Whether it is."""
+        return (
+            "forward" not in vars(self.module)
+            and all(type(owner) is cls for owner, cls in self._classes)
+            and all(_is_same(home.get(name), value) for home, name, value in self._values)
+            and not any(map(is_changed, self._parts))
+        )
+
+
+def _is_same(found: Any, value: Any) -> bool:
+    return found is value or (type(found) is type(value) and isinstance(value, CONSTANTS) and found == value)
