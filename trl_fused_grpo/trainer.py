@@ -76,7 +76,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         - Layers that carry a state, or whose attention knows no packed rows, have a `forward` that unpacks these. It
           does what it did for all other calls. Undone here.
         - PEFT's LoRA layers have a `forward` that computes their products together, in calls with gradient and in this
-          trainer's own. It does what it did for all other calls. Undone here.
+          trainer's own. It does what it did for all other calls, but that it has no second derivative. Undone here.
         - While packed or aligned rows run, and while a graph of packed rows lives that may be run backward,
           transformers' `"sdpa"` attention, its FlashAttention, the eager attention of the model's own files and its
           mask functions are replaced by functions that do the same for all other calls. Undone with the last such

@@ -25,6 +25,9 @@ from trl_fused_grpo.modeling.module_functions import is_norm
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
 
+pytestmark = pytest.mark.ends
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_yet(monkeypatch):
     """No test finds what another has compiled. The compiler's log, which pytest would keep, takes most of the time."""

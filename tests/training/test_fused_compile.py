@@ -11,6 +11,9 @@ from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo.modeling import compiled_modules
 
 
+pytestmark = pytest.mark.ends
+
+
 @pytest.fixture(autouse=True)
 def quiet_compiler(monkeypatch):
     """The compiler's log, which pytest would keep, takes most of the time."""
