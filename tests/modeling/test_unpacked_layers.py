@@ -200,6 +200,8 @@ def test_a_row_with_zeros_between_sequences_gives_back_what_it_was_given():
 
 
 def test_short_convolutions_run_once_over_all_sequences(tmp_path, monkeypatch):
+    if "lfm2" in PADDING_MATTERS:
+        pytest.skip("this transformers lets padding into its convolutions")
     shapes, of_group = set(), SpacedRow.of_group
 
     def look(self, packed, group):
@@ -227,6 +229,8 @@ def test_what_may_make_something_of_zeros_has_rows_of_its_own(kind):
 
 
 def test_convolutions_that_see_farther_than_the_zeros_are_found_out(tmp_path, monkeypatch):
+    if "lfm2" in PADDING_MATTERS:
+        pytest.skip("this transformers lets padding into its convolutions")
     monkeypatch.setattr(architecture, "tokens_looked_back", lambda _: 0)
     fused, stock = make_pair(tmp_path, lambda: tiny_model("lfm2"), {})
     assert_trains_as_stock(fused, stock, short_rows(8))
