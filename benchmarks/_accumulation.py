@@ -9,7 +9,7 @@ import torch
 from _instruments import hide_instruments
 from _measure import GIB, logged_means
 from _rollout import Lengths, Rollout
-from _trainers import SHAPES, SharedModel, distance, make_model, norm, not_finite
+from _trainers import LORA_ON_ATTENTION, SHAPES, SharedModel, distance, make_model, norm, not_finite
 
 
 ROWS, MICRO_BATCH, GROUP = 32, 4, 8
@@ -106,7 +106,9 @@ class AccumulationBenchmark:
         allocated = torch.cuda.memory_allocated if device == "cuda" else int
         before = allocated()
         self.size, self.device, self.seed = size, device, seed
-        self.shared = SharedModel(make_model(size, device, dtype, lora), ROWS, reward, GROUP)
+        self.shared = SharedModel(
+            make_model(size, device, dtype, LORA_ON_ATTENTION if lora else None), ROWS, reward, GROUP
+        )
         self.rollout = Rollout.make(LENGTHS.get(size, Lengths()), ROWS // GROUP, GROUP, SHAPES[size][-1], seed)
         self.stock: list[torch.Tensor] | None = None
         self.stock_norm = 0.0

@@ -5,23 +5,13 @@ from typing import Any
 
 import torch
 from _rollout import Lengths
-from transformers import AutoModelForCausalLM, Qwen3Config
-
-from trl_fused_grpo.parity.tiny import EOS_ID, PAD_ID
 
 
-# Hidden size, layers, heads, key-value heads, head size, MLP size and vocabulary size of each model
-SHAPES = {
-    "tiny": (64, 2, 4, 2, 16, 128, 1027),
-    "0.6b": (1024, 28, 16, 8, 128, 3072, 151_936),
-    "1.7b": (2048, 28, 16, 8, 128, 6144, 151_936),
-    "4b": (2560, 36, 32, 8, 128, 9728, 151_936),
-}
 DEFAULT_LENGTHS = Lengths()
 TINY_LENGTHS = Lengths(prompts=(4, 10), median=20, longest=64)
 LONG = Lengths(median=4000, longest=16_384)
+ALL_LINEAR: dict[str, Any] = {"lora_alpha": 32, "target_modules": "all-linear"}
 VERY_LONG = Lengths(median=20_000, sigma=0.5, longest=32_768)
-LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
 @dataclass(frozen=True)
@@ -30,13 +20,12 @@ class Case:
     One row of the table.
 
     Args:
-        model (`str`): a key of `SHAPES`.
+        model (`str`): a key of `_trainers.SHAPES`.
         target (`float`, *optional*): the most time relative to stock that a step is meant to take.
         memory (`float`): the same of peak memory.
         lengths ([`Lengths`]): of prompts and completions.
         micro_batch (`int`): sequences in a micro-batch.
         options (`dict`): options of both trainers.
-        fused (`dict`): options of ours alone.
         lora (`bool`): train adapters on all linear layers instead of the weights.
         dtype (`torch.dtype`): of the weights.
         vllm (`bool`): whether completions count as vLLM's, with its log-probs.
@@ -50,7 +39,6 @@ class Case:
     lengths: Lengths = DEFAULT_LENGTHS
     micro_batch: int = 4
     options: dict[str, Any] = field(default_factory=dict)
-    fused: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
     dtype: torch.dtype = torch.float32
     vllm: bool = True
@@ -75,40 +63,6 @@ CASES = {
     "tiny-no-vllm": Case("tiny", lengths=TINY_LENGTHS, vllm=False),
     "tiny-ddp": Case("tiny", lengths=TINY_LENGTHS, engine="ddp"),
 }
-
-
-def make_model(case: Case, device: str) -> Any:
-    """A Qwen3 model with seeded random weights and tied embeddings, with adapters where the case trains them."""
-    width, layers, heads, key_heads, head_dim, mlp, vocab = SHAPES[case.model]
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        head_dim=head_dim,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-        pad_token_id=PAD_ID,
-        eos_token_id=EOS_ID,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=case.dtype, attn_implementation="sdpa")
-        return _with_adapters(model) if case.lora else model
-
-
-def _with_adapters(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    # By default lora_B is zero, so that lora_A gets no gradient
-    model = get_peft_model(model, LoraConfig(**LORA, init_lora_weights=False))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=1e-3)
-    return model
 
 
 def model_flops(model: Any, rows: list[tuple[int, int]], trains_all: bool) -> float:

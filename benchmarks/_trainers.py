@@ -1,12 +1,14 @@
 """One model with random weights, and stock and fused trainers that take turns on it."""
 
 import gc
+import os
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -22,11 +24,16 @@ SHAPES = {
     "tiny": (64, 2, 4, 2, 16, 128, 1027),
     "thin": (1024, 2, 16, 8, 128, 3072, 1027),
     "0.6b": (1024, 28, 16, 8, 128, 3072, 151_936),
+    "1.7b": (2048, 28, 16, 8, 128, 6144, 151_936),
     "4b": (2560, 36, 32, 8, 128, 9728, 151_936),
 }
 
 
-def make_model(shape: str, device: str, dtype: torch.dtype, lora: bool = False) -> Any:
+# Adapters of rank 16 on the attention projections
+LORA_ON_ATTENTION: dict[str, Any] = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+
+
+def make_model(shape: str, device: str, dtype: torch.dtype, lora: dict[str, Any] | None = None) -> Any:
     """
     A Qwen3 model with seeded random weights and tied embeddings.
 
@@ -34,7 +41,7 @@ def make_model(shape: str, device: str, dtype: torch.dtype, lora: bool = False) 
         shape (`str`): a key of `SHAPES`.
         device (`str`): `"cuda"` or `"cpu"`.
         dtype (`torch.dtype`): of the weights.
-        lora (`bool`): train adapters of rank 16 on the attention projections instead of the weights.
+        lora (`dict`, *optional*): options of adapters of rank 16 that are trained instead of the weights.
     """
     width, layers, heads, key_heads, head_dim, mlp, vocab = SHAPES[shape]
     config = Qwen3Config(
@@ -45,7 +52,7 @@ def make_model(shape: str, device: str, dtype: torch.dtype, lora: bool = False) 
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
         head_dim=head_dim,
-        max_position_embeddings=8192,
+        max_position_embeddings=40_960,
         tie_word_embeddings=True,
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
@@ -54,20 +61,26 @@ def make_model(shape: str, device: str, dtype: torch.dtype, lora: bool = False) 
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        return _with_adapters(model) if lora else model
+        return model if lora is None else _with_adapters(model, lora)
 
 
-def _with_adapters(model: Any) -> Any:
+def _with_adapters(model: Any, options: dict[str, Any]) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     # By default lora_B is zero, so that lora_A gets no gradient
-    config = LoraConfig(r=16, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    config = LoraConfig(r=16, task_type="CAUSAL_LM", init_lora_weights=False, **options)
     model = get_peft_model(model, config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=1e-3)
     return model
+
+
+def forget_accelerate() -> None:
+    """Forget the engine and the precision of the trainer before, which Accelerate keeps for the whole process."""
+    AcceleratorState._reset_state()
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
+        os.environ.pop(name, None)
 
 
 class SharedModel:

@@ -27,9 +27,8 @@ import typer
 from _accumulation import GROUP, ROWS, reward
 from _measure import GIB, environment
 from _rollout import Rollout
-from _step_cases import CASES, SHAPES, Case, make_model, model_flops
-from _trainers import clear_memory
-from accelerate.state import AcceleratorState
+from _step_cases import ALL_LINEAR, CASES, Case, model_flops
+from _trainers import SHAPES, clear_memory, forget_accelerate, make_model
 from datasets import Dataset
 from records import write_record
 from rich.console import Console
@@ -103,9 +102,7 @@ class Profile(TrainerCallback):
 
 def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: int, extra: dict[str, Any]) -> Any:
     """A trainer with a model of its own."""
-    AcceleratorState._reset_state()
-    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
-        os.environ.pop(name, None)
+    forget_accelerate()
     options: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": case.micro_batch,
@@ -122,13 +119,13 @@ def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: 
         "bf16": device == "cuda",
         "use_cpu": device == "cpu",
         **case.options,
-        **(case.fused | extra if fused else {}),
+        **(extra if fused else {}),
     }
     if case.engine == "fsdp2":
         options |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     trainer_class: Any = FusedGRPOTrainer if fused else GRPOTrainer
     trainer = trainer_class(
-        model=make_model(case, device),
+        model=make_model(case.model, device, case.dtype, ALL_LINEAR if case.lora else None),
         reward_funcs=reward,
         args=(FusedGRPOConfig if fused else GRPOConfig)(**options),
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * ROWS * _world_size()}),

@@ -19,8 +19,7 @@ import torch.distributed as dist
 import typer
 from _measure import environment
 from _rollout import Lengths, Rollout
-from _trainers import SHAPES, make_model
-from accelerate.state import AcceleratorState
+from _trainers import SHAPES, forget_accelerate, make_model
 from datasets import Dataset
 from records import write_record
 from rich.console import Console
@@ -42,9 +41,7 @@ app = typer.Typer(add_completion=False)
 
 def train(cls: type, size: str, backend: str, precision: str, device: str, seed: int) -> dict[str, Any]:
     """Three steps; loss, gradient norm and metrics of each."""
-    AcceleratorState._reset_state()
-    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
-        os.environ.pop(name, None)
+    forget_accelerate()
     options: dict[str, Any] = {"use_liger_loss": True} if cls is FusedGRPOTrainer else {}
     if backend == "fsdp2":
         options |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
