@@ -141,6 +141,11 @@ class TokenTerms(NamedTuple):
     phi: Tensor | None  # VESPO's sequence weight
 
 
+def has_kl_term(objective: GRPOObjective, batch: GRPOBatch) -> bool:
+    """Whether the loss of a micro-batch has a KL term."""
+    return objective.beta != 0.0 and batch.ref_per_token_logps is not None
+
+
 def token_terms(
     objective: GRPOObjective, batch: GRPOBatch, logps: Tensor, entropies: Tensor | None = None
 ) -> TokenTerms:
@@ -173,7 +178,7 @@ def token_terms(
     if batch.importance_sampling_ratio is not None and phi is None:
         loss = loss * batch.importance_sampling_ratio
     kl = None
-    if objective.beta != 0.0 and batch.ref_per_token_logps is not None:
+    if has_kl_term(objective, batch):
         kl = kl_loss(objective, batch.ref_per_token_logps, logps, log_ratio)
         loss = loss + objective.beta * kl
     return TokenTerms(loss, log_ratio.detach().exp(), kl, phi)

@@ -17,7 +17,7 @@ from trl_fused_grpo.ops.forecast import RowGroups
 
 from .batch import GRPOBatch
 from .importance_sampling import SamplingCorrection
-from .objective import GRPOObjective, token_terms
+from .objective import GRPOObjective, has_kl_term, token_terms
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SequenceForecast:
         needs_grad = (weights != 0) & (batch.advantages != 0)  # [B, T]
         if batch.importance_sampling_ratio is not None and objective.loss_type != "vespo":
             needs_grad = needs_grad & (batch.importance_sampling_ratio != 0)
-        if _has_kl(objective, batch):
+        if has_kl_term(objective, batch):
             needs_grad = needs_grad | (weights != 0)
         if entropy_grads is not None:
             needs_grad = needs_grad | (entropy_grads != 0)
@@ -95,7 +95,7 @@ class SequenceForecast:
             and (is_vespo or not has_token_ratio)
             and batch.advantages.shape[1] == 1
             and self.entropy_grads is None
-            and not _has_kl(self.objective, batch)
+            and not has_kl_term(self.objective, batch)
         )
 
     def at(self, index: Tensor, grad_rows: int) -> "SequenceRowForecast":
@@ -160,10 +160,6 @@ class SequenceRowForecast:
         if self.forecast.entropy_grads is None:
             return grads, None
         return grads, self.forecast.entropy_grads[self.sequences[first:last]].flatten()[places]
-
-
-def _has_kl(objective: GRPOObjective, batch: GRPOBatch) -> bool:
-    return objective.beta != 0.0 and batch.ref_per_token_logps is not None
 
 
 def _selected(batch: GRPOBatch, sequences: Tensor) -> GRPOBatch:
