@@ -63,8 +63,7 @@ def log_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> N
     if options.fused_memory is not None:
         reasons["fused_memory"] = why_no_memory_budget(trainer)
     for option, reason in reasons.items():
-        if reason is not None:
-            logger.warning_once(f"{option}={getattr(options, option)} has no effect, because {reason}.")
+        is_possible(f"{option}={getattr(options, option)}", reason)
 
 
 def is_possible(asked_for: str | None, reason: str | None) -> bool:

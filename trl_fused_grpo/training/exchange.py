@@ -23,7 +23,7 @@ from .checks import is_possible
 from .eligibility import why_not_exchanged
 from .engine import LogpsEngine
 from .exchange_plan import GENERATED_BY, Work, balanced_sources, expected_forwards
-from .memory import MAX_TOKENS
+from .memory import tokens_as_trl
 
 
 logger = logging.get_logger(__name__)
@@ -60,7 +60,8 @@ def exchanged(
     most = options.fused_max_tokens_per_forward
 
     def limit(padded: int) -> int:
-        return 0 if not is_shared else min(padded, MAX_TOKENS) if most is None else most
+        # Without what `fused_memory` adds: its room differs from process to process, and all must decide alike
+        return 0 if not is_shared else tokens_as_trl(padded) if most is None else most
 
     window = trainer.args.gradient_accumulation_steps
     windows = list(range(steps_left or window, len(batches), window))

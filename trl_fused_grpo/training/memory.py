@@ -112,7 +112,7 @@ class MemoryBudget:
         return self._weight_gradients + int(activations * max(1.0, tokens / self._tokens))
 
     def most_tokens(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Tokens for which a forward with every layer checkpointed stays within the budget; 0 while it learns."""
+        """Tokens for which a forward with every layer checkpointed stays within the budget; 0 before a backward."""
         activations = self._needed - self._weight_gradients
         if activations <= 0 or not self._layers:
             return 0
@@ -171,8 +171,13 @@ def token_budget(batches: list[dict[str, Any]], budget: MemoryBudget | None, mod
     where `fused_memory` has room for them.
     """
     prompt_ids, completion_ids = batches[0]["prompt_ids"], batches[0]["completion_ids"]
-    tokens = min(prompt_ids.numel() + completion_ids.numel(), MAX_TOKENS)
+    tokens = tokens_as_trl(prompt_ids.numel() + completion_ids.numel())
     return tokens if budget is None else max(tokens, budget.most_tokens(model.parameters()))
+
+
+def tokens_as_trl(padded: int) -> int:
+    """Tokens that a shared forward may have in the memory of a micro-batch with `padded` tokens in TRL's padding."""
+    return min(padded, MAX_TOKENS)
 
 
 def free_memory() -> None:
