@@ -204,8 +204,8 @@ class FusedGRPOConfig(GRPOConfig):
             on CUDA and a C++ compiler on the CPU; without them this is logged once, and nothing is compiled.
         fused_memory (`float`, *optional*):
             Fraction of the device's memory that this process may take, for speed: larger shared forwards, and layers
-            that keep for backward what gradient checkpointing would compute again, attention's results first. Counts
-            from the third optimizer step on; the first two show what a step takes. By default memory stays at that of
+            that keep for backward what gradient checkpointing would compute again, attention's results first. Layers
+            do so from the third optimizer step on; the first two show what a step takes. By default memory stays at that of
             TRL's padded micro-batch, with every layer checkpointed. Acts on CUDA, with `gradient_checkpointing`.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
