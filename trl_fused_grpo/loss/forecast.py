@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .batch import GRPOBatch
 from .importance_sampling import SamplingCorrection
-from .objective import GRPOObjective, has_kl_term, kl_loss, policy_loss, token_terms
+from .objective import GRPOObjective, kl_loss, kl_reference, policy_loss, token_terms
 from .reduction import entropy_weights, token_weights
 from .sequence_forecast import SequenceForecast
 
@@ -158,7 +158,7 @@ def forecast(
     entropy_grads = entropy_weights(objective, batch) * unit if objective.entropy_coef != 0.0 else None
     if correction is not None or not objective.is_tokenwise(has_old_logps=not is_on_policy):
         return SequenceForecast.of(objective, batch, scale, entropy_grads, unit, correction)
-    kl_weights = scale * objective.beta if has_kl_term(objective, batch) else None
+    kl_weights = scale * objective.beta if kl_reference(objective, batch) is not None else None
 
     on_policy = None
     if is_on_policy:

@@ -141,9 +141,9 @@ class TokenTerms(NamedTuple):
     phi: Tensor | None  # VESPO's sequence weight
 
 
-def has_kl_term(objective: GRPOObjective, batch: GRPOBatch) -> bool:
-    """Whether the loss of a micro-batch has a KL term."""
-    return objective.beta != 0.0 and batch.ref_per_token_logps is not None
+def kl_reference(objective: GRPOObjective, batch: GRPOBatch) -> Tensor | None:
+    """The reference's log-probs that the loss of a micro-batch has a KL term against, or `None` where it has none."""
+    return batch.ref_per_token_logps if objective.beta != 0.0 else None
 
 
 def token_terms(
@@ -178,8 +178,9 @@ def token_terms(
     if batch.importance_sampling_ratio is not None and phi is None:
         loss = loss * batch.importance_sampling_ratio
     kl = None
-    if has_kl_term(objective, batch):
-        kl = kl_loss(objective, batch.ref_per_token_logps, logps, log_ratio)
+    ref_logps = kl_reference(objective, batch)
+    if ref_logps is not None:
+        kl = kl_loss(objective, ref_logps, logps, log_ratio)
         loss = loss + objective.beta * kl
     return TokenTerms(loss, log_ratio.detach().exp(), kl, phi)
 

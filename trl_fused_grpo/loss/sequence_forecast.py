@@ -17,7 +17,7 @@ from trl_fused_grpo.ops.forecast import RowGroups
 
 from .batch import GRPOBatch
 from .importance_sampling import SamplingCorrection
-from .objective import GRPOObjective, has_kl_term, token_terms
+from .objective import GRPOObjective, kl_reference, token_terms
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SequenceForecast:
         needs_grad = (weights != 0) & (batch.advantages != 0)  # [B, T]
         if batch.importance_sampling_ratio is not None and objective.loss_type != "vespo":
             needs_grad = needs_grad & (batch.importance_sampling_ratio != 0)
-        if has_kl_term(objective, batch):
+        if kl_reference(objective, batch) is not None:
             needs_grad = needs_grad | (weights != 0)
         if entropy_grads is not None:
             needs_grad = needs_grad | (entropy_grads != 0)
@@ -95,7 +95,7 @@ class SequenceForecast:
             and (is_vespo or not has_token_ratio)
             and batch.advantages.shape[1] == 1
             and self.entropy_grads is None
-            and not has_kl_term(self.objective, batch)
+            and kl_reference(self.objective, batch) is None
         )
 
     def at(self, index: Tensor, grad_rows: int) -> "SequenceRowForecast":
