@@ -205,8 +205,9 @@ class FusedGRPOConfig(GRPOConfig):
         fused_memory (`float`, *optional*):
             Fraction of the device's memory that this process may take, for speed: larger shared forwards, and layers
             that keep for backward what gradient checkpointing would compute again, attention's results first. Layers
-            do so from the third optimizer step on; the first two show what a step takes. By default memory stays at that of
-            TRL's padded micro-batch, with every layer checkpointed. Acts on CUDA, with `gradient_checkpointing`.
+            do so from the third optimizer step on; the first two show what a step takes. By default memory stays at
+            that of TRL's padded micro-batch, with every layer checkpointed. Acts on CUDA, with
+            `gradient_checkpointing`.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
             than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
