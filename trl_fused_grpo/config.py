@@ -5,7 +5,7 @@ The options: `use_liger_loss` for TRL's `GRPOConfig` on every version, `FusedGRP
 
 import functools
 import inspect
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field
 from typing import Any
 
 from trl import GRPOConfig
@@ -69,14 +69,15 @@ def _keep_flag_through_post_init(cls: Any) -> None:
 
 def install_use_liger_loss(cls: Any = GRPOConfig) -> None:
     """
-    Make `use_liger_loss` a dataclass field of `GRPOConfig`, with the default `False`. The class itself is changed, so
-    that it does not matter how or when it was imported. Argument parsers, `to_dict` and saved arguments see the field.
-    Idempotent.
+    Make `use_liger_loss` a dataclass field of `GRPOConfig`. Its default, `None`, says nothing: the fused loss is off
+    unless `patch()` switches it on. The class itself is changed, so that it does not matter how or when it was
+    imported. Argument parsers, `to_dict` and saved arguments see the field. Idempotent.
     """
     if getattr(cls, "_has_fused_loss", False):
         return
-    cls.__annotations__[_FIELD] = bool  # TRL 0.27 has the field, with another default
-    setattr(cls, _FIELD, field(default=False, metadata={"help": _HELP}))
+    # `bool` as in TRL 0.27, which has the field: of `bool | None` a parser does not take `--use_liger_loss` alone
+    cls.__annotations__[_FIELD] = bool
+    setattr(cls, _FIELD, field(default=None, metadata={"help": _HELP}))
     _regenerate(cls)
     _keep_flag_through_post_init(cls)
     cls._has_fused_loss = True
@@ -116,14 +117,16 @@ class FusedOptions:
     kl_estimator: str = "k3"
 
     @classmethod
-    def from_args(cls, args: Any) -> Self:
+    def from_args(cls, args: Any, defaults: Self | None = None) -> Self:
         """
         Read the options of a trainer.
 
         Args:
-            args (`GRPOConfig`): its arguments. Where they have no such field, as TRL's own, the default holds.
+            args (`GRPOConfig`): its arguments.
+            defaults ([`FusedOptions`], *optional*): what holds where they have no such field, as TRL's own.
         """
-        values: dict[str, Any] = {option.name: getattr(args, option.name, option.default) for option in fields(cls)}
+        defaults = defaults or cls()
+        values: dict[str, Any] = {name: getattr(args, name, default) for name, default in vars(defaults).items()}
         return cls(**values)
 
     def __post_init__(self):

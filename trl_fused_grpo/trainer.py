@@ -16,6 +16,7 @@ from trl_fused_grpo.training.logps_request import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
 
 from ._compat import trl as trl_compat
+from .defaults import fused_loss_of
 
 
 class FusedGRPOTrainer(GRPOTrainer):
@@ -25,7 +26,8 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     With `use_liger_loss=True` in its arguments, every log-probability (policy, old policy, reference) comes from the
     fused linear function; TRL's own `_compute_loss` turns them into the loss. With `use_liger_loss=False` it is the
-    stock trainer. `use_liger_kernel=True` means the fused loss and Liger's layer kernels.
+    stock trainer, and so it is where they say neither, unless [`patch`] switches the loss on. `use_liger_kernel=True`
+    means the fused loss and Liger's layer kernels.
 
     Micro-batches of an accumulation window may share a forward of the model (`fused_max_tokens_per_forward`). Each has
     its loss in its own training step. The gradients of all come with the last of them.
@@ -50,8 +52,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         config: Any = arguments.get("args")
         model = arguments.get("model")
         layer_kernels = getattr(config, "use_liger_kernel", False)
-        self.use_liger_loss = bool(getattr(config, "use_liger_loss", False) or layer_kernels)
-        self._fused = FusedState(self)
+        self.use_liger_loss, defaults = fused_loss_of(config)
+        self._fused = FusedState(self, defaults)
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
             self._fused.engine.read_options()

@@ -231,13 +231,16 @@ def sampling_clip_range(trainer: GRPOTrainer) -> tuple[float | None, float | Non
 
 
 @contextmanager
-def without_liger_flag(args: GRPOConfig) -> Generator[None, None, None]:
+def without_liger_flag(args: GRPOConfig | None) -> Generator[None, None, None]:
     """
     Hide `use_liger_kernel` from TRL's constructor.
 
     Up to TRL 1.14 it selects TRL's own Liger loss, which refuses combinations that are supported here; from 1.15 on it
     is deprecated. The layer kernels that it stands for too are applied afterwards.
     """
+    if args is None:  # TRL makes arguments of its own, in which the flag is off
+        yield
+        return
     wanted, args.use_liger_kernel = args.use_liger_kernel, False
     try:
         yield

@@ -13,7 +13,6 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
@@ -47,7 +46,7 @@ def check_backward(trainer: GRPOTrainer, backward: str) -> None:
         )
 
 
-def log_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> None:
+def log_what_has_no_effect(trainer: Any, layout: Callable[[], str]) -> None:
     """
     Log once which options were asked for and have no effect, with the reason.
 
@@ -55,7 +54,7 @@ def log_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> N
         trainer (`GRPOTrainer`): at the end of its construction.
         layout (`Callable`): returns the layout of the policy's rows; called only where an option depends on it.
     """
-    reasons, options = {}, FusedOptions.from_args(trainer.args)
+    reasons, options = {}, trainer._fused.engine.options_asked_for()
     if options.fused_skip_old_logps:
         reasons["fused_skip_old_logps"] = why_old_logps_are_not_skipped(trainer)
     if options.fused_skip_zero_grad_sequences:
@@ -81,7 +80,7 @@ def check_kl_estimator(trainer: Any) -> None:
     Raises:
         `ValueError`: naming the options to change.
     """
-    name = FusedOptions.from_args(trainer.args).kl_estimator
+    name = trainer._fused.engine.options_asked_for().kl_estimator
     if name == "k3":
         return
     if trainer.beta == 0.0:

@@ -51,11 +51,12 @@ class LogpsEngine:
 
     Args:
         trainer (`GRPOTrainer`): whose models and options they are.
+        defaults ([`FusedOptions`]): the options that its arguments do not have.
     """
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: GRPOTrainer, defaults: FusedOptions):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
-        self.options = FusedOptions()
+        self.options = self._defaults = defaults
         self._refusals: WeakKeyDictionary[nn.Module, dict[bool, Refusal]] = WeakKeyDictionary()
         self._tried: LayerMemo[set[Any]] = LayerMemo(lambda _: set())
         self._modules: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
@@ -63,9 +64,13 @@ class LogpsEngine:
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
         self.memory: MemoryBudget | None = None
 
+    def options_asked_for(self) -> FusedOptions:
+        """The options that the trainer's arguments have now."""
+        return FusedOptions.from_args(self.trainer.args, self._defaults)
+
     def read_options(self) -> None:
         """Read the options from the trainer's arguments."""
-        self.options = FusedOptions.from_args(self.trainer.args)
+        self.options = self.options_asked_for()
         self.memory = memory_budget(self.trainer, self.options.fused_memory)
 
     def install(self, model: nn.Module) -> None:

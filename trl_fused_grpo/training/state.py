@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
+from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, uninstall_attention
 from trl_fused_grpo.ops.linear_logps import FusedStats
@@ -70,6 +71,7 @@ class FusedState:
 
     Args:
         trainer (`GRPOTrainer`): not yet constructed.
+        defaults ([`FusedOptions`]): the options that its arguments do not have.
 
     Attributes:
         engine ([`LogpsEngine`]): computes log-probs.
@@ -80,9 +82,9 @@ class FusedState:
         micro_batch (`dict`): the inputs of the training step that runs.
     """
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: GRPOTrainer, defaults: FusedOptions):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
-        self.engine = LogpsEngine(trainer)
+        self.engine = LogpsEngine(trainer, defaults)
         self.merger = MicroBatchMerger(trainer, self.engine)
         self.deferral = LogpsDeferral(trainer, self.engine)
         self.ratio = DeferredRatio(trainer)
