@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from trl_fused_grpo.parity import CASES, CUSTOMISED_CASES, MODEL_CASES, Case, Settings, report
 from trl_fused_grpo.parity.jobs import run_cases
+from trl_fused_grpo.patching import unpatched
 
 
 class Device(str, Enum):
@@ -66,7 +67,7 @@ def parity(
     if models and customised:
         raise typer.BadParameter("--models and --customised are two sets of cases: choose one.")
     cases = MODEL_CASES if models else CUSTOMISED_CASES if customised else CASES
-    with _quiet():
+    with unpatched(), _quiet():
         code = _run_parity(cases, case or [], list_cases, device, dtype, jobs, json_file, plot_file)
     raise typer.Exit(code)
 
@@ -120,7 +121,8 @@ def _progress(console: Console) -> Progress:
 
 
 def _silence() -> None:
-    """Turns warnings and progress bars off in a process of `--jobs`, until it ends."""
+    """Turns warnings, progress bars and patches off in a process of `--jobs`, until it ends."""
+    unpatched().__enter__()
     _quiet().__enter__()
 
 
