@@ -78,6 +78,7 @@ CHILD = """
 import json, multiprocessing, sys
 
 def tell(queue):
+    import trl_fused_grpo  # before TRL: it is not complete when TRL's trainer has been loaded
     import trl
     queue.put(trl.GRPOTrainer.__name__)
 

@@ -5,7 +5,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,9 @@ from transformers.utils import logging as transformers_logging
 from trl_fused_grpo.parity import CASES, CUSTOMISED_CASES, MODEL_CASES, Case, Settings, report
 from trl_fused_grpo.parity.jobs import run_cases
 from trl_fused_grpo.patching import unpatched
+
+
+_UNTIL_THE_END = ExitStack()  # of a process of `--jobs`: a context that nobody keeps ends at once
 
 
 class Device(str, Enum):
@@ -122,8 +125,8 @@ def _progress(console: Console) -> Progress:
 
 def _silence() -> None:
     """Turns warnings, progress bars and patches off in a process of `--jobs`, until it ends."""
-    unpatched().__enter__()
-    _quiet().__enter__()
+    _UNTIL_THE_END.enter_context(unpatched())
+    _UNTIL_THE_END.enter_context(_quiet())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def run(context: typer.Context) -> None:
 
     What follows the script is the script's. With several processes: accelerate launch -m trl_fused_grpo run SCRIPT.
     """
-    parser = _parser()
+    parser = command_line()
     words = vars(parser.parse_args(context.args))
     is_module, script, arguments = words.pop("module"), words.pop("script"), words.pop("arguments")
     try:
@@ -33,7 +33,8 @@ def run(context: typer.Context) -> None:
     run_patched(script, arguments, options, is_module)
 
 
-def _parser() -> ArgumentParser:
+def command_line() -> ArgumentParser:
+    """The parser of what follows `trl-fused-grpo run`; values of options are text."""
     parser = ArgumentParser(
         "trl-fused-grpo run",
         allow_abbrev=False,
