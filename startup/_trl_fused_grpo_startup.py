@@ -19,9 +19,9 @@ class _Finder:
     def find_spec(self, name, path=None, target=None):
         if name != _TRAINER:
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
-        if spec is None:
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is None or spec.loader is None:
             return None
         load = spec.loader.exec_module
 
@@ -29,7 +29,7 @@ class _Finder:
             load(module)
             _import_package(module)
 
-        spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module  # ty: ignore[invalid-assignment] - of this loader alone
         return spec
 
 

@@ -144,7 +144,7 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 def _install_new() -> None:
     """Give TRL's class its `__new__`, for good: Python cannot take a `__new__` away from a class."""
-    _new.__signature__ = inspect.signature(_STOCK.__init__)  # ty: ignore[unresolved-attribute] - what a class shows
+    _new.__signature__ = inspect.signature(_STOCK.__init__)  # ty: ignore[missing-attribute] - what a class shows
     _STOCK.__new__ = staticmethod(_new)
 
 

@@ -33,7 +33,10 @@ def run_python(*words, python=sys.executable, variable=None, folder=None):
 
 @pytest.mark.parametrize(
     ("variable", "loaded"),
-    [(None, "False False False False"), ("0", "False False False False"), ("1", "True False False False")],
+    [
+        *((variable, "False False False False") for variable in (None, "", "0")),
+        ("1", "True False False False"),
+    ],
 )
 def test_python_starts_without_importing_anything_else(variable, loaded):
     run = run_python("-c", LOADED, STARTUP, variable=variable)

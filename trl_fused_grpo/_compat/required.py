@@ -68,7 +68,8 @@ OPTIONS = {
 # Names that an object of another library must have, in every version of it.
 # Not listed, because they are looked for where they are used: accelerate's `_find_final_norm` (>= 1.14), TRL's
 # `add_fused_lm_head` and `BaseTunerLayer` (>= 1.15), transformers' `remap_positions_for_packed_sequence` (>= 5.22),
-# Liger's `_apply_liger_kernel_to_instance` (imported with transformers < 5 alone, for `use_liger_kernel=True`)
+# Liger's `_apply_liger_kernel_to_instance` (imported with transformers < 5 alone, for `use_liger_kernel=True`),
+# `launch_command` and `launch_training_script` of TRL's command line (imported by `trl-fused-grpo grpo` alone)
 NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "Accelerator": (
         Accelerator,

@@ -57,7 +57,8 @@ def _redirect(launch: Callable[[argparse.Namespace], None]) -> None:
     try:
         from trl.cli.accelerate_launcher import launch_training_script
 
-        launch_training_script.__kwdefaults__["launch_command_fn"] = launch
+        defaults: Any = launch_training_script.__kwdefaults__
+        defaults["launch_command_fn"] = launch
     except (ImportError, TypeError) as error:
         raise ImportError(
             f"trl-fused-grpo grpo cannot redirect the command line of TRL {TRL}: use `trl-fused-grpo run` with a "
