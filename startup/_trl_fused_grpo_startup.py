@@ -29,7 +29,7 @@ class _Finder:
             load(module)
             _import_package(module)
 
-        spec.loader.exec_module = exec_module  # ty: ignore[invalid-assignment] - of this loader alone
+        spec.loader.exec_module = exec_module  # of this loader alone
         return spec
 
 
