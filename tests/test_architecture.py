@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "trainer": {"training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
     "patching": {"trainer"},
     "parity": {"", "_compat"},
-    "cli": {"", "parity"},
+    "cli": {"", "parity", "training"},
     "__main__": {"cli"},
     "": {"config", "trainer", "patching", "loss", "modeling", "ops", "_compat"},
 }

@@ -1,12 +1,13 @@
 """
 The `trl-fused-grpo` command, with a module for each of its commands:
 
-- `parity` compares the fused trainer with stock TRL.
+- `parity` compares the fused trainer with stock TRL;
+- `doctor` says which paths a training would take, and why not a faster one.
 """
 
 import typer
 
-from . import parity
+from . import doctor, parity
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -18,3 +19,4 @@ def main() -> None:
 
 
 app.command()(parity.parity)
+app.command()(doctor.doctor)

@@ -40,6 +40,7 @@ from .kl import kl_term, replaces_kl
 from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps
 from .loss_request import LossCall, build_call_request, build_loss_request, padding_counts
 from .merging import MicroBatchMerger, reducing_gradients
+from .summary import print_summary
 from .verification import Verification
 
 
@@ -73,7 +74,7 @@ class FusedState:
         self.stats: list[FusedStats] = []
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
-        self._is_in_step = False
+        self._is_in_step = self._has_summary_to_print = False
         self._steps_done = 0  # training steps of the current accumulation window that are done
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
 
@@ -115,6 +116,7 @@ class FusedState:
         self.ratio.resolve()
         self.merger.reset()
         self.verification.reset()
+        self._has_summary_to_print = True
 
     def begin_accumulation(self) -> None:
         """TRL asks for the micro-batches of a new accumulation window."""
@@ -138,6 +140,9 @@ class FusedState:
     def generation(self) -> Generator[None, None, None]:
         """While it lasts, TRL generates: some log-probs are left out."""
         self.engine.list_modules_anew()
+        if self._has_summary_to_print and self.trainer.model.training:
+            print_summary(self.engine)  # by now the model is in its wrappers
+            self._has_summary_to_print = False
         with self.deferral.generation(self.steps_left):
             yield
 
