@@ -38,7 +38,7 @@ def lines_of(trainer):
         ({}, "layout", "packed: no padding, if the first batch shows no difference", None, None),
         ({"fused_layout": "aligned"}, "layout", "aligned, as asked for", "fused_layout='aligned'", "'auto'"),
         ({"kind": "gemma3-bidirectional"}, "layout", "padded", "its attention is not causal", None),
-        ({"kind": "lfm2"}, "prompts", "once for each completion", "rows of their own", None),
+        ({"kind": "qwen3-next"}, "prompts", "once for each completion", "rows of their own", None),
         ({"fused_share_prompts": False}, "prompts", "once for each", "fused_share_prompts=False", "=True"),
         ({"gradient_accumulation_steps": 4}, "forwards", "up to 4 micro-batches share one", None, None),
         (
