@@ -112,7 +112,8 @@ def _parsed(options: dict[str, Any], folder: Path) -> tuple[Any, Any]:
         options["use_cpu"] = True  # else mixed precision is refused
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(options), encoding="utf-8")
-    parser = trl.TrlParser((GRPOScriptArguments, FusedGRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
+    classes: Any = (GRPOScriptArguments, FusedGRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    parser = trl.TrlParser(classes)
     _, args, model_args, _ = parser.parse_args_and_config(["--config", str(file)])
     return args, model_args
 
