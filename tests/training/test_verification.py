@@ -126,3 +126,14 @@ def test_a_micro_batch_without_advantages_tells_nothing(tmp_path, told):
     trainer.train()
     assert not [name for entry in trainer.state.log_history for name in ERRORS if name in entry]
     assert not told()
+
+
+def test_a_training_goes_on_where_trls_own_path_has_no_memory(tmp_path, told, monkeypatch):
+    expected, _ = train(tmp_path)
+    call_trl = mock.Mock(side_effect=torch.OutOfMemoryError)
+    monkeypatch.setattr("trl_fused_grpo.training.state.trl_compat.call_trl_logps", call_trl)
+    weights, log = train(tmp_path, fused_verify=1)
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+    assert not [name for entry in log for name in ERRORS if name in entry]
+    assert call_trl.call_count == 1
+    assert told() == ["fused_verify has no effect, because there is no memory for TRL's own path."]

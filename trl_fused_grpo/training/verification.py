@@ -28,6 +28,7 @@ from .checks import is_possible
 from .customisation import replaced_behind, replaced_method
 from .customised_model import gradient_hook, row_reader
 from .eligibility import why_forwards_differ, why_not_fused
+from .memory import free_memory
 from .trial import random_states_kept
 
 
@@ -116,13 +117,14 @@ class Verification:
     def reset(self) -> None:
         """Forget which step was verified last, as at the start of a training."""
         self._last_step: int | None = None
+        self._had_no_memory = False
         self._trained: tuple[dict[str, Any], Any, Tensor] | None = None
 
     @property
     def is_due(self) -> bool:
         """Whether a micro-batch of the optimizer step that runs is to be compared and none was yet."""
         every, step = self.engine.options.fused_verify, self.trainer.state.global_step
-        return every > 0 and step % every == 0 and step != self._last_step
+        return every > 0 and step % every == 0 and step != self._last_step and not self._had_no_memory
 
     def keep(self, micro_batch: dict[str, Any], trl_loss: Any, loss: Tensor) -> None:
         """
@@ -158,8 +160,16 @@ class Verification:
             with temporary_attr(self, "asks_trl", asks_trl), self._apart(micro_batch):
                 return _loss_and_gradients(causal_lm, lambda: compute_loss(micro_batch, lambda i: trl_loss(model, i)))
 
-        expected, gradients = run(asks_trl=True)
-        _, fused_gradients = run(asks_trl=False)
+        try:
+            expected, gradients = run(asks_trl=True)
+            _, fused_gradients = run(asks_trl=False)
+        except torch.OutOfMemoryError:
+            # Other processes would wait for what this one did not run
+            if trainer.accelerator.num_processes > 1:
+                raise
+            self._had_no_memory = not is_possible("fused_verify", "there is no memory for TRL's own path")
+            free_memory()
+            return
         if gradients is None or fused_gradients is None:
             is_possible("fused_verify", "TRL's own path does not call the model's backbone")
             return
