@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "trainer": {"defaults", "training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
     "patching": {"trainer", "defaults"},
     "parity": {"", "_compat"},
-    "cli": {"", "parity", "patching", "defaults", "config", "_compat"},
+    "cli": {"", "parity", "training", "patching", "defaults", "config", "_compat"},
     "__main__": {"cli"},
     "": {"config", "trainer", "patching", "loss", "modeling", "ops", "_compat"},
 }

@@ -108,6 +108,7 @@ def test_options_are_read_from_the_arguments(tmp_path):
         ("kl_estimator", "k5", 'must be "k1", "k2", "k3" or "k4", not \'k5\''),
         ("fused_logits_mib", 0, "must be positive or None, not 0"),
         ("fused_max_tokens_per_forward", -1, "must be None, 0 or positive, not -1"),
+        ("fused_verify", -1, "must be 0 or positive, not -1"),
     ],
 )
 def test_a_value_that_an_option_cannot_have_is_refused(tmp_path, option, value, message):

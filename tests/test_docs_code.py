@@ -194,7 +194,7 @@ def check_cli(words, monkeypatch):
         launch = {action.dest for action in launch_command_parser()._actions}
         assert names <= FusedGRPOConfig.__dataclass_fields__.keys() | launch
         return
-    is_short = {"--help", "--list", "--case"} & set(words)
+    is_short = {"--help", "--list", "--case", "doctor"} & set(words)
     result = CliRunner().invoke(cli, words if is_short else [*words, "--list"])
     assert result.exit_code == 0, result.output
 

@@ -114,6 +114,7 @@ class FusedOptions:
     fused_skip_zero_grad_sequences: bool = False
     fused_compile: bool = False
     fused_memory: float | None = None
+    fused_verify: int = 0
     kl_estimator: str = "k3"
 
     @classmethod
@@ -150,6 +151,8 @@ class FusedOptions:
                 "fused_memory must be a fraction of the device's memory, above 0 and at most 1, or None, not "
                 f"{self.fused_memory}."
             )
+        if self.fused_verify < 0:
+            raise ValueError(f"fused_verify must be 0 or positive, not {self.fused_verify}.")
 
     @property
     def forces_layout(self) -> bool:
@@ -211,6 +214,10 @@ class FusedGRPOConfig(GRPOConfig):
             do so from the third optimizer step on; the first two show what a step takes. By default memory stays at
             that of TRL's padded micro-batch, with every layer checkpointed. Acts on CUDA, with
             `gradient_checkpointing`.
+        fused_verify (`int`, *optional*, defaults to `0`):
+            Every so many optimizer steps, compute one micro-batch by TRL's own path too, and log how far the fused one
+            is from it as `fused/verify_loss` and `fused/verify_head_grad`. Warns beyond what rounding explains.
+            Training stays the same to the bit. 0 turns it off.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
             than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
@@ -264,6 +271,10 @@ class FusedGRPOConfig(GRPOConfig):
     fused_memory: float | None = field(
         default=FusedOptions.fused_memory,
         metadata={"help": "Fraction of the device's memory to take for speed (default: no more than TRL)."},
+    )
+    fused_verify: int = field(
+        default=FusedOptions.fused_verify,
+        metadata={"help": "Compare a micro-batch with TRL's own path every so many optimizer steps (default: never)."},
     )
     kl_estimator: str = field(
         default=FusedOptions.kl_estimator,

@@ -14,6 +14,7 @@ from trl_fused_grpo.training.checks import check_kl_estimator
 from trl_fused_grpo.training.customisation import replaced_behind
 from trl_fused_grpo.training.logps_request import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
+from trl_fused_grpo.training.summary import Summary, summary_of
 
 from ._compat import trl as trl_compat
 from .defaults import fused_loss_of
@@ -116,6 +117,10 @@ class FusedGRPOTrainer(GRPOTrainer):
             is_multimodal (`bool`, *optional*, defaults to `False`): whether there are images.
         """
         return self._fused.engine.layout(self.model, is_multimodal)
+
+    def fused_summary(self) -> Summary:
+        """What a training does, and why not a faster way: lines of [`SummaryLine`], and as a string a table."""
+        return summary_of(self._fused.engine)
 
     def train(self, *args, **kwargs):
         if self.use_liger_loss:

@@ -43,6 +43,7 @@ METHODS = (
     "_get_per_token_logps_and_entropies",
     "_generate_and_score_completions",
     "_prepare_inputs",
+    "_move_model_to_device",
 )
 # What a `GRPOTrainer` sets when it is made, by the TRL from which on it does
 ATTRIBUTES = {

@@ -56,7 +56,7 @@ class DeferredRatio:
         del output["old_per_token_logps"], output["importance_sampling_ratio"]
         output[DEFERRED] = torch.tensor(True)
 
-    def fill(self, inputs: dict[str, Any], logps: Tensor) -> None:
+    def fill(self, inputs: dict[str, Any], logps: Tensor, counts: bool = True) -> None:
         """
         Put the ratio into a marked micro-batch before TRL reads it. With the last micro-batch of a generation batch the
         metrics are logged.
@@ -64,8 +64,12 @@ class DeferredRatio:
         Args:
             inputs (`dict`): what TRL's `_compute_loss` reads.
             logps (`Tensor`): `[B, T]`, of the training forward.
+            counts (`bool`): whether the micro-batch counts in the metrics.
         """
         if DEFERRED not in inputs:
+            return
+        if not counts:
+            inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), None)
             return
         trainer = self.trainer
         steps = trl_compat.steps_per_generation(trainer)

@@ -25,7 +25,7 @@ from trl_fused_grpo.modeling.fused_forward import (
 )
 from trl_fused_grpo.modeling.layer_memo import LayerMemo
 from trl_fused_grpo.modeling.layout import LayoutName
-from trl_fused_grpo.modeling.layout_choice import Refusal, choose, layout_of_width, supports_shared_prefix, traits
+from trl_fused_grpo.modeling.layout_choice import Refusal, choose, layout_of_width, traits, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
 from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
@@ -141,13 +141,17 @@ class LogpsEngine:
         if reason is not None:
             logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_HOW_TO_FORCE}")
             return "padded"
-        refusals = self._refusals.get(causal_lm, {})
-        conditions = (is_multimodal, reads_padding, refusals.get(is_multimodal) or refusals.get(False))
+        conditions = (is_multimodal, reads_padding, self.refusal(causal_lm, is_multimodal))
         return choose(self.options.fused_layout, unwrapped, causal_lm, *conditions)
+
+    def refusal(self, causal_lm: PreTrainedModel, is_multimodal: bool) -> Refusal | None:
+        """What the first forwards of a model showed of its layouts, or `None`."""
+        refusals = self._refusals.get(causal_lm, {})
+        return refusals.get(is_multimodal) or refusals.get(False)
 
     def shares_prompts(self, model: nn.Module) -> bool:
         """Whether a prompt stands in a packed row once."""
-        return self.options.fused_share_prompts and supports_shared_prefix(self.causal_lm(model))
+        return self.options.fused_share_prompts and why_prompts_are_not_shared(self.causal_lm(model)) is None
 
     def why_rows_are_seen(self, model: nn.Module) -> str | None:
         """Why the user's own code may see how rows are laid out in a model, or `None`."""

@@ -8,7 +8,6 @@ loss asks for) and `engine.py` (how log-probs are computed).
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -40,29 +39,13 @@ from .eligibility import why_forwards_are_not_shared, why_not_fused, why_padding
 from .engine import LogpsEngine
 from .kl import kl_term, replaces_kl
 from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps
-from .loss_request import build_call_request, build_loss_request, padding_counts
+from .loss_request import LossCall, build_call_request, build_loss_request, padding_counts
 from .merging import MicroBatchMerger, reducing_gradients
+from .summary import print_summary
+from .verification import Verification
 
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class _LossCall:
-    """
-    A call of TRL's own `_compute_loss`.
-
-    Args:
-        micro_batch (`dict`): as TRL keeps it for later iterations.
-        inputs (`dict`): what TRL reads, a copy: what is added for TRL does not go into the micro-batch.
-        beta (`float`): coefficient of the KL term, also while TRL's own KL term is left out.
-        logps (`Tensor`, *optional*): the log-probs `[B, T]` that TRL got.
-    """
-
-    micro_batch: dict[str, Any]
-    inputs: dict[str, Any]
-    beta: float
-    logps: Tensor | None = None
 
 
 class FusedState:
@@ -78,6 +61,7 @@ class FusedState:
         merger ([`MicroBatchMerger`]): micro-batches that share a forward.
         deferral ([`LogpsDeferral`]): log-probs that generation leaves out.
         ratio ([`DeferredRatio`]): importance ratios that generation leaves out.
+        verification ([`Verification`]): compares micro-batches with TRL's own path.
         stats (`list[FusedStats]`): of the last loss forward, one for each sub-batch.
         micro_batch (`dict`): the inputs of the training step that runs.
     """
@@ -88,10 +72,11 @@ class FusedState:
         self.merger = MicroBatchMerger(trainer, self.engine)
         self.deferral = LogpsDeferral(trainer, self.engine)
         self.ratio = DeferredRatio(trainer)
+        self.verification = Verification(trainer, self.engine)
         self.stats: list[FusedStats] = []
         self.micro_batch: dict[str, Any] = {}
-        self._loss: _LossCall | None = None
-        self._is_in_step = False
+        self._loss: LossCall | None = None
+        self._is_in_step = self._has_summary_to_print = False
         self._steps_done = 0  # training steps of the current accumulation window that are done
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
 
@@ -132,6 +117,8 @@ class FusedState:
         self.engine.read_options()
         self.ratio.resolve()
         self.merger.reset()
+        self.verification.reset()
+        self._has_summary_to_print = True
 
     def begin_accumulation(self) -> None:
         """TRL asks for the micro-batches of a new accumulation window."""
@@ -155,6 +142,9 @@ class FusedState:
     def generation(self) -> Generator[None, None, None]:
         """While it lasts, TRL generates: some log-probs are left out."""
         self.engine.list_modules_anew()
+        if self._has_summary_to_print and self.trainer.model.training:
+            print_summary(self.engine)  # by now the model is in its wrappers
+            self._has_summary_to_print = False
         with self.deferral.generation(self.steps_left):
             yield
 
@@ -184,6 +174,7 @@ class FusedState:
             yield
         self._steps_done = 0 if accelerator.sync_gradients else self._steps_done + 1
         if not self.merger.is_waiting:
+            self.verification.after_backward(self._loss_of)
             self._recomputed.append((sum(stats.recomputed for stats in self.stats), sum(s.rows for s in self.stats)))
         if accelerator.sync_gradients:
             self._log_recomputed()
@@ -213,7 +204,13 @@ class FusedState:
             trl_loss (`Callable`): TRL's own `_compute_loss` for given inputs.
         """
         check_micro_batch(micro_batch)
-        loss_call = _LossCall(micro_batch, dict(micro_batch), self.trainer.beta)
+        loss = self._loss_of(micro_batch, trl_loss)
+        if self._is_in_step:
+            self.verification.keep(micro_batch, trl_loss, loss)
+        return loss
+
+    def _loss_of(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+        loss_call = LossCall(micro_batch, dict(micro_batch), self.trainer.beta)
         with temporary_attr(self, "_loss", loss_call):
             if not replaces_kl(self.trainer):
                 return trl_loss(loss_call.inputs)
@@ -240,13 +237,15 @@ class FusedState:
         if reason is not None:
             logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
             result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
+        elif self.verification.asks_trl:
+            result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         elif loss_call is not None:
             result = self._logps_of_loss(loss_call, call, trl_method)
         else:
             result = self._logps_of_call(call, trl_method)
         if loss_call is not None:
             loss_call.logps = result.logps
-            self.ratio.fill(loss_call.inputs, result.logps)
+            self.ratio.fill(loss_call.inputs, result.logps, counts=not self.verification.is_running)
         entropies = trl_compat.entropies_as_trl(trainer, result.entropies)
         return trl_compat.logps_result(result.logps, entropies, result.aux_loss)
 
@@ -259,10 +258,10 @@ class FusedState:
         logps_request = build_call_request(self.trainer, call, reason is not None, beta)
         return self.engine.compute(logps_request, call, trl_method, reason)
 
-    def _logps_of_loss(self, loss_call: _LossCall, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
+    def _logps_of_loss(self, loss_call: LossCall, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
         """Log-probs of the micro-batch whose loss TRL computes. Those that share its forward are computed with it."""
         micro_batch = loss_call.micro_batch
-        if not torch.is_grad_enabled():
+        if self.verification.is_running or not torch.is_grad_enabled():
             return self.engine.compute(self._loss_request(micro_batch), call, trl_method)
         kept = self.merger.take_logps(micro_batch)
         if kept is not None:
@@ -282,7 +281,7 @@ class FusedState:
         self.stats = results[0].stats
         return results[0]
 
-    def _sharing_forward(self, loss_call: _LossCall, model: nn.Module) -> list[dict[str, Any]]:
+    def _sharing_forward(self, loss_call: LossCall, model: nn.Module) -> list[dict[str, Any]]:
         """The micro-batches that share the forward of this one, itself first."""
         group = self.merger.group_of(loss_call.micro_batch, self.steps_left)
         if len(group) == 1:
