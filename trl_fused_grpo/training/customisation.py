@@ -9,8 +9,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from trl import GRPOTrainer
-
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 
 
@@ -68,6 +67,26 @@ def _is_fused_trainer(cls: type) -> bool:
     return cls.__module__ == f"{_PACKAGE}.trainer"
 
 
+def _is_trls(trainer: Any, cls: type, name: str) -> bool:
+    """Whether a method of this class is TRL's own and known here: a trainer's, or an objective of its subclasses."""
+    if cls in trainers.trl_class(type(trainer)).__mro__:
+        return True
+    return name == "_compute_loss" and trainers.experimental_objective(vars(cls)[name]) is not None
+
+
+def loss_type_of(trainer: Any) -> str:
+    """The loss type that the trainer's `_compute_loss` computes: its own option, or the one of TRL's subclass."""
+    for cls in type(trainer).__mro__:
+        if "_compute_loss" in vars(cls) and not _is_fused_trainer(cls):
+            return trainers.experimental_objective(vars(cls)["_compute_loss"]) or trainer.loss_type
+    return trainer.loss_type
+
+
+def has_objective_in_front(trainer: Any) -> bool:
+    """Whether an objective of one of TRL's subclasses comes before `FusedGRPOTrainer` in the resolution order."""
+    return trainers.experimental_objective(type(trainer)._compute_loss) is not None
+
+
 def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
     """
     The first of these methods of a trainer that is not TRL's or this package's, as `Class.method`, or `None`. It may
@@ -80,7 +99,7 @@ def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
             method = vars(cls).get(name)
             if method is None:
                 continue
-            is_known = cls in GRPOTrainer.__mro__ or _is_fused_trainer(cls)
+            is_known = _is_fused_trainer(cls) or _is_trls(trainer, cls, name)
             if not is_known or not is_library_function(getattr(method, "__func__", method)):
                 return f"{cls.__name__}.{name}"
     return None
@@ -94,7 +113,7 @@ def replaced_behind(trainer: Any, name: str) -> str | None:
     classes = type(trainer).__mro__
     fused = next((place for place, cls in enumerate(classes) if _is_fused_trainer(cls)), -1)
     cls = next(cls for cls in classes[fused + 1 :] if name in vars(cls))
-    is_known = cls in GRPOTrainer.__mro__ and is_library_function(vars(cls)[name])
+    is_known = _is_trls(trainer, cls, name) and is_library_function(vars(cls)[name])
     return None if is_known else f"{cls.__name__}.{name}"
 
 
