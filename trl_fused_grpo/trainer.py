@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
 from trl_fused_grpo.training.checks import check_kl_estimator
-from trl_fused_grpo.training.customisation import replaced_behind
+from trl_fused_grpo.training.customisation import has_objective_in_front, replaced_behind
 from trl_fused_grpo.training.logps_request import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
 
@@ -164,6 +164,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         The log-probabilities come with the gradient that each token is expected to receive, which
         [`FusedLinearGRPOLoss`] forecasts from importance ratios, tool mask, normalizer and the options of the loss.
         """
+        if has_objective_in_front(self):
+            return self._fused.compute_loss(inputs, partial(self._compute_loss, model))
         return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model, inputs):

@@ -69,15 +69,15 @@ def has_liger_loss() -> bool:
     return hasattr(StockGRPOTrainer, "compute_liger_loss")
 
 
-def config_options(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_options(config: Mapping[str, Any], config_class: type = GRPOConfig) -> dict[str, Any]:
     """
-    A case's options as the installed `GRPOConfig` names them.
+    A case's options as the installed `GRPOConfig`, or a subclass of it, names them.
 
     Raises:
         [`SkippedError`]:
             When TRL lacks an option that the case needs.
     """
-    known = {option.name for option in fields(GRPOConfig)}
+    known = {option.name for option in fields(config_class)}
     options = {}
     for name, value in config.items():
         if name == "vllm_importance_sampling_clip_max":
@@ -111,9 +111,10 @@ def _construct(
     case: Case,
     settings: Settings,
     dtype: torch.dtype,
-    config: Callable[..., GRPOConfig] = GRPOConfig,
+    config: type[GRPOConfig] | None = None,
     **extra: Any,
 ) -> Trainer:
+    config = config or _config_class(case)
     try:
         checkpoint = save_checkpoint(case.model, settings.folder, settings.dtype)
         peft_config = adapter_config(case.adapter) if case.adapter else None
@@ -124,7 +125,7 @@ def _construct(
         "beta": 0.0,
         "gradient_checkpointing": False,
         "bf16": dtype == torch.bfloat16,
-        **config_options(case.config),
+        **config_options(case.config, config),
         **extra,
     }
     args = config(
@@ -150,6 +151,11 @@ def _construct(
         processing_class=settings.tokenizer,
         peft_config=peft_config,
     )
+
+
+def _config_class(case: Case) -> Any:
+    load = None if case.customised is None else case.customised.load_config
+    return GRPOConfig if load is None else load()
 
 
 def _prepare(trainer: Trainer, case: Case) -> Trainer:
@@ -191,10 +197,12 @@ def stock_trainer(case: Case, settings: Settings, cls: Callable[..., Trainer] = 
 
 def fused_trainer(case: Case, settings: Settings) -> Trainer:
     """The trainer under test."""
-    from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+    from trl_fused_grpo import FusedGRPOTrainer, fuse_config
 
     cls = settings.fused_class or FusedGRPOTrainer
-    config = FusedGRPOConfig if case.fused else GRPOConfig  # TRL's own config is enough without fused options
+    config = _config_class(case)  # TRL's own is enough without fused options
+    if case.fused:
+        config = fuse_config(config)
     with _isolated_mixed_precision():
         trainer = _construct(cls, case, settings, settings.dtype, config, use_liger_loss=True, **case.fused)
         return _prepare(trainer, case)

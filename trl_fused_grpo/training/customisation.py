@@ -84,7 +84,8 @@ def loss_type_of(trainer: Any) -> str:
 
 def has_objective_in_front(trainer: Any) -> bool:
     """Whether an objective of one of TRL's subclasses comes before `FusedGRPOTrainer` in the resolution order."""
-    return trainers.experimental_objective(type(trainer)._compute_loss) is not None
+    method = type(trainer)._compute_loss
+    return trainers.experimental_objective(method) is not None and replaced_method(trainer, ["_compute_loss"]) is None
 
 
 def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
