@@ -129,7 +129,7 @@ def run_both(case: Case, settings: Settings) -> Pair:
     assert custom is not None
     plain = replace(
         case,
-        customised=Customisation(load_model=custom.load_model),
+        customised=Customisation(load_model=custom.load_model, load_config=custom.load_config),
         accumulation_windows=case.accumulation_windows + _SPARE_GENERATIONS,
     )
     first = stock_trainer(plain, settings)
