@@ -79,7 +79,11 @@ def _off_policy_mask(options, sequence, advantage):
 
 def _weight(options, mask, row, normalizer):
     """Weight of a token of `row` in the loss."""
-    own = {**dict.fromkeys(("grpo", "sapo", "gmpo"), "sequence_mean"), "dr_grpo": "fixed_length", "luspo": "sequence_sum"}
+    own = {
+        **dict.fromkeys(("grpo", "sapo", "gmpo"), "sequence_mean"),
+        "dr_grpo": "fixed_length",
+        "luspo": "sequence_sum",
+    }
     name = options.get("reduction") or own.get(options["loss_type"], "token_mean")
     if name == "token_mean":
         return 1 / (max(float(mask.sum()), 1.0) if normalizer is None else normalizer)

@@ -6,7 +6,7 @@ The options: `use_liger_loss` for TRL's `GRPOConfig` on every version, `FusedGRP
 import functools
 import inspect
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from trl import GRPOConfig
 from typing_extensions import Self
@@ -92,6 +92,15 @@ LAYOUTS = ("auto", "packed", "aligned", "padded")
 BACKWARD_MODES = ("auto", "forecast", "recompute")
 
 
+def kl_estimator_of(args: Any) -> str:
+    """The option `kl_estimator`. A field of that name in a class of the user's may mean something else to them."""
+    if not getattr(type(args), "_has_fused_options", False):
+        for cls in type(args).__mro__:
+            if cls not in GRPOConfig.__mro__ and "kl_estimator" in vars(cls):
+                return FusedOptions.kl_estimator
+    return getattr(args, "kl_estimator", FusedOptions.kl_estimator)
+
+
 @dataclass(frozen=True)
 class FusedOptions:
     """
@@ -124,7 +133,7 @@ class FusedOptions:
             args (`GRPOConfig`): its arguments. Where they have no such field, as TRL's own, the default holds.
         """
         values: dict[str, Any] = {option.name: getattr(args, option.name, option.default) for option in fields(cls)}
-        return cls(**values)
+        return cls(**{**values, "kl_estimator": kl_estimator_of(args)})
 
     def __post_init__(self):
         for name, choices in (
@@ -213,6 +222,8 @@ class FusedGRPOConfig(GRPOConfig):
             than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
             `use_bias_correction_kl` makes `k4` of `k1` and `k2_bias_corrected` of `k2`.
     """
+
+    _has_fused_options: ClassVar[bool] = True
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})
     fused_backward: str = field(

@@ -85,7 +85,7 @@ def _fused_subclass(trainer_class: Any, caller: str) -> Any:
         name, module = f"Fused{trainer_class.__name__}", caller
 
     @wraps(trainer_class.__init__)
-    def __init__(self, *args, **kwargs):
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
         super(fused_class, self).__init__(*args, **kwargs)
         if "_fused" not in vars(self):
             raise TypeError(
@@ -94,7 +94,7 @@ def _fused_subclass(trainer_class: Any, caller: str) -> Any:
             )
 
     namespace = {
-        "__init__": __init__,
+        "__init__": constructor,
         "__module__": module,
         "__qualname__": name,
         "__doc__": f"Fused subclass of `{trainer_class.__name__}`, see `FusedGRPOTrainer`.\n\n"
@@ -108,6 +108,8 @@ def _fused_subclass(trainer_class: Any, caller: str) -> Any:
 
 class _FusedConfig:
     """First base of what [`fuse_config`] returns."""
+
+    _has_fused_options = True
 
     def __post_init__(self, *init_vars: Any) -> None:
         super().__post_init__(*init_vars)  # ty: ignore[unresolved-attribute]
@@ -163,7 +165,9 @@ def _fused_config(config_class: Any) -> Any:
     options = {option.name for option in fields(FusedOptions)}
     clash = sorted(options & (own | set(dir(config_class))))
     if clash:
-        raise TypeError(f"{config_class.__name__} has a {clash[0]!r} of its own, which is the name of a fused option.")
+        raise TypeError(
+            f"{config_class.__name__} has a {clash[0]} of its own, which is the name of a fused option: rename it."
+        )
     if getattr(config_class.__init__, "__code__", None) is None or (
         config_class.__init__.__code__.co_filename != "<string>"
     ):

@@ -175,21 +175,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         return self._fused.compute_loss(inputs, trl_loss)
 
     @trl_compat.profiling_decorator
-    def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        batch_size=None,
-        compute_entropy=False,
-        compute_aux_loss=False,
-        **multimodal,
-    ):
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):  # ty: ignore[invalid-method-override]
         trl_method = super()._get_per_token_logps_and_entropies
-        images = {name: value for name, value in multimodal.items() if value is not None}
-        flags = (batch_size, compute_entropy, compute_aux_loss)
-        call = LogpsArgs(model, input_ids, attention_mask, logits_to_keep, *flags, images)
+        call = LogpsArgs.of(args, kwargs)
         if not self.use_liger_loss:
             return trl_compat.logps_result(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         return self._fused.per_token_logps(call, trl_method)

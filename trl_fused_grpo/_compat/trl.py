@@ -38,6 +38,12 @@ MULTIMODAL_INPUTS = tuple(
     if name not in ("batch_size", "compute_entropy", "compute_aux_loss")
 )
 
+# The names of its arguments, in order: TRL 1.14 takes those after the fourth by name alone
+_LOGPS_PARAMETERS = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters.values())[1:]
+LOGPS_ARGUMENTS = tuple(p.name for p in _LOGPS_PARAMETERS if p.kind is p.POSITIONAL_OR_KEYWORD)
+if "input_ids" not in LOGPS_ARGUMENTS:
+    LOGPS_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep")
+
 _GENERATION_CODE = inspect.unwrap(GRPOTrainer._generate_and_score_completions).__code__
 _PACKAGE = __name__.partition(".")[0]
 

@@ -40,11 +40,11 @@ class GRPOObjective:
     """
     The options of a GRPO objective, under TRL's names.
 
-    `epsilon_high` is the upper clip range, or for CISPO the upper bound of the ratio itself. GMPO clips the logarithm of
-    the ratio, at `-epsilon_low` and `epsilon_high`. `delta` is the upper bound
-    of the ratio in two-sided clipping. `entropy_coef` is the coefficient for this batch: 0.0 without an entropy bonus,
-    or while TRL's adaptive control turns it off. [`kl_loss`] explains `kl_estimator`. [`~reduction.token_weights`]
-    explains `reduction`; `None` takes that of the loss type.
+    `epsilon_high` is the upper clip range, or for CISPO the upper bound of the ratio itself. GMPO clips the log of the
+    ratio, at `-epsilon_low` and `epsilon_high`. `delta` is the upper bound of the ratio in two-sided clipping.
+    `entropy_coef` is the coefficient for this batch: 0.0 without an entropy bonus, or while TRL's adaptive control is
+    off. [`kl_loss`] explains `kl_estimator`. [`~reduction.token_weights`] explains `reduction`; `None` takes that of
+    the loss type.
     """
 
     loss_type: str = "dapo"
@@ -123,8 +123,8 @@ class GRPOObjective:
         token.
 
         The off-policy sequence mask depends on other tokens. So do sequence-level ratios, the geometric mean of GMPO
-        and VESPO's weight, except where the policy is the old policy: the ratio is then one. Even then a sequence-level ratio that multiplies the
-        KL term has a gradient of its own.
+        and VESPO's weight, except where the policy is the old policy: the ratio is then one. Even then a sequence-level
+        ratio that multiplies the KL term has a gradient of its own.
         """
         if self.off_policy_mask_threshold is not None or not self.is_sequencewise:
             return False

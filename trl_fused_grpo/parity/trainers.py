@@ -111,10 +111,9 @@ def _construct(
     case: Case,
     settings: Settings,
     dtype: torch.dtype,
-    config: type[GRPOConfig] | None = None,
+    config: Any,
     **extra: Any,
 ) -> Trainer:
-    config = config or _config_class(case)
     try:
         checkpoint = save_checkpoint(case.model, settings.folder, settings.dtype)
         peft_config = adapter_config(case.adapter) if case.adapter else None
@@ -153,11 +152,6 @@ def _construct(
     )
 
 
-def _config_class(case: Case) -> Any:
-    load = None if case.customised is None else case.customised.load_config
-    return GRPOConfig if load is None else load()
-
-
 def _prepare(trainer: Trainer, case: Case) -> Trainer:
     if case.frozen_head:
         trainer.model.get_output_embeddings().requires_grad_(False)
@@ -189,7 +183,7 @@ def stock_trainer(case: Case, settings: Settings, cls: Callable[..., Trainer] = 
     """
     refused = case.adapter == "head" and trl_compat.REFUSES_ADAPTER_ON_HEAD
     with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed() if refused else nullcontext():
-        trainer = _construct(cls, case, settings, settings.dtype)
+        trainer = _construct(cls, case, settings, settings.dtype, case.config_class(GRPOConfig))
         if refused:
             trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
         return _prepare(trainer, case)
@@ -200,8 +194,8 @@ def fused_trainer(case: Case, settings: Settings) -> Trainer:
     from trl_fused_grpo import FusedGRPOTrainer, fuse_config
 
     cls = settings.fused_class or FusedGRPOTrainer
-    config = _config_class(case)  # TRL's own is enough without fused options
-    if case.fused:
+    config = case.config_class(GRPOConfig)
+    if case.fused:  # else TRL's own config is enough
         config = fuse_config(config)
     with _isolated_mixed_precision():
         trainer = _construct(cls, case, settings, settings.dtype, config, use_liger_loss=True, **case.fused)
@@ -219,7 +213,7 @@ def stock_liger_trainer(case: Case, settings: Settings) -> Trainer:
     liger: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": _NO_LAYER_KERNELS}
     with _isolated_mixed_precision():
         try:
-            trainer = _construct(StockGRPOTrainer, case, settings, settings.dtype, **liger)
+            trainer = _construct(StockGRPOTrainer, case, settings, settings.dtype, GRPOConfig, **liger)
         except (ValueError, NotImplementedError) as error:
             raise RefusedError(str(error)) from error
         loss = trainer.liger_loss if hasattr(trainer, "liger_loss") else trainer.liger_grpo_loss
@@ -236,7 +230,7 @@ def float64_trainer(case: Case, settings: Settings) -> Trainer:
     """
     options = {name: value for name, value in case.config.items() if name != "cast_lm_head_to_fp32"}
     with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed():
-        trainer = _construct(StockGRPOTrainer, replace(case, config=options), settings, torch.float32)
+        trainer = _construct(StockGRPOTrainer, replace(case, config=options), settings, torch.float32, GRPOConfig)
         for model in filter(None, (trainer.model, trainer.ref_model)):
             model.double()
             if hasattr(model, "set_experts_implementation"):

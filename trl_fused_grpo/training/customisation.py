@@ -31,6 +31,10 @@ MICRO_BATCH_METHODS = (
 )
 
 
+# Attributes of the trainer that the log-probs of a micro-batch are computed with
+_LOGPS_OPTIONS = ("temperature", "args")
+
+
 def is_library_module(name: str) -> bool:
     """Whether a module belongs to a library or to this package."""
     return name.partition(".")[0] in LIBRARIES or trl_compat.is_own_module(name)
@@ -118,6 +122,33 @@ def replaced_behind(trainer: Any, name: str) -> str | None:
     return None if is_known else f"{cls.__name__}.{name}"
 
 
+def liger_loss_in_front(trainer: Any) -> str | None:
+    """
+    The `compute_liger_loss` of a class that was not written for this package, as `Class.method`, where the fused
+    trainer would call it; or `None`. Such a method computes the loss with TRL's own Liger loss.
+    """
+    for cls in type(trainer).__mro__:
+        if _is_fused_trainer(cls):
+            return None
+        if "compute_liger_loss" in vars(cls) and not any(map(_is_fused_trainer, cls.__mro__)):
+            return f"{cls.__name__}.compute_liger_loss"
+    return None
+
+
+def computed_option(trainer: Any) -> str | None:
+    """
+    An option that log-probs depend on and that a class of the user's computes at each access, as `Class.option`, or
+    `None`: a property, or a `__getattribute__`.
+    """
+    for cls in type(trainer).__mro__:
+        if cls in trainers.trl_class(type(trainer)).__mro__:
+            continue
+        for name in ("__getattribute__", *_LOGPS_OPTIONS):
+            if hasattr(type(vars(cls).get(name)), "__get__"):
+                return f"{cls.__name__}.{name}"
+    return None
+
+
 def watching_callback(trainer: Any) -> str | None:
     """
     The `on_substep_end` of a user's callback, or a replaced callback handler, or `None`: between micro-batches it may
@@ -130,6 +161,11 @@ def watching_callback(trainer: Any) -> str | None:
         if method is not None and not is_library_function(method):
             return f"{type(watcher).__name__}.{name}"
     return None
+
+
+def micro_batch_reader(trainer: Any) -> str | None:
+    """What of the user's may read or change a micro-batch between generation and backward, or `None`."""
+    return replaced_method(trainer, MICRO_BATCH_METHODS) or computed_option(trainer) or watching_callback(trainer)
 
 
 def replaced_backward(accelerator: Any) -> str | None:

@@ -15,6 +15,9 @@ from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
 
+_TEXT_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep")
+
+
 @dataclass(frozen=True)
 class LogpsRequest:
     """
@@ -77,6 +80,15 @@ class LogpsArgs:
     compute_entropy: bool
     compute_aux_loss: bool
     multimodal: dict[str, Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "LogpsArgs":
+        """The arguments of a call, by position in the order of the installed TRL, and by name."""
+        names = trl_compat.LOGPS_ARGUMENTS[: len(args)]
+        values = {**dict(zip(names, args, strict=True)), **kwargs}
+        flags = {"batch_size": None, "compute_entropy": False, "compute_aux_loss": False}
+        own = {name: values.pop(name, flags.get(name)) for name in (*_TEXT_ARGUMENTS, *flags)}
+        return cls(**own, multimodal={name: value for name, value in values.items() if value is not None})
 
     @property
     def completion_ids(self) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.config import kl_estimator_of
 from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.liger_loss import FusedLinearGRPOLoss
@@ -17,7 +18,7 @@ from .deferred_ratio import DEFERRED, sampling_correction
 from .logps_request import LogpsArgs, LogpsRequest
 
 
-# Options of the objective that stand in the arguments. Older TRL has fewer, and TRL's own config has no `kl_estimator`
+# Options of the objective that stand in the arguments. Older TRL has fewer
 _OPTIONS_IN_ARGS = (
     "delta",
     "use_bias_correction_kl",
@@ -27,7 +28,6 @@ _OPTIONS_IN_ARGS = (
     "vespo_lambda_pos",
     "vespo_k_neg",
     "vespo_lambda_neg",
-    "kl_estimator",
 )
 
 
@@ -63,7 +63,7 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | 
             epsilon_high=trainer.epsilon_high,
             beta=trainer.beta if beta is None else beta,
             top_entropy_quantile=trainer.top_entropy_quantile,
-            kl_estimator=getattr(trainer.args, "kl_estimator", GRPOObjective.kl_estimator),
+            kl_estimator=kl_estimator_of(trainer.args),
         )
     return GRPOObjective(
         loss_type=loss_type,
@@ -75,6 +75,7 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | 
         max_completion_length=trainer.max_completion_length,
         off_policy_mask_threshold=trainer.off_policy_mask_threshold,
         top_entropy_quantile=trainer.top_entropy_quantile,
+        kl_estimator=kl_estimator_of(trainer.args),
         **{name: getattr(trainer.args, name) for name in _OPTIONS_IN_ARGS if hasattr(trainer.args, name)},
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.case import Customisation, SkippedError
 
 from .methods import Method, squares, subclass
@@ -58,6 +59,10 @@ def with_filter(base: Any) -> type:
     class Filtered(base):
         def __init__(self, **kwargs):
             super().__init__(group_filter_func=shortest, **kwargs)
+
+        def _generate(self, prompts):
+            output = super()._generate(prompts)
+            return (*output[:2], *output[-3:])  # what GFPO's generation unpacks; TRL's returns more
 
     return Filtered
 
@@ -161,10 +166,8 @@ def dense_log_probs(base: Any) -> type:
             logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
             log_p = logits.log_softmax(-1)
             logps = log_p.gather(-1, input_ids[:, -logits_to_keep:].unsqueeze(-1)).squeeze(-1)
-            result = (logps, -(log_p.exp() * log_p).sum(-1).detach(), None)
-            return result[: self.values]
+            return trl_compat.logps_result(logps, -(log_p.exp() * log_p).sum(-1).detach(), None)
 
-    Own.values = 3 if "compute_aux_loss" in str(base._get_per_token_logps_and_entropies.__wrapped__.__code__.co_varnames) else 2
     return Own
 
 
