@@ -116,9 +116,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         return self._fused.engine.layout(self.model, is_multimodal)
 
     def train(self, *args, **kwargs):
-        if self.use_liger_loss:
-            self._fused.begin_training()
-        return super().train(*args, **kwargs)
+        with self._fused.training():
+            return super().train(*args, **kwargs)
 
     def get_batch_samples(self, *args, **kwargs):
         self._fused.begin_accumulation()

@@ -8,6 +8,9 @@ from trl import GRPOTrainer
 # The trainers of TRL whose methods `FusedGRPOTrainer` and its like override
 TRAINERS: tuple[type, ...] = (GRPOTrainer,)
 
+# The methods of transformers' Trainer between `train` and `training_step`: the second since transformers 5
+LOOP_METHODS = ("_inner_training_loop", "_run_epoch")
+
 # Objectives of `loss/objective.py` that a subclass in `trl.experimental` computes. GMPO: TRL >= 1.8, the same in each
 _OBJECTIVES = {("trl.experimental.gmpo.gmpo_trainer", "GMPOTrainer._compute_loss"): "gmpo"}
 

@@ -206,10 +206,9 @@ def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     return inputs["completion_mask"] * inputs["tool_mask"]
 
 
-def temperature_of(trainer: GRPOTrainer) -> float:
-    """Temperature of the log-probs: TRL >= 1.15 gives it to the head when the trainer is made."""
-    args: Any = trainer.args
-    return trainer.temperature if LOGPS_FROM_LOGITS else args.temperature
+def temperature_of(trainer: GRPOTrainer, when_made: float) -> float:
+    """Temperature of the log-probs: TRL >= 1.15 gives it to the head when the trainer is made, and not again."""
+    return trainer.temperature if LOGPS_FROM_LOGITS else when_made
 
 
 def global_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:

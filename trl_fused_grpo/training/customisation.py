@@ -163,9 +163,23 @@ def watching_callback(trainer: Any) -> str | None:
     return None
 
 
+def replaced_loop(trainer: Any) -> str | None:
+    """
+    What of the user's may be the loop around the training steps, as `Class.method`, or `None`: it may do anything
+    between micro-batches. A `train` that calls TRL's is none.
+    """
+    loop = replaced_method(trainer, trainers.LOOP_METHODS) or replaced_behind(trainer, "train")
+    return loop or (None if trainer._fused.is_in_train else replaced_method(trainer, ["train"]))
+
+
 def micro_batch_reader(trainer: Any) -> str | None:
     """What of the user's may read or change a micro-batch between generation and backward, or `None`."""
-    return replaced_method(trainer, MICRO_BATCH_METHODS) or computed_option(trainer) or watching_callback(trainer)
+    return (
+        replaced_method(trainer, MICRO_BATCH_METHODS)
+        or replaced_loop(trainer)
+        or computed_option(trainer)
+        or watching_callback(trainer)
+    )
 
 
 def replaced_backward(accelerator: Any) -> str | None:

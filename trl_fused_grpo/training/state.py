@@ -70,6 +70,7 @@ class FusedState:
         ratio ([`DeferredRatio`]): importance ratios that generation leaves out.
         stats (`list[FusedStats]`): of the last loss forward, one for each sub-batch.
         micro_batch (`dict`): the inputs of the training step that runs.
+        is_in_train (`bool`): whether TRL's `train` runs.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -81,7 +82,9 @@ class FusedState:
         self.stats: list[FusedStats] = []
         self.micro_batch: dict[str, Any] = {}
         self._loss: _LossCall | None = None
-        self._is_in_step = self._is_asked = False  # whether a training step runs, whether it asked for log-probs
+        self.is_in_train = self._is_in_step = self._is_asked = (
+            False  # whether a training step runs, whether it asked for log-probs
+        )
         self._steps_done = 0  # training steps of the current accumulation window that are done
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
 
@@ -97,6 +100,7 @@ class FusedState:
         """
         trainer, engine = self.trainer, self.engine
         engine.read_options()
+        engine.temperature_when_made = trainer.temperature
         causal_lm = engine.causal_lm(trainer.model)
         checks.check_backward(trainer, engine.options.fused_backward)
         checks.check_aux_loss(trainer, causal_lm)
@@ -118,11 +122,15 @@ class FusedState:
         self.engine.uninstall()
         uninstall_attention()
 
-    def begin_training(self) -> None:
-        """Read the options anew, and end what a training that was interrupted has left."""
-        self.engine.read_options()
-        self.ratio.resolve()
-        self.merger.reset()
+    @contextmanager
+    def training(self) -> Generator[None, None, None]:
+        """While it lasts, TRL trains: options are read anew, and what an interrupted training has left is ended."""
+        if self.trainer.use_liger_loss:
+            self.engine.read_options()
+            self.ratio.resolve()
+            self.merger.reset()
+        with temporary_attr(self, "is_in_train", True):
+            yield
 
     def begin_accumulation(self) -> None:
         """TRL asks for the micro-batches of a new accumulation window."""

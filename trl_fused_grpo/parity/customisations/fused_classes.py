@@ -200,3 +200,60 @@ def by_name(make: Callable[[Any], dict[str, Method]]) -> Customisation:
 def merging(custom: Customisation) -> Customisation:
     """Its objective is known: micro-batches must share forwards."""
     return replace(custom, forwards="merged")
+
+
+def gmpo_in_bases() -> Customisation:
+    """`class Mine(FusedGRPOTrainer, GMPOTrainer)`: GMPO's loss stands between the fused trainer and TRL's."""
+    load = experimental("gmpo", "GMPOTrainer", "GMPOConfig")
+
+    def make_class(cls: type) -> type:
+        assert load.make_class is not None
+        trainer = load.make_class(cls)
+        return trainer if cls in trainer.__mro__ else type("Mine", (cls, trainer), {"__module__": __name__})
+
+    return replace(load, make_class=make_class, uses_fuse=False, forwards="merged")
+
+
+def own_loop(base: Any) -> type:
+    """`train` is a loop of its own, which clips gradients after each micro-batch."""
+
+    class Own(base):
+        def train(self):
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+            self.model.train()
+            batches = iter(self.get_train_dataloader())
+            for step in range(2):  # as many as an epoch has
+                for number in range(self.args.gradient_accumulation_steps):
+                    is_last = number == self.args.gradient_accumulation_steps - 1
+                    self.accelerator.gradient_state._set_sync_gradients(is_last)
+                    self.seen.append(float(self.training_step(self.model, next(batches), None)))
+                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.state.global_step = step + 1
+
+    return Own
+
+
+def computed_temperature(base: Any) -> type:
+    """A temperature that follows the micro-batch, and a loss coefficient that does."""
+
+    class Own(base):
+        @property
+        def temperature(self):
+            return (0.7, 1.0, 1.3)[getattr(self, "_step", 0) % 3]
+
+        @temperature.setter
+        def temperature(self, value):
+            pass
+
+        @property
+        def epsilon_high(self):
+            return (0.01, 0.2, 0.5)[getattr(self, "_step", 0) % 3]
+
+        @epsilon_high.setter
+        def epsilon_high(self, value):
+            pass
+
+    return Own
