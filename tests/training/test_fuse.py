@@ -17,6 +17,9 @@ from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, fuse, fuse_config, patch
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.trainers import trl_class
+from trl_fused_grpo.parity.case import Batch, Case, Customisation
+from trl_fused_grpo.parity.run_case import make_data, run_case
+from trl_fused_grpo.parity.trainers import Settings, fused_trainer, stock_trainer
 from trl_fused_grpo.training.customisation import MICRO_BATCH_METHODS, loss_type_of, replaced_method
 from trl_fused_grpo.training.eligibility import replaced_objective, why_forwards_are_not_shared
 from trl_fused_grpo.training.logps_request import LogpsArgs
@@ -294,3 +297,24 @@ def test_a_loss_that_replaces_gmpos_is_the_users(tmp_path, gmpo, monkeypatch):
     own_loss = gmpo._compute_loss
     monkeypatch.setattr(gmpo, "_compute_loss", functools.wraps(own_loss)(lambda *args: own_loss(*args)))
     assert replaced_objective(trainer) == "GMPOTrainer._compute_loss"
+
+
+def test_papo_which_reads_padding_and_draws_masks_trains_as_stock(tmp_path):
+    pytest.importorskip("trl.experimental.papo")
+    from trl.experimental.papo import PAPOConfig, PAPOTrainer
+
+    case = Case(
+        "papo",
+        "two log-prob calls in a loss",
+        {"loss_type": "grpo"},
+        Batch(old="far", images="patch-pixels"),
+        model="llava",
+        customised=Customisation(load_config=lambda: PAPOConfig),
+    )
+    settings = Settings(tmp_path, fused_class=fuse(PAPOTrainer))
+    stock, trainer = stock_trainer(case, settings, PAPOTrainer), fused_trainer(case, settings)
+    data = make_data(case, stock, seed=0)
+    expected, outcome = (run_case(one, case, data, torch.float32) for one in (stock, trainer))
+    assert outcome.loss == pytest.approx(expected.loss, rel=1e-5)
+    difference = sum((outcome.tensors[n] - t).square().sum() for n, t in expected.tensors.items()) ** 0.5
+    assert difference < 1e-5 * expected.norm

@@ -82,9 +82,7 @@ class FusedState:
         self.stats: list[FusedStats] = []
         self.micro_batch: dict[str, Any] = {}
         self._loss: _LossCall | None = None
-        self.is_in_train = self._is_in_step = self._is_asked = (
-            False  # whether a training step runs, whether it asked for log-probs
-        )
+        self.is_in_train = self._is_in_step = self._is_asked = False  # the last: for log-probs, in a training step
         self._steps_done = 0  # training steps of the current accumulation window that are done
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
 
