@@ -133,7 +133,8 @@ class FusedOptions:
             args (`GRPOConfig`): its arguments. Where they have no such field, as TRL's own, the default holds.
         """
         values: dict[str, Any] = {option.name: getattr(args, option.name, option.default) for option in fields(cls)}
-        return cls(**{**values, "kl_estimator": kl_estimator_of(args)})
+        values["kl_estimator"] = kl_estimator_of(args)
+        return cls(**values)
 
     def __post_init__(self):
         for name, choices in (

@@ -9,7 +9,7 @@ The new class has the bases `(TrainerClass, FusedGRPOTrainer)`. So methods run i
 
 import inspect
 import sys
-from dataclasses import MISSING, field, fields, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from functools import wraps
 from types import new_class
 from typing import Any, TypeVar
@@ -65,13 +65,13 @@ def fuse(trainer_class: Class) -> Class:
         hint = f": pass its class, {type(trainer_class).__name__}" if isinstance(trainer_class, TRAINERS) else ""
         raise TypeError(f"fuse takes a class, not {trainer_class!r}{hint}.")
     if trainer_class in TRAINERS:
-        return FusedGRPOTrainer  # ty: ignore[invalid-return-type]
+        return FusedGRPOTrainer  # ty: ignore[invalid-explicit-return]
     if not issubclass(trainer_class, TRAINERS):
         bases = " or ".join(cls.__name__ for cls in TRAINERS)
         raise TypeError(f"fuse takes {bases} or a subclass of it, but {trainer_class.__name__} is none.")
     if issubclass(trainer_class, FusedGRPOTrainer):
         return trainer_class
-    made = [cls for cls in type.__subclasses__(trainer_class) if _Fused in cls.__bases__]
+    made: list[Any] = [cls for cls in type.__subclasses__(trainer_class) if _Fused in cls.__bases__]
     return made[0] if made else _fused_subclass(trainer_class, sys._getframe(1).f_globals["__name__"])
 
 
@@ -112,7 +112,7 @@ class _FusedConfig:
     _has_fused_options = True
 
     def __post_init__(self, *init_vars: Any) -> None:
-        super().__post_init__(*init_vars)  # ty: ignore[unresolved-attribute]
+        super().__post_init__(*init_vars)  # ty: ignore[missing-attribute]
         FusedOptions.from_args(self)  # refuses what an option cannot be
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -153,10 +153,10 @@ def fuse_config(config_class: Class) -> Class:
     if not (isinstance(config_class, type) and issubclass(config_class, GRPOConfig)):
         raise TypeError(f"fuse_config takes GRPOConfig or a subclass of it, not {config_class!r}.")
     if config_class is GRPOConfig:
-        return FusedGRPOConfig  # ty: ignore[invalid-return-type]
+        return FusedGRPOConfig  # ty: ignore[invalid-explicit-return]
     if issubclass(config_class, (FusedGRPOConfig, _FusedConfig)):
         return config_class
-    made = [cls for cls in type.__subclasses__(config_class) if _FusedConfig in cls.__bases__]
+    made: list[Any] = [cls for cls in type.__subclasses__(config_class) if _FusedConfig in cls.__bases__]
     return made[0] if made else _fused_config(config_class)
 
 
@@ -175,12 +175,11 @@ def _fused_config(config_class: Any) -> Any:
             f"{config_class.__name__} has a constructor of its own, which the fused options would bypass: use a "
             "dataclass with __post_init__ instead."
         )
-    added = [
+    added: list[Any] = [
         (one.name, one.type, field(default=one.default, metadata=one.metadata))
         for one in fields(FusedGRPOConfig)
         if one.name in options or one.name == "use_liger_loss"
     ]
-    assert all(one.default is not MISSING for _, _, one in added)
     name = f"Fused{config_class.__name__}"
     namespace = {"__module__": config_class.__module__, "__doc__": inspect.getdoc(config_class)}
     return make_dataclass(name, added, bases=(_FusedConfig, config_class), namespace=namespace)

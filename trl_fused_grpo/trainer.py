@@ -174,7 +174,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         return self._fused.compute_loss(inputs, trl_loss)
 
     @trl_compat.profiling_decorator
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):  # ty: ignore[invalid-method-override]
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         trl_method = super()._get_per_token_logps_and_entropies
         call = LogpsArgs.of(args, kwargs)
         if not self.use_liger_loss:

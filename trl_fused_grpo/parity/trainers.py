@@ -69,7 +69,7 @@ def has_liger_loss() -> bool:
     return hasattr(StockGRPOTrainer, "compute_liger_loss")
 
 
-def config_options(config: Mapping[str, Any], config_class: type = GRPOConfig) -> dict[str, Any]:
+def config_options(config: Mapping[str, Any], config_class: Any = GRPOConfig) -> dict[str, Any]:
     """
     A case's options as the installed `GRPOConfig`, or a subclass of it, names them.
 

@@ -131,7 +131,7 @@ def two_levels(base: Any) -> type:
             mask = inputs["completion_mask"].clone()
             mask[:, 5:] = 0
             inputs = {**inputs, "completion_mask": mask}
-            return super().compute_loss(model, inputs, **kwargs)  # ty: ignore[unresolved-attribute]
+            return super().compute_loss(model, inputs, **kwargs)  # ty: ignore[missing-attribute]
 
     class First(base):
         def _compute_loss(self, model, inputs):
