@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from trl_fused_grpo._compat import trl as trl_compat
@@ -62,7 +63,8 @@ def with_filter(base: Any) -> type:
 
         def _generate(self, prompts):
             output = super()._generate(prompts)
-            return (*output[:2], *output[-3:])  # what GFPO's generation unpacks; TRL's returns more
+            # The GFPO of TRL before 1.0 unpacks fewer values than TRL's `_generate` returns
+            return (*output[:2], *output[-3:]) if Version("1.0.0") > trl_compat.TRL else output
 
     return Filtered
 
