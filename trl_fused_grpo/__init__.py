@@ -2,6 +2,8 @@
 
 from ._compat import required as _required  # noqa: F401 - first: it refuses a TRL that the rest cannot build upon
 from .config import FusedGRPOConfig as FusedGRPOConfig
+from .fusing import fuse as fuse
+from .fusing import fuse_config as fuse_config
 from .loss.liger_loss import FusedLinearGRPOLoss as FusedLinearGRPOLoss
 from .modeling.output_projection import read_lm_head as read_lm_head
 from .ops.linear_logps import FusedStats as FusedStats

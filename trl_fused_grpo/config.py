@@ -6,7 +6,7 @@ The options: `use_liger_loss` for TRL's `GRPOConfig` on every version, `FusedGRP
 import functools
 import inspect
 from dataclasses import Field, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from trl import GRPOConfig
 from typing_extensions import Self
@@ -93,6 +93,15 @@ LAYOUTS = ("auto", "packed", "aligned", "padded")
 BACKWARD_MODES = ("auto", "forecast", "recompute")
 
 
+def kl_estimator_of(args: Any, default: str = "k3") -> str:
+    """The option `kl_estimator`. A field of that name in a class of the user's may mean something else to them."""
+    if not getattr(type(args), "_has_fused_options", False):
+        for cls in type(args).__mro__:
+            if cls not in GRPOConfig.__mro__ and "kl_estimator" in vars(cls):
+                return default
+    return getattr(args, "kl_estimator", default)
+
+
 @dataclass(frozen=True)
 class FusedOptions:
     """
@@ -128,6 +137,7 @@ class FusedOptions:
         """
         defaults = defaults or cls()
         values: dict[str, Any] = {name: getattr(args, name, default) for name, default in vars(defaults).items()}
+        values["kl_estimator"] = kl_estimator_of(args, defaults.kl_estimator)
         return cls(**values)
 
     def __post_init__(self):
@@ -223,6 +233,8 @@ class FusedGRPOConfig(GRPOConfig):
             than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
             `use_bias_correction_kl` makes `k4` of `k1` and `k2_bias_corrected` of `k2`.
     """
+
+    _has_fused_options: ClassVar[bool] = True
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})
     fused_backward: str = field(

@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
 from trl_fused_grpo.training.checks import check_kl_estimator
-from trl_fused_grpo.training.customisation import replaced_behind
+from trl_fused_grpo.training.customisation import has_objective_in_front, replaced_behind
 from trl_fused_grpo.training.logps_request import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
 from trl_fused_grpo.training.summary import Summary, summary_of
@@ -123,9 +123,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         return summary_of(self._fused.engine)
 
     def train(self, *args, **kwargs):
-        if self.use_liger_loss:
-            self._fused.begin_training()
-        return super().train(*args, **kwargs)
+        with self._fused.training():
+            return super().train(*args, **kwargs)
 
     def get_batch_samples(self, *args, **kwargs):
         self._fused.begin_accumulation()
@@ -171,6 +170,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         The log-probabilities come with the gradient that each token is expected to receive, which
         [`FusedLinearGRPOLoss`] forecasts from importance ratios, tool mask, normalizer and the options of the loss.
         """
+        if has_objective_in_front(self):
+            return self._fused.compute_loss(inputs, partial(self._compute_loss, model))
         return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model, inputs):
@@ -180,21 +181,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         return self._fused.compute_loss(inputs, trl_loss)
 
     @trl_compat.profiling_decorator
-    def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        batch_size=None,
-        compute_entropy=False,
-        compute_aux_loss=False,
-        **multimodal,
-    ):
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         trl_method = super()._get_per_token_logps_and_entropies
-        images = {name: value for name, value in multimodal.items() if value is not None}
-        flags = (batch_size, compute_entropy, compute_aux_loss)
-        call = LogpsArgs(model, input_ids, attention_mask, logits_to_keep, *flags, images)
+        call = LogpsArgs.of(args, kwargs)
         if not self.use_liger_loss:
             return trl_compat.logps_result(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         return self._fused.per_token_logps(call, trl_method)

@@ -3,6 +3,6 @@ Every fact about a version of TRL, transformers, PEFT or accelerate, and the pri
 builds upon.
 
 `required` checks these names at import. `trl`, `trl_images` and `trl_cli` have what depends on TRL or accelerate,
-`models` what depends on transformers or PEFT, `peft` what PEFT's LoRA layer computes, `architecture` what a model of
-transformers is made of, `torch` private names of torch.
+`trainers` the trainers of TRL that have a fused subclass, `models` what depends on transformers or PEFT, `peft` what
+PEFT's LoRA layer computes, `architecture` what a model of transformers is made of, `torch` private names of torch.
 """

@@ -17,6 +17,7 @@ from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
 
+from .customisation import MICRO_BATCH_METHODS, liger_loss_in_front, replaced_method
 from .eligibility import replaced_objective, why_old_logps_are_not_skipped
 from .forecastable import why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .kl import estimator_in_force
@@ -136,6 +137,28 @@ def check_sharding(trainer: GRPOTrainer, causal_lm: PreTrainedModel) -> None:
     reason = why_not_sharded(causal_lm, getattr(state.fsdp_plugin, "fsdp_version", 1))
     if reason is not None:
         raise ValueError(f"the adapter on the output projection of {type(causal_lm).__name__} cannot train: {reason}.")
+
+
+def check_liger_loss(trainer: Any) -> None:
+    """
+    Raise when a class overrides TRL's Liger loss, in whose place the fused loss stands.
+
+    Raises:
+        `ValueError`: naming the method and what to change.
+    """
+    method = liger_loss_in_front(trainer)
+    if method is not None:
+        raise ValueError(
+            f"{method} computes TRL's own Liger loss, in whose place the fused loss stands: override _compute_loss "
+            "instead, which the fused loss calls, or set use_liger_loss=False."
+        )
+
+
+def log_that_nothing_is_fused(trainer: Any) -> None:
+    """Log once that a training step ended without a call of TRL's log-prob method, which is what is fused."""
+    method = replaced_method(trainer, ("_get_per_token_logps_and_entropies", *MICRO_BATCH_METHODS))
+    reason = "the loss does not ask for them" if method is None else f"{method} does not ask for them with super()"
+    logger.warning_once(f"No log-probs come from the fused linear function, because {reason}.")
 
 
 def check_head(trainer: GRPOTrainer, head: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 
 from .exchange_plan import GENERATED_BY
@@ -126,5 +127,5 @@ class DeferredRatio:
         """Log-probs `[B, T]` of a micro-batch, through the trainer's own method."""
         ids, mask = prompts_and_completions(inputs)
         method, length = self.trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].size(1)
-        images = {name: inputs[name] for name in trl_compat.MULTIMODAL_INPUTS if name in inputs}
+        images = {name: inputs[name] for name in MULTIMODAL_INPUTS if name in inputs}
         return method(self.trainer.model, ids, mask, length, **images)[0]

@@ -63,6 +63,7 @@ class LogpsEngine:
         self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
         self.memory: MemoryBudget | None = None
+        self.temperature_when_made = 1.0
 
     def options_asked_for(self) -> FusedOptions:
         """The options that the trainer's arguments have now."""
@@ -251,7 +252,7 @@ class LogpsEngine:
         layout = layout_of_width(causal_lm, layout, *shape, is_multimodal, self.options.forces_layout)
         return LogpsOptions(
             causal_lm=causal_lm,
-            temperature=trl_compat.temperature_of(self.trainer),
+            temperature=trl_compat.temperature_of(self.trainer, self.temperature_when_made),
             fp32=self.trainer.args.cast_lm_head_to_fp32,
             backward=self.options.fused_backward,
             logits_mib=self.options.fused_logits_mib,

@@ -23,15 +23,7 @@ from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, uninstall_attention
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
-from .checks import (
-    check_aux_loss,
-    check_backward,
-    check_head,
-    check_kl_estimator,
-    check_micro_batch,
-    check_sharding,
-    log_what_has_no_effect,
-)
+from . import checks
 from .customisation import replaced_behind, replaced_method
 from .deferral import LogpsDeferral
 from .deferred_ratio import DeferredRatio
@@ -64,6 +56,7 @@ class FusedState:
         verification ([`Verification`]): compares micro-batches with TRL's own path.
         stats (`list[FusedStats]`): of the last loss forward, one for each sub-batch.
         micro_batch (`dict`): the inputs of the training step that runs.
+        is_in_train (`bool`): whether TRL's `train` runs.
     """
 
     def __init__(self, trainer: GRPOTrainer, defaults: FusedOptions):
@@ -76,7 +69,8 @@ class FusedState:
         self.stats: list[FusedStats] = []
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
-        self._is_in_step = self._has_summary_to_print = False
+        self.is_in_train = self._is_in_step = self._has_summary_to_print = False
+        self._is_asked = False  # for log-probs, in a training step
         self._steps_done = 0  # training steps of the current accumulation window that are done
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
 
@@ -92,37 +86,44 @@ class FusedState:
         """
         trainer, engine = self.trainer, self.engine
         engine.read_options()
+        engine.temperature_when_made = trainer.temperature
         causal_lm = engine.causal_lm(trainer.model)
-        check_backward(trainer, engine.options.fused_backward)
-        check_aux_loss(trainer, causal_lm)
-        check_sharding(trainer, causal_lm)
-        check_kl_estimator(trainer)
+        checks.check_backward(trainer, engine.options.fused_backward)
+        checks.check_aux_loss(trainer, causal_lm)
+        checks.check_sharding(trainer, causal_lm)
+        checks.check_liger_loss(trainer)
+        checks.check_kl_estimator(trainer)
         if layer_kernels and trainer.accelerator.device.type == "cpu":
             trl_compat.leave_layers(trainer.args)
         elif layer_kernels:
             trl_compat.apply_liger_layer_kernels(causal_lm, trainer.args)
         for model in (trainer.model, trainer.ref_model):
             if model is not None:
-                check_head(trainer, output_projection(engine.causal_lm(model)))
+                checks.check_head(trainer, output_projection(engine.causal_lm(model)))
                 engine.install(model)
-        log_what_has_no_effect(trainer, lambda: engine.layout(trainer.model))
+        checks.log_what_has_no_effect(trainer, lambda: engine.layout(trainer.model))
 
     def detach(self) -> None:
         """Undo what was done to models and to transformers' attention. Idempotent."""
         self.engine.uninstall()
         uninstall_attention()
 
-    def begin_training(self) -> None:
-        """Read the options anew, and end what a training that was interrupted has left."""
-        self.engine.read_options()
-        self.ratio.resolve()
-        self.merger.reset()
-        self.verification.reset()
-        self._has_summary_to_print = True
+    @contextmanager
+    def training(self) -> Generator[None, None, None]:
+        """While it lasts, TRL trains: options are read anew, and what an interrupted training has left is ended."""
+        if self.trainer.use_liger_loss:
+            self.engine.read_options()
+            self.ratio.resolve()
+            self.merger.reset()
+            self.verification.reset()
+            self._has_summary_to_print = True
+        with temporary_attr(self, "is_in_train", True):
+            yield
 
     def begin_accumulation(self) -> None:
         """TRL asks for the micro-batches of a new accumulation window."""
         self._steps_done, self._recomputed = 0, []
+        self.engine.list_modules_anew()  # a generation of the user's may not have done so
 
     @property
     def steps_left(self) -> int:
@@ -172,6 +173,8 @@ class FusedState:
 
         with temporary_attr(accelerator, "backward", backward_of_forward), temporary_attr(self, "_is_in_step", True):
             yield
+        if not self._is_asked:
+            checks.log_that_nothing_is_fused(self.trainer)
         self._steps_done = 0 if accelerator.sync_gradients else self._steps_done + 1
         if not self.merger.is_waiting:
             self.verification.after_backward(self._loss_of)
@@ -203,7 +206,7 @@ class FusedState:
             micro_batch (`dict`): what TRL calls its `_compute_loss` with.
             trl_loss (`Callable`): TRL's own `_compute_loss` for given inputs.
         """
-        check_micro_batch(micro_batch)
+        checks.check_micro_batch(micro_batch)
         loss = self._loss_of(micro_batch, trl_loss)
         if self._is_in_step:
             self.verification.keep(micro_batch, trl_loss, loss)
@@ -227,7 +230,7 @@ class FusedState:
             call ([`LogpsArgs`]): its arguments.
             trl_method (`Callable`): TRL's own method.
         """
-        trainer = self.trainer
+        trainer, self._is_asked = self.trainer, self._is_asked or self._is_in_step
         if self.deferral.leaves_out(call, trl_method):
             return trl_compat.logps_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
         # An override of this method may ask for other rows than those of the loss
@@ -293,7 +296,5 @@ class FusedState:
         return group if is_as_planned else [loss_call.micro_batch]
 
     def _loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:
-        has_aux_loss = trl_compat.has_aux_loss(self.trainer)
-        skip_zero_grad = self.engine.options.fused_skip_zero_grad_sequences and not has_aux_loss
-        beta = None if self._loss is None else self._loss.beta
-        return build_loss_request(self.trainer, inputs, skip_zero_grad, beta)
+        skips = self.engine.options.fused_skip_zero_grad_sequences and not trl_compat.has_aux_loss(self.trainer)
+        return build_loss_request(self.trainer, inputs, skips, None if self._loss is None else self._loss.beta)
