@@ -22,6 +22,7 @@ from trl_fused_grpo.parity.tiny import EOS_ID, PAD_ID, tokenizer
 # Hidden size, layers, heads, key-value heads, head size, MLP size and vocabulary size of each model
 SHAPES = {
     "tiny": (64, 2, 4, 2, 16, 128, 1027),
+    "small": (256, 6, 4, 2, 64, 768, 4099),
     "thin": (1024, 2, 16, 8, 128, 3072, 1027),
     "0.6b": (1024, 28, 16, 8, 128, 3072, 151_936),
     "1.7b": (2048, 28, 16, 8, 128, 6144, 151_936),

@@ -73,7 +73,7 @@ def assert_trains_as_stock(fused, stock, inputs, tolerance=1e-5):
     loss, gradients, drawn = seeded(fused, inputs)
     expected_loss, expected, expected_drawn = seeded(stock, inputs)
     assert relative_error(loss, expected_loss) < tolerance
-    assert gradients.keys() == expected.keys()
+    assert gradients.keys() == expected.keys(), gradients.keys() ^ expected.keys()
     largest = max(gradient.norm() for gradient in expected.values())
     for name, gradient in gradients.items():
         # A gradient that is zero but for rounding has no direction

@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.oracle import KnownGradients, dense_logps, relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer, FusedStats, LMHead, fused_linear_logps, read_lm_head
-from trl_fused_grpo.modeling.output_projection import output_projection
+from trl_fused_grpo.modeling.output_projection import layer_before_head, output_projection
 from trl_fused_grpo.ops import chunked_linear
 from trl_fused_grpo.ops.lm_head import LowRank
-from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config, tiny_model
 
 
 peft = pytest.importorskip("peft")
@@ -401,6 +401,23 @@ def test_a_quantized_head_is_refused():
     model.lm_head = QuantizedLinear(model.lm_head)
     with pytest.raises(ValueError, match="no floating-point weight"):
         output_projection(model)
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("roberta", "lm_head.dense"), ("bert", "cls.predictions.transform.dense"), ("bert-generation", None)],
+)
+def test_layers_between_hidden_states_and_head_are_found(family, layer):
+    config = AutoConfig.for_model(family, vocab_size=64, is_decoder=True, **SMALL)
+    assert layer_before_head(AutoModelForCausalLM.from_config(config)) == layer
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3-vl"])
+def test_a_head_that_follows_the_hidden_states_has_no_layer_before_it(kind):
+    assert layer_before_head(tiny_model(kind)) is None
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

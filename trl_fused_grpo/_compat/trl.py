@@ -31,10 +31,12 @@ logger = logging.get_logger(__name__)
 RETURNS_AUX_LOSS = "compute_aux_loss" in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
 
 
+# TRL 1.14 names the arguments of its log-prob method in the method that it calls
+_LOGPS_METHOD = getattr(GRPOTrainer, "_full_logits_logps", GRPOTrainer._get_per_token_logps_and_entropies)
 # The inputs of a micro-batch that go with images, as the log-prob method names them: they differ by the version
 MULTIMODAL_INPUTS = tuple(
     name
-    for name in list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[5:]
+    for name in list(inspect.signature(_LOGPS_METHOD).parameters)[5:]
     if name not in ("batch_size", "compute_entropy", "compute_aux_loss")
 )
 

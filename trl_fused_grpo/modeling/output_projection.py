@@ -7,8 +7,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.ops.lm_head import LMHead, LowRank
+
+from .layer_memo import LayerMemo
 
 
 _ADVICE = "train with use_liger_loss=False"
@@ -73,6 +76,25 @@ def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
             f"{_ADVICE}."
         )
     return module
+
+
+@LayerMemo
+def layer_before_head(causal_lm: PreTrainedModel) -> str | None:
+    """
+    The name of a layer that a model runs between its backbone and its output projection, as BERT's relatives do, or
+    `None`. Found by its parameters, which stand beside those of the projection.
+    """
+    head = causal_lm.get_output_embeddings()
+    name = next((name for name, module in causal_lm.named_modules() if module is head), "")
+    beside: Any = causal_lm.get_submodule(name.rpartition(".")[0])
+    if beside is causal_lm:
+        return None
+    others = (architecture.backbone(causal_lm), architecture.text_model(causal_lm), head)
+    known = {id(parameter) for module in others for parameter in module.parameters()}
+    unknown = (part for part, parameter in beside.named_parameters() if id(parameter) not in known)
+    # A bias of its own may be the projection's
+    layer = next((part.rpartition(".")[0] for part in unknown if "." in part), None)
+    return None if layer is None else f"{name.rpartition('.')[0]}.{layer}"
 
 
 def _saved_module(module: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The `trl-fused-grpo` command: `trl-fused-grpo parity` compares the fused trainer with stock TRL."""
+"""`trl-fused-grpo parity` compares the fused trainer with stock TRL."""
 
 import logging
 import os
@@ -17,11 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging as transformers_logging
 
-from .parity import CASES, CUSTOMISED_CASES, MODEL_CASES, Case, Settings, report
-from .parity.jobs import run_cases
-
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+from trl_fused_grpo.parity import CASES, CUSTOMISED_CASES, MODEL_CASES, Case, Settings, report
+from trl_fused_grpo.parity.jobs import run_cases
 
 
 class Device(str, Enum):
@@ -35,12 +32,6 @@ class Dtype(str, Enum):
     bfloat16 = "bfloat16"
 
 
-@app.callback()
-def main() -> None:
-    """A faster GRPOTrainer for TRL that trains exactly what TRL trains."""
-
-
-@app.command()
 def parity(
     case: Annotated[
         list[str] | None, typer.Option("--case", metavar="NAME", help="Run this case only; may be repeated.")

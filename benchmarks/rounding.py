@@ -1,0 +1,153 @@
+"""
+Is a larger distance from float32 rounding, or a fault? Gradients of one optimizer step under bf16 autocast: stock
+GRPOTrainer, stock with another attention (the null: nobody would call that a fault) and FusedGRPOTrainer, each against
+stock in float32, on the same weights and completions, over many seeds. The learning rate is zero.
+
+    python benchmarks/rounding.py --seeds 24 --json rounding.json             # on CUDA: --model 0.6b
+    python benchmarks/rounding.py --mode sequence_mask --longest 4096
+"""
+
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from _measure import environment
+from _rollout import Lengths, Rollout
+from _step_cases import Case
+from _trainers import SHAPES, clear_memory
+from records import write_record
+from rich.console import Console
+from rich.table import Table
+from step import make_trainer
+from transformers import TrainerCallback
+
+
+# The attention and the options of each contender; `None` is torch's own
+ARMS: dict[str, tuple[bool, str | None, dict[str, Any]]] = {
+    "stock": (False, None, {}),
+    "stock, eager attention": (False, "eager", {}),
+    "ours": (True, None, {}),
+    "ours, padded": (True, None, {"fused_layout": "padded"}),
+}
+SHARPER = 6.0  # random embeddings this many times larger give log-probs that vary as a trained model's do
+MODES = ("sequence_mask", "token_truncate")
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients that an optimizer step is about to take, before they are clipped."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.kept: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called once the gradients of a window are there."""
+        self.kept = [p.grad.detach().double().cpu() for p in self.model.parameters() if p.grad is not None]
+
+
+def one_step(case: Case, fused: bool, attention: str | None, rollout: Rollout, device: str, extra: dict) -> Any:
+    """The gradients of one step and its trainer."""
+    trainer = sharper_trainer(case, fused, rollout, device, {"max_grad_norm": 0.0, **extra})
+    if attention is not None:
+        trainer.model.set_attn_implementation(attention)
+    gradients = Gradients()
+    gradients.model = trainer.model
+    trainer.add_callback(gradients)
+    trainer.train()
+    return gradients.kept, trainer
+
+
+def sharper_trainer(case: Case, fused: bool, rollout: Rollout, device: str, options: dict[str, Any]) -> Any:
+    """A trainer of `step.py` whose model has sharper predictions."""
+    case = Case(**{**vars(case), "options": {**case.options, **options}})
+    trainer = make_trainer(case, fused, rollout, device, 1, {})
+    with torch.no_grad():
+        trainer.model.get_input_embeddings().weight.mul_(SHARPER)
+    return trainer
+
+
+def norm(tensors: list[torch.Tensor]) -> float:
+    """The norm of all entries of some tensors."""
+    return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
+
+
+def errors_of_seed(case: Case, seed: int, device: str) -> dict[str, float]:
+    """The distance of each contender's gradients from float32, relative to their norm."""
+    rollout = Rollout.make(case.lengths, 2, 8, SHAPES[case.model][-1], seed)
+    sampler = sharper_trainer(case, False, rollout, device, {"bf16": False})
+    rollout.add_sampler_logps(sampler, seed)
+    del sampler
+    truth, trainer = one_step(case, False, None, rollout, device, {"bf16": False})
+    size = norm(truth)
+    errors = {"norm": size}
+    for name, (fused, attention, extra) in ARMS.items():
+        got, trainer = one_step(case, fused, attention, rollout, device, {"bf16": True, **extra})
+        errors[name] = norm([a - b for a, b in zip(got, truth, strict=True)]) / size
+        del trainer, got
+        clear_memory()
+    return errors
+
+
+def interval(logarithms: list[float]) -> tuple[float, float]:
+    """The middle 95% of the mean under resampling."""
+    generator = random.Random(0)
+    means = sorted(statistics.fmean(generator.choices(logarithms, k=len(logarithms))) for _ in range(4000))
+    return means[100], means[-101]
+
+
+def against_stock(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """For each contender the error relative to stock's: the geometric mean over seeds with its 95% interval."""
+    verdict = {}
+    for name in list(ARMS)[1:]:
+        logarithms = [math.log(row[name] / row["stock"]) for row in rows]
+        low, high = interval(logarithms)
+        mean = math.exp(statistics.fmean(logarithms))
+        verdict[name] = {"ratio": mean, "low": math.exp(low), "high": math.exp(high)}
+    return verdict
+
+
+def main(
+    mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODES)}; repeatable")] = None,
+    seeds: Annotated[int, typer.Option(help="generation batches", min=2)] = 24,
+    model: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "small",
+    median: Annotated[int, typer.Option(help="tokens of completions")] = 120,
+    longest: Annotated[int, typer.Option(help="the same, at most")] = 512,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda" if torch.cuda.is_available() else "cpu",
+    json_path: Annotated[Path | None, typer.Option("--json", help="where the record goes")] = None,
+    commit: Annotated[str | None, typer.Option(help="commit to record where git cannot be asked")] = None,
+) -> None:
+    """Compare errors; exits 1 where ours is larger than stock's and the null's, beyond what the seeds leave open."""
+    lengths = Lengths(prompts=(20, 60), median=median, longest=longest)
+    record: dict[str, Any] = {**environment(device, commit), "results": []}
+    record |= {"model": model, "seeds": seeds, "median": median, "longest": longest}
+    table = Table(title="Distance of gradients from float32, relative to stock's")
+    for column in ("mode", "contender", "median error", "relative to stock", "95%"):
+        table.add_column(column)
+    is_larger = False
+    for name in mode or MODES:
+        case = Case(
+            model, lengths=lengths, options={"vllm_importance_sampling_mode": name, "gradient_accumulation_steps": 4}
+        )
+        rows = []
+        for seed in range(seeds):
+            rows.append(errors_of_seed(case, seed, device))
+            print(name, seed, {key: f"{value:.3g}" for key, value in rows[-1].items()}, flush=True)
+        verdict = against_stock(rows)
+        record["results"].append({"mode": name, "relative_to_stock": verdict, "seeds": rows})
+        for contender in ARMS:
+            cells = verdict.get(contender)
+            shown = ("", "") if cells is None else (f"{cells['ratio']:.3f}", f"{cells['low']:.3f}-{cells['high']:.3f}")
+            table.add_row(name, contender, f"{statistics.median(row[contender] for row in rows):.3g}", *shown)
+        is_larger |= verdict["ours"]["low"] > max(1.0, verdict["stock, eager attention"]["high"])
+        if json_path is not None:
+            write_record(json_path, record)
+    Console(width=120).print(table)
+    raise typer.Exit(int(is_larger))
+
+
+if __name__ == "__main__":
+    typer.run(main)
