@@ -79,7 +79,7 @@ def server(folders, tmp_path):
 
     server_on_cpu.install(tmp_path / "plugin")
     port = free_port()
-    words = ["-m", "trl.cli", "vllm-serve", "--model", str(folders["model"]), "--host", "127.0.0.1"]
+    words = ["-m", "trl.cli.main", "vllm-serve", "--model", str(folders["model"])]
     words += ["--port", str(port), "--max_model_len", "128", "--dtype", "bfloat16", "--enforce_eager", "true"]
     words += ["--weight-transfer-config", json.dumps({"backend": server_on_cpu.BACKEND})]
     printed = tmp_path / "server.txt"
