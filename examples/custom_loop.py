@@ -8,7 +8,7 @@ exist, neither here nor in backward.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -39,7 +39,7 @@ def main(
     learning_rate: Annotated[float, typer.Option(min=0)] = 1e-6,
 ) -> list[dict[str, float]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, weight_decay=0.0)
     loss_function = FusedLinearGRPOLoss(beta=0.0, loss_type="dapo", temperature=1.0)

@@ -49,7 +49,8 @@ def counted(completions: list[Any], squares: list[int], **_: Any) -> list[float]
 
 
 def main(argv: list[str] | None = None) -> FusedGRPOTrainer:
-    recipe, args = TrlParser((Recipe, FusedGRPOConfig)).parse_args_and_config(argv)
+    parser: Any = TrlParser((Recipe, FusedGRPOConfig))  # ty: ignore[invalid-argument-type]
+    recipe, args = parser.parse_args_and_config(argv)
     squares = [random.Random(seed).randint(1, 8) for seed in range(recipe.images)]
     request = [{"role": "user", "content": "How many squares are there? Answer with the number."}]
     dataset = Dataset.from_dict(

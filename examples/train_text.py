@@ -46,7 +46,8 @@ def brevity(completions: list[Any], **_: Any) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> FusedGRPOTrainer:
-    recipe, args = TrlParser((Recipe, FusedGRPOConfig)).parse_args_and_config(argv)
+    parser: Any = TrlParser((Recipe, FusedGRPOConfig))  # ty: ignore[invalid-argument-type]
+    recipe, args = parser.parse_args_and_config(argv)
     if recipe.qlora:
         args.model_init_kwargs = (args.model_init_kwargs or {}) | {
             "quantization_config": BitsAndBytesConfig(

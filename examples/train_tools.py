@@ -59,7 +59,7 @@ def make_products(count: int) -> Dataset:
 
 
 def main(argv: list[str] | None = None) -> FusedGRPOTrainer:
-    parser = TrlParser((Recipe, FusedGRPOConfig))
+    parser: Any = TrlParser((Recipe, FusedGRPOConfig))  # ty: ignore[invalid-argument-type]
     parser.set_defaults(max_completion_length=1024, max_tool_calling_iterations=2)
     recipe, args = parser.parse_args_and_config(argv)
     trainer = FusedGRPOTrainer(

@@ -37,7 +37,7 @@ def two_hundred_letters(completions: list[str], **_: Any) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> FusedGRPOTrainer:
-    parser = TrlParser((Recipe, FusedGRPOConfig))
+    parser: Any = TrlParser((Recipe, FusedGRPOConfig))  # ty: ignore[invalid-argument-type]
     parser.set_defaults(
         use_vllm=True,
         vllm_gpu_memory_utilization=0.3,  # colocated: the rest is for the training
