@@ -55,7 +55,12 @@ def _keep(entry: Record, names: tuple[str, ...]) -> Record:
 def _cases(cases: list[Record]) -> list[Record]:
     """Of `trl-fused-grpo parity`: verdicts and worst errors, stock's beside ours in bfloat16."""
     errors = ("loss_error", "gradient_error", "stock_loss_error", "stock_gradient_error")
-    return [_keep(case, ("name", "verdict", "reason", *errors, "layout")) for case in cases]
+    return [_keep(case, ("name", "verdict", "reason", *errors, "layout", *_liger_of(case))) for case in cases]
+
+
+def _liger_of(case: Record) -> tuple[str, ...]:
+    """What `--issue-1082` shows of TRL's Liger loss."""
+    return ("fused_ratio", "liger_ratio", "liger_error", "liger") if case["name"].startswith("issue-1082-") else ()
 
 
 def _profiles(kernels: list[Record]) -> list[Record]:

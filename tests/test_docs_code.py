@@ -306,6 +306,27 @@ def test_time_and_memory_of_an_accumulation_window_are_those_of_the_record(name)
     assert f"| Qwen3-{name} | {of_window['stock']} | {of_window['ours']}" in page
 
 
+@pytest.mark.parametrize(
+    ("case", "shown"),
+    [
+        ("ratio", "vLLM's importance ratios"),
+        ("normalizer", "the normalizer of the whole batch"),
+        ("tool-mask", "tokens written by a tool"),
+        ("kl", "bias-corrected KL"),
+        ("delta", "`delta`"),
+    ],
+)
+def test_what_the_liger_loss_leaves_out_is_that_of_the_record(case, shown):
+    record = json.loads((ROOT / "benchmarks/results/issue-1082-trl-0.27.2.json").read_text())
+    [of_case] = [entry for entry in record["cases"] if entry["name"] == f"issue-1082-{case}"]
+    liger = "refused"
+    if "liger" not in of_case:
+        digits = 3 if of_case["liger_ratio"] < 10 else 0
+        liger = f"{of_case['liger_ratio']:.{digits}f}, {of_case['liger_error']:.{digits}f}"
+    ours = f"{of_case['fused_ratio']:.3f}, {of_case['gradient_error']:.1e}"
+    assert re.search(rf"\| {re.escape(shown)}.* \| {liger} \| {ours} \|", (ROOT / "README.md").read_text())
+
+
 def test_the_drawing_of_the_design_names_modules_that_exist():
     drawing = "".join(block.code for block in BLOCKS if block.page.name == "design.md" and block.language == "text")
     modules = re.findall(r"\b(?:\w+/)*\w+\.py\b", drawing)

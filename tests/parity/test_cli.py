@@ -71,6 +71,19 @@ def test_the_bug_report_shows_on_its_version(parity, tmp_path):
     assert case["liger_ratio"] > 30
 
 
+def test_what_the_liger_loss_leaves_out_is_shown_beside_the_fused_trainer(parity, tmp_path):
+    file = tmp_path / "parity.json"
+    result = parity("--issue-1082", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert "tokens written by a tool" in result.output
+    cases = {case["name"].removeprefix("issue-1082-"): case for case in json.loads(file.read_text())["cases"]}
+    assert all(case["fused_ratio"] == pytest.approx(1.0, abs=1e-5) for case in cases.values())
+    if Version(trl.__version__) < Version("0.28"):
+        assert cases["tool-mask"]["liger_error"] > 0.1
+        assert cases["normalizer"]["liger_ratio"] == pytest.approx(0.5, abs=1e-3)
+        assert cases["delta"]["liger"] == "refuses"
+
+
 @pytest.mark.parametrize("name", ["dapo-off-policy", "is-token-vespo"])
 def test_bfloat16_is_compared_with_float64(parity, tmp_path, name):
     if name == "is-token-vespo" and Version(trl.__version__) < Version("1.0"):

@@ -17,7 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging as transformers_logging
 
-from trl_fused_grpo.parity import CASES, CUSTOMISED_CASES, MODEL_CASES, Case, Settings, report
+from trl_fused_grpo.parity import (
+    CASES,
+    CUSTOMISED_CASES,
+    ISSUE_1082_CASES,
+    MODEL_CASES,
+    Case,
+    Settings,
+    report,
+)
 from trl_fused_grpo.parity.jobs import run_cases
 
 
@@ -43,6 +51,13 @@ def parity(
         bool,
         typer.Option("--customised", help="Whole trainings with subclasses, patches, hooks and callbacks instead."),
     ] = False,
+    issue_1082: Annotated[
+        bool,
+        typer.Option(
+            "--issue-1082",
+            help="What TRL's Liger loss (TRL <= 1.13) leaves out, by Liger-Kernel's issue 1082, instead.",
+        ),
+    ] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.auto,
     dtype: Annotated[
@@ -63,9 +78,11 @@ def parity(
             raise typer.BadParameter(f"the folder of {path} does not exist.")
     if plot_file and not find_spec("matplotlib"):
         raise typer.BadParameter("--plot needs matplotlib: pip install 'trl-fused-grpo[plot]'.")
-    if models and customised:
-        raise typer.BadParameter("--models and --customised are two sets of cases: choose one.")
+    if models + customised + issue_1082 > 1:
+        raise typer.BadParameter("--models, --customised and --issue-1082 are sets of cases: choose one.")
     cases = MODEL_CASES if models else CUSTOMISED_CASES if customised else CASES
+    if issue_1082:
+        cases = ISSUE_1082_CASES
     with _quiet():
         code = _run_parity(cases, case or [], list_cases, device, dtype, jobs, json_file, plot_file)
     raise typer.Exit(code)
@@ -106,7 +123,10 @@ def _run_parity(
             for result in run_cases(selected, settings, jobs, _silence):
                 results.append(result)
                 progress.update(task, description=result.name, advance=1)
-    report.print_report(results, settings, console, cases is not CASES, trainings=cases is CUSTOMISED_CASES)
+    if cases is ISSUE_1082_CASES:
+        report.print_issue_1082(results, settings, console)
+    else:
+        report.print_report(results, settings, console, cases is not CASES, trainings=cases is CUSTOMISED_CASES)
     if json_file:
         report.write_json(results, settings, json_file)
     if plot_file:

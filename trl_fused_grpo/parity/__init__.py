@@ -3,7 +3,8 @@
 and compares loss, gradients and metrics. A map of the folder:
 
 - `case` says what a comparison is made of: a [`Case`], its data, and a [`Customisation`] (what a user changes).
-- `cases/` lists the named cases of the three sets: `CASES`, `MODEL_CASES` (`--models`), `CUSTOMISED_CASES`.
+- `cases/` lists the named cases of the four sets: `CASES`, `MODEL_CASES` (`--models`), `CUSTOMISED_CASES`,
+  `ISSUE_1082_CASES`.
 - `customisations/` holds what the cases of `--customised` change: subclasses, patches, callbacks, hooks, models.
 - `tiny/` builds the inputs: tiny models of every family, a tokenizer, images, adapters, micro-batches, completions.
 - `trainers` builds the trainers of a case; `run_case` takes one trainer through its steps, `run_training` through a
@@ -14,7 +15,7 @@ and compares loss, gradients and metrics. A map of the folder:
 
 from . import report
 from .case import Batch, Case, Rollout
-from .cases import CASES, CUSTOMISED_CASES, MODEL_CASES
+from .cases import CASES, CUSTOMISED_CASES, ISSUE_1082_CASES, MODEL_CASES
 from .compare import Result, compare
 from .trainers import Settings
 
@@ -22,6 +23,7 @@ from .trainers import Settings
 __all__ = [
     "CASES",
     "CUSTOMISED_CASES",
+    "ISSUE_1082_CASES",
     "MODEL_CASES",
     "Batch",
     "Case",

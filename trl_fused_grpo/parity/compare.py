@@ -77,6 +77,8 @@ class Result:
             The fused trainer's gradient norm over stock's.
         liger_ratio (`float`, *optional*):
             Stock Liger's gradient norm over stock's.
+        liger_error (`float`, *optional*):
+            The distance of stock Liger's gradients from stock's, relative to their norm.
         liger (`str`):
             Why there is no `liger_ratio` though TRL has a Liger loss: `"refuses"`, `"fails"`, or empty.
         recomputed (`float`, *optional*):
@@ -100,6 +102,7 @@ class Result:
     metrics_differ: list[str] = field(default_factory=list)
     fused_ratio: float | None = None
     liger_ratio: float | None = None
+    liger_error: float | None = None
     liger: str = ""
     recomputed: float | None = None
     layout: str | None = None
@@ -290,7 +293,8 @@ def _compare_liger(
         return
     try:
         trainer = load_weights(stock_liger_trainer(case, settings), start)
-        result.liger_ratio = _norm_ratio(run_case(trainer, case, data, settings.dtype), stock)
+        liger = run_case(trainer, case, data, settings.dtype)
+        result.liger_ratio, result.liger_error = _norm_ratio(liger, stock), measure([stock], [liger]).gradient
     except RefusedError:
         result.liger = "refuses"
     except Exception:  # shown in the table: a failure of TRL's Liger loss is not one of the fused trainer

@@ -103,6 +103,38 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool, trainin
     return table
 
 
+def print_issue_1082(results: Sequence[Result], settings: Settings, console: Console) -> None:
+    """
+    Print what TRL's Liger loss and the fused trainer make of each thing that Liger-Kernel's issue 1082 names.
+
+    Args:
+        results (`Sequence[Result]`):
+            Of `ISSUE_1082_CASES`.
+        settings ([`Settings`]):
+            Device and dtype.
+        console (`rich.console.Console`):
+            Where to print.
+    """
+    about = environment(settings)
+    table = Table(
+        title=f"TRL {about['trl']}, liger-kernel {about['liger-kernel']}: gradients relative to TRL's own path",
+        title_style="",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("what the objective depends on")
+    for heading in ("norm,\nTRL's Liger loss", "norm,\nfused", "distance,\nTRL's Liger loss", "distance,\nfused"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        liger = result.liger or ("" if has_liger_loss() else "none in this TRL")
+        ratio = liger or _number(result.liger_ratio, ".3f" if (result.liger_ratio or 0) < 10 else ".1f")
+        distance = "" if liger else _number(result.liger_error, ".2g")
+        fused = (_number(result.fused_ratio, ".3f"), _number(result.gradient_error, ".1e"))
+        table.add_row(result.description, ratio, fused[0], distance, fused[1])
+    console.print(table)
+    console.print(_summary(results))
+
+
 def _explanation(settings: Settings, measured: str) -> str:
     norms = f"{measured} norms relative to stock's"
     if settings.dtype == torch.bfloat16:

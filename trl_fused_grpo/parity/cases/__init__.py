@@ -1,23 +1,19 @@
 """
-The named cases, all that TRL's own GRPO path supports: `CASES`, `MODEL_CASES` (`--models`) and `CUSTOMISED_CASES`
-(`--customised`). A case is data; add one to the list of its topic.
+The named cases, all that TRL's own GRPO path supports: `CASES`, `MODEL_CASES` (`--models`), `CUSTOMISED_CASES`
+(`--customised`) and `ISSUE_1082_CASES` (`--issue-1082`). A case is data; add one to the list of its topic.
 """
 
-from trl_fused_grpo.parity.case import Batch, Case
+from trl_fused_grpo.parity.case import Case
 
 from . import model, objective, setting
 from .customised import CUSTOMISED_CASES
+from .issue_1082 import ISSUE_1082_CASES, REPORT
 
 
-__all__ = ["CASES", "CUSTOMISED_CASES", "MODEL_CASES"]
+__all__ = ["CASES", "CUSTOMISED_CASES", "ISSUE_1082_CASES", "MODEL_CASES"]
 
 CASES: tuple[Case, ...] = (
-    Case(
-        "issue-1082",
-        "the bug report: dapo, vLLM importance ratios of mean 0.003 to 0.01",
-        {"loss_type": "dapo"},
-        Batch(old="policy", ratio="report"),
-    ),
+    REPORT,
     *objective.loss_types(),
     *objective.importance_ratios(),
     *objective.advantages_and_temperature(),
