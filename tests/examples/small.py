@@ -38,7 +38,6 @@ OPTIONS = {
     "max_completion_length": 8,
     "learning_rate": 1e-3,
     "bf16": "false",
-    "gradient_checkpointing": "false",
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
