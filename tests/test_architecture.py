@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "loss": {"ops"},
     "modeling": {"ops", "_compat", "_utils"},
     "training": {"loss", "modeling", "ops", "_compat", "_utils", "config"},
-    "config": {"loss"},
+    "config": {"loss", "_compat"},
     "defaults": {"config"},
     "trainer": {"defaults", "training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
     "patching": {"trainer", "defaults"},
