@@ -171,7 +171,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         [`FusedLinearGRPOLoss`] forecasts from importance ratios, tool mask, normalizer and the options of the loss.
         """
         if not self.use_liger_loss:  # TRL < 1.15 has one of its own, for `use_liger_kernel=True`
-            return super().compute_liger_loss(model, inputs)  # ty: ignore[unresolved-attribute]
+            return super().compute_liger_loss(model, inputs)  # ty: ignore[missing-attribute]
         if has_objective_in_front(self):
             return self._fused.compute_loss(inputs, partial(self._compute_loss, model))
         return self._compute_loss(model, inputs)
