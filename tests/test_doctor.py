@@ -41,7 +41,8 @@ def test_it_tells_what_a_training_would_do_without_weights_vllm_or_reference(tmp
     config = written(
         tmp_path,
         f"model_name_or_path: {model}\nbeta: 0.04\nuse_vllm: true\nbf16: true\nfused_max_tokens_per_forward: 4096\n"
-        "gradient_accumulation_steps: 4\nreport_to: wandb\nfsdp: full_shard\n",
+        "gradient_accumulation_steps: 4\nreport_to: wandb\nfsdp: full_shard\nnum_processes: 2\n"
+        "accelerate_config: fsdp2\n",  # TRL hands these two on to `accelerate launch`
     )
     result = doctor("--config", config, "--json")
     assert result.exit_code == 0, result.output
@@ -50,7 +51,7 @@ def test_it_tells_what_a_training_would_do_without_weights_vllm_or_reference(tmp
     assert lines["forwards"] == "up to 4 micro-batches share one: up to 4,096 tokens"
     assert "from the training forward" in lines["old log-probs"]
     assert lines["reference"] == "in the same forwards as the policy"
-    assert "left out" in lines["fsdp"]
+    assert all("left out" in lines[name] for name in ("fsdp", "num_processes", "accelerate_config"))
     assert not list(model.parent.glob("trainer_output"))
 
 

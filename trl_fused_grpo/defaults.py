@@ -42,13 +42,14 @@ def fused_loss_of(args: Any) -> tuple[bool, FusedOptions]:
     Whether a trainer that is made now has the fused loss, and the options that its arguments do not have.
 
     Args:
-        args (`GRPOConfig`, *optional*): its arguments. A patch decides where they do not say `use_liger_loss`.
+        args (`GRPOConfig`, *optional*): its arguments. Where they do not say `use_liger_loss`, `use_liger_kernel` and
+            the patches decide.
     """
     patched = patched_options()
     is_on = getattr(args, "use_liger_loss", None)
     if is_on is None:
-        is_on = patched is not None
-    is_on = bool(is_on or getattr(args, "use_liger_kernel", False))
+        is_on = patched is not None or getattr(args, "use_liger_kernel", False)
+    is_on = bool(is_on)
     return is_on, patched if patched and is_on else FusedOptions()
 
 

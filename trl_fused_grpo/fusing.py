@@ -160,6 +160,12 @@ def fuse_config(config_class: Class) -> Class:
     return made[0] if made else _fused_config(config_class)
 
 
+def _is_generated(method: Any) -> bool:
+    """Whether `dataclass` made a method: such a one has no source file."""
+    code = getattr(method, "__code__", None)
+    return code is not None and code.co_filename == "<string>"
+
+
 def _fused_config(config_class: Any) -> Any:
     own = {option.name for option in fields(config_class)}
     options = {option.name for option in fields(FusedOptions)}
@@ -168,9 +174,7 @@ def _fused_config(config_class: Any) -> Any:
         raise TypeError(
             f"{config_class.__name__} has a {clash[0]} of its own, which is the name of a fused option: rename it."
         )
-    if getattr(config_class.__init__, "__code__", None) is None or (
-        config_class.__init__.__code__.co_filename != "<string>"
-    ):
+    if not _is_generated(config_class.__init__):
         raise TypeError(
             f"{config_class.__name__} has a constructor of its own, which the fused options would bypass: use a "
             "dataclass with __post_init__ instead."
@@ -181,5 +185,10 @@ def _fused_config(config_class: Any) -> Any:
         if one.name in options or one.name == "use_liger_loss"
     ]
     name = f"Fused{config_class.__name__}"
-    namespace = {"__module__": config_class.__module__, "__doc__": inspect.getdoc(config_class)}
+    namespace: dict[str, Any] = {"__module__": config_class.__module__, "__doc__": inspect.getdoc(config_class)}
+    # A method of the user's own, in whose place `dataclass` would put one; that of a hash is `None` where it has none
+    for method in ("__repr__", "__eq__", "__hash__"):
+        own_method = getattr(config_class, method)
+        if own_method and not _is_generated(inspect.unwrap(own_method)):
+            namespace[method] = own_method
     return make_dataclass(name, added, bases=(_FusedConfig, config_class), namespace=namespace)

@@ -28,7 +28,7 @@ class FusedGRPOTrainer(GRPOTrainer):
     With `use_liger_loss=True` in its arguments, every log-probability (policy, old policy, reference) comes from the
     fused linear function; TRL's own `_compute_loss` turns them into the loss. With `use_liger_loss=False` it is the
     stock trainer, and so it is where they say neither, unless [`patch`] switches the loss on. `use_liger_kernel=True`
-    means the fused loss and Liger's layer kernels.
+    alone means the fused loss and Liger's layer kernels.
 
     Micro-batches of an accumulation window may share a forward of the model (`fused_max_tokens_per_forward`). Each has
     its loss in its own training step. The gradients of all come with the last of them.
@@ -170,6 +170,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         The log-probabilities come with the gradient that each token is expected to receive, which
         [`FusedLinearGRPOLoss`] forecasts from importance ratios, tool mask, normalizer and the options of the loss.
         """
+        if not self.use_liger_loss:  # TRL < 1.15 has one of its own, for `use_liger_kernel=True`
+            return super().compute_liger_loss(model, inputs)  # ty: ignore[missing-attribute]
         if has_objective_in_front(self):
             return self._fused.compute_loss(inputs, partial(self._compute_loss, model))
         return self._compute_loss(model, inputs)

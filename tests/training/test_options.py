@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 import torch
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
-from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo import FusedGRPOTrainer, patch
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.training.checks import log_what_has_no_effect
 from trl_fused_grpo.training.forecastable import why_no_forecast
@@ -205,7 +205,7 @@ def test_the_log_says_why_zero_grad_sequences_are_not_left_out(tmp_path, warning
 
 def test_use_liger_kernel_without_a_gpu_leaves_the_layers_and_fuses_the_loss(tmp_path, warnings_logged):
     stock = make_trainer(tmp_path, GRPOTrainer, max_steps=2)
-    fused = make_trainer(tmp_path, use_liger_loss=False, use_liger_kernel=True, max_steps=2)
+    fused = make_trainer(tmp_path, config=GRPOConfig, use_liger_kernel=True, max_steps=2)
     forwards = [type(module).forward for module in fused.model.modules()]
     inputs = make_inputs()
     (loss, gradients), (fused_loss, fused_gradients) = (loss_and_gradients(t, inputs) for t in (stock, fused))
@@ -218,8 +218,25 @@ def test_use_liger_kernel_without_a_gpu_leaves_the_layers_and_fuses_the_loss(tmp
     assert len([line for line in warnings_logged() if "Liger's kernels" in line]) == 1
 
 
+def test_the_fused_loss_said_to_be_off_stays_off_beside_ligers_layers(tmp_path):
+    """`use_liger_kernel` is then what it is in TRL: up to 1.14 TRL's own Liger loss too."""
+    parts = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
+    options = {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(parts, False), "max_steps": 2}
+
+    def train(cls):
+        trainer = make_trainer(tmp_path, cls, config=GRPOConfig, use_liger_loss=False, num_iterations=2, **options)
+        trainer.train()
+        return [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one]
+
+    stock = train(GRPOTrainer)
+    assert train(FusedGRPOTrainer) == stock
+    with patch():
+        assert train(GRPOTrainer) == stock
+        assert make_trainer(tmp_path, config=GRPOConfig, **options).use_liger_loss
+
+
 def test_arguments_that_are_used_twice_keep_the_fused_loss(tmp_path):
-    first = make_trainer(tmp_path, use_liger_loss=False, use_liger_kernel=True)
+    first = make_trainer(tmp_path, config=GRPOConfig, use_liger_kernel=True)
     second = make_trainer(tmp_path, config=lambda **_: first.args)
     assert second.use_liger_loss
 

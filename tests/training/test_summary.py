@@ -3,9 +3,13 @@
 import logging
 
 import pytest
+import transformers
 from transformers.utils import logging as transformers_logging
 
 from tests.tiny_training import make_trainer
+from trl_fused_grpo._compat.models import head_widths
+from trl_fused_grpo.parity.tiny import tiny_model
+from trl_fused_grpo.parity.tiny.families import FAMILIES
 from trl_fused_grpo.training.eligibility import why_forwards_are_not_shared
 from trl_fused_grpo.training.memory import why_no_memory_budget
 
@@ -93,6 +97,31 @@ def test_it_is_printed_once_when_a_training_begins(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count(TITLE) == 1
     assert str(trainer.fused_summary()) in printed
+
+
+@pytest.mark.parametrize("broken", ["summary", "output"])
+def test_a_training_does_not_end_because_of_it(tmp_path, caplog, monkeypatch, broken):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such layer")
+
+    if broken == "summary":
+        monkeypatch.setattr("trl_fused_grpo.training.summary.summary_of", fail)
+    else:
+        monkeypatch.setattr("trl_fused_grpo.training.summary.print", fail, raising=False)
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    (line,) = [record.message for record in caplog.records if "The summary of this training" in record.message]
+    assert line.endswith("because RuntimeError: no such layer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "widths"), [("llama", [16]), ("gpt2", [16]), ("deepseek-v3", [24]), ("gemma4", [16, 32])]
+)
+def test_the_widths_of_heads_are_those_of_every_layer(kind, widths):
+    if not hasattr(transformers, FAMILIES[kind].config):
+        pytest.skip("this transformers does not have it")
+    assert head_widths(tiny_model(kind).config.get_text_config()) == widths
 
 
 @pytest.mark.parametrize("quiet", ["of this package", "of transformers"])

@@ -129,6 +129,22 @@ def test_a_script_runs_as_python_would_run_it(tmp_path, monkeypatch, is_module):
     assert trl.GRPOTrainer is not FusedGRPOTrainer and patched_options() is None
 
 
+def test_processes_of_a_script_get_the_options_of_every_patch_in_force(tmp_path):
+    (tmp_path / "telling.py").write_text(TELLING)
+    with patch(fused_lora=False, fused_layout="aligned"):
+        command("run", "--fused_layout", "packed", tmp_path / "telling.py", tmp_path / "told.json")
+    assert json.loads((tmp_path / "told.json").read_text())[3] == "fused_lora=False,fused_layout=packed"
+
+
+def test_an_error_of_a_script_shows_where_it_comes_from(tmp_path, monkeypatch, capsys):
+    """Also one that the command line takes for its own; after a change of folder the script knows where it lies."""
+    monkeypatch.chdir(tmp_path)
+    Path("asking.py").write_text("import os; os.chdir('..'); raise EOFError(__file__)")
+    result = command("run", "asking.py")
+    said = result.output + capsys.readouterr().err
+    assert result.exit_code == 1 and f"EOFError: {tmp_path / 'asking.py'}" in said and "in <module>" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -53,6 +53,18 @@ def attention_implementation(config: Any) -> str:
     return config._attn_implementation
 
 
+def head_widths(config: Any) -> list[int]:
+    """The widths of the attention heads of a text model, by its configuration; the narrowest first."""
+    # Gemma 4: newer transformers refuse to name one width where layers have several, earlier ones name both
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    widths = set()
+    for layer in layers:
+        names = ("qk_head_dim", "head_dim")  # of latent attention the latter is a part alone
+        known = next(filter(None, (getattr(layer, name, None) for name in names)), None)
+        widths.add(known or layer.hidden_size // (getattr(layer, "num_attention_heads", None) or 1))
+    return sorted({*widths, *filter(None, [getattr(config, "global_head_dim", None)])})
+
+
 # The name under which a modeling file of transformers has the attention of models that load as `"eager"`; its layers
 # look it up when they are called, also where they give it to transformers' table as the default
 EAGER_ATTENTION = "eager_attention_forward"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import trl
-from accelerate.commands.launch import launch_command
+from accelerate.commands.launch import launch_command, launch_command_parser
 
 from .required import TRL
 
@@ -45,6 +45,11 @@ def use_config(config: type) -> None:
         # TRL < 1.4: the script imports the name with its first line, later ones where they parse
         if hasattr(module, "GRPOConfig"):
             module.GRPOConfig = config
+
+
+def launch_options() -> set[str]:
+    """The names in a YAML file that `trl grpo` hands on to `accelerate launch`, where its script has no such option."""
+    return {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"}
 
 
 def _redirect(launch: Callable[[argparse.Namespace], None]) -> None:

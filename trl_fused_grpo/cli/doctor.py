@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from datasets import Dataset
 from transformers import AutoConfig, PreTrainedModel
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo._compat.trl_cli import launch_options
 from trl_fused_grpo.parity.tiny import tokenizer
 from trl_fused_grpo.training.checks import check_options
 from trl_fused_grpo.training.summary_table import Summary, SummaryLine, device_line, versions, versions_line
@@ -87,8 +89,10 @@ def _installed() -> Summary:
 def _of_training(model: str | None, config: Path | None, folder: Path) -> Summary:
     """The summary of a trainer that is made as TRL would make it, in one process and without weights."""
     options = yaml.safe_load(config.read_text(encoding="utf-8")) or {} if config else {}
-    left_out = [name for name in _DISTRIBUTED if options.get(name)]
-    options = {name: value for name, value in options.items() if name not in _LEFT_OUT}
+    known = {option.name for cls in _config_classes() for option in fields(cls)}
+    of_launch = launch_options() - known
+    left_out = [name for name in options if name in of_launch or (name in _DISTRIBUTED and options[name])]
+    options = {name: value for name, value in options.items() if name not in of_launch.union(_LEFT_OUT)}
     args, model_args = _parsed(options, folder)
     name = model or model_args.model_name_or_path
     if name is None:
@@ -102,18 +106,22 @@ def _of_training(model: str | None, config: Path | None, folder: Path) -> Summar
     return summary
 
 
-def _parsed(options: dict[str, Any], folder: Path) -> tuple[Any, Any]:
-    """The trainer's and the model's arguments, by TRL's parser."""
+def _config_classes() -> tuple[Any, ...]:
+    """What TRL's script parses, with the options of this package."""
     from trl.scripts.grpo import GRPOScriptArguments
 
+    return GRPOScriptArguments, FusedGRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig
+
+
+def _parsed(options: dict[str, Any], folder: Path) -> tuple[Any, Any]:
+    """The trainer's and the model's arguments, by TRL's parser."""
     options["output_dir"] = str(folder / "output")
     options["report_to"] = "none"
     if not torch.cuda.is_available():
         options["use_cpu"] = True  # else mixed precision is refused
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(options), encoding="utf-8")
-    classes: Any = (GRPOScriptArguments, FusedGRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
-    parser = trl.TrlParser(classes)
+    parser = trl.TrlParser(_config_classes())
     _, args, model_args, _ = parser.parse_args_and_config(["--config", str(file)])
     return args, model_args
 

@@ -11,7 +11,7 @@ import typer
 
 from trl_fused_grpo import FusedGRPOConfig, patch
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.defaults import read_option, write_options
+from trl_fused_grpo.defaults import PATCHES, read_option, write_options
 from trl_fused_grpo.patching import VARIABLE
 
 
@@ -30,7 +30,12 @@ def run(context: typer.Context) -> None:
         parser.error(str(error))
     if not is_module and not Path(script).exists():
         parser.error(f"there is no file {script}.")
-    run_patched(script, arguments, options, is_module)
+    try:
+        run_patched(script, arguments, options, is_module)
+    except (EOFError, OSError, KeyboardInterrupt) as error:
+        # The command line would take these for its own and say "Aborted" alone, or nothing
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def command_line() -> ArgumentParser:
@@ -66,15 +71,16 @@ def run_patched(script: str, arguments: list[str], options: dict[str, Any], is_m
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if is_module else str(Path(script).resolve().parent)  # as Python does
     sys.excepthook = sys.__excepthook__  # an error of the script shows as without this command
-    os.environ[VARIABLE] = write_options(options)
     try:
         with patch(**options):
+            # With what the variable said before, which is in force here too
+            os.environ[VARIABLE] = write_options({name: one[name] for one in PATCHES for name in one})
             if is_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(script, run_name="__main__")
+                runpy.run_path(os.path.abspath(script), run_name="__main__")  # Python's `__file__` is absolute
     finally:
         sys.argv, sys.path[:] = kept[:2]
-        os.environ.pop(VARIABLE)
+        os.environ.pop(VARIABLE, None)
         if kept[2] is not None:
             os.environ[VARIABLE] = kept[2]

@@ -44,11 +44,15 @@ _OFF = "it is off by default"
 def print_summary(engine: LogpsEngine) -> None:
     """
     Print the summary of a training on the main process. Where only errors are logged, of this package or of
-    transformers, nothing is printed.
+    transformers, nothing is printed. No training ends because of it.
     """
     is_quiet = not logger.isEnabledFor(logging.WARNING) or logging.get_verbosity() > logging.WARNING
-    if engine.trainer.accelerator.is_main_process and not is_quiet:
+    if not engine.trainer.accelerator.is_main_process or is_quiet:
+        return
+    try:
         print(f"What FusedGRPOTrainer does in this training:\n{summary_of(engine)}", flush=True)
+    except Exception as error:  # a model that is like none before, or an output that takes no such text
+        logger.warning(f"The summary of this training is left out, because {type(error).__name__}: {error}")
 
 
 def summary_of(engine: LogpsEngine) -> Summary:
@@ -147,15 +151,16 @@ class _Lines:
             return SummaryLine("attention", f"{name}, over all sequences at once")
         mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.trainer.accelerator.mixed_precision)
         dtype = self.causal_lm.dtype if mixed is None else mixed
-        heads = getattr(config, "num_attention_heads", None) or 1
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        query = torch.empty(1, 1, 1, width, device=device, dtype=dtype)
-        if flash_takes(query, query):
+        queries = [torch.empty(1, 1, 1, n, device=device, dtype=dtype) for n in model_compat.head_widths(config)]
+        too_wide = [query for query in queries if not flash_takes(query, query)]
+        if not too_wide:
             return SummaryLine("attention", f"{name}, by torch's FlashAttention over all sequences at once")
-        if name == "sdpa" and efficient_takes(query):
+        if name == "sdpa" and efficient_takes(too_wide[0]):
             change = "bf16=True" if dtype == torch.float32 else None
-            reason = f"torch's FlashAttention does not take {str(dtype).removeprefix('torch.')} heads of {width}"
-            return SummaryLine("attention", f"{name}, by torch's memory-efficient attention", reason, change)
+            heads = f"{str(dtype).removeprefix('torch.')} heads of {too_wide[0].shape[-1]}"
+            value = f"{name}, by torch's memory-efficient attention"
+            value += "" if len(too_wide) == len(queries) else " in layers with the widest heads"
+            return SummaryLine("attention", value, f"torch's FlashAttention does not take {heads}", change)
         reason = f"torch's attention kernels do not take such tensors on {device.type}"
         return SummaryLine("attention", f"{name}, one sequence after the other", reason)
 

@@ -188,8 +188,9 @@ class Verification:
         finally:
             metrics.clear()
             metrics.update(logged)
-            vars(trainer).clear()
-            vars(trainer).update(attributes)
+            for name in vars(trainer).keys() - attributes.keys():
+                del vars(trainer)[name]
+            vars(trainer).update(attributes)  # never without them: threads of rewards and tools may look
 
     def _loss_error(self, loss: Tensor, expected: Tensor, micro_batch: dict[str, Any]) -> float:
         """
