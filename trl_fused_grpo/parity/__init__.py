@@ -16,7 +16,8 @@ and compares loss, gradients and metrics. A map of the folder:
 from . import report
 from .case import Batch, Case, Rollout
 from .cases import CASES, CUSTOMISED_CASES, ISSUE_1082_CASES, MODEL_CASES
-from .compare import Result, compare
+from .compare import compare
+from .result import Result
 from .trainers import Settings
 
 
