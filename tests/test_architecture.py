@@ -22,12 +22,14 @@ MAY_IMPORT = {
     "modeling": {"ops", "_compat", "_utils"},
     "training": {"loss", "modeling", "ops", "_compat", "_utils", "config"},
     "config": {"loss"},
-    "trainer": {"training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
-    "patching": {"trainer"},
+    "defaults": {"config"},
+    "trainer": {"defaults", "training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
+    "patching": {"trainer", "defaults"},
+    "fusing": {"trainer", "config", "_compat"},
     "parity": {"", "_compat"},
-    "cli": {"", "parity"},
+    "cli": {"", "parity", "training", "patching", "defaults", "config", "_compat"},
     "__main__": {"cli"},
-    "": {"config", "trainer", "patching", "loss", "modeling", "ops", "_compat"},
+    "": {"config", "trainer", "patching", "fusing", "loss", "modeling", "ops", "_compat"},
 }
 # Libraries that a part may know of, beside Python's own; a part that is not listed may know of all
 LIBRARIES = {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import trl
 from transformers import HfArgumentParser
 from trl import GRPOConfig
@@ -19,10 +20,10 @@ def options(folder, **extra):
     return {"output_dir": str(folder), "use_cpu": True, "bf16": False, **extra}
 
 
-def test_the_field_is_a_real_dataclass_field_that_is_off_by_default(tmp_path):
+def test_the_field_is_a_real_dataclass_field_that_says_nothing_by_default(tmp_path):
     (field,) = [f for f in dataclasses.fields(trl.GRPOConfig) if f.name == "use_liger_loss"]
-    assert field.type is bool and field.default is False
-    assert GRPOConfig(**options(tmp_path)).use_liger_loss is False
+    assert field.type is bool and field.default is None
+    assert GRPOConfig(**options(tmp_path)).use_liger_loss is None
 
 
 def test_the_field_is_saved_with_the_arguments(tmp_path):
@@ -39,6 +40,30 @@ def test_argument_parsers_see_the_field_and_keep_the_other_defaults(tmp_path, pa
     (args,) = parser(config).parse_args_into_dataclasses(line)
     assert args.use_liger_loss is True
     assert args.learning_rate == GRPOConfig(**options(tmp_path)).learning_rate
+
+
+@pytest.mark.parametrize("parser", [HfArgumentParser, trl.TrlParser], ids=["HfArgumentParser", "TrlParser"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], None), (["--use_liger_loss"], True), (["--use-liger-loss"], True), (["--use_liger_loss", "false"], False)],
+    ids=["nothing", "flag", "hyphens", "false"],
+)
+def test_argument_parsers_tell_not_said_from_said_to_be_off(tmp_path, parser, words, said):
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", *words]
+    (args,) = parser(GRPOConfig).parse_args_into_dataclasses(line)
+    assert args.use_liger_loss is said
+
+
+@pytest.mark.parametrize("said", [None, True, False])
+def test_what_was_said_outlives_yaml_and_pickling(tmp_path, said):
+    file = tmp_path / "grpo.yaml"
+    lines = [f"output_dir: {tmp_path}", "use_cpu: true", "bf16: false"]
+    file.write_text("\n".join(lines if said is None else [*lines, f"use_liger_loss: {str(said).lower()}"]))
+    (args,) = trl.TrlParser(GRPOConfig).parse_args_and_config(["--config", str(file)])
+    torch.save(args, tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    copied = GRPOConfig(**options(tmp_path, use_liger_loss=loaded.to_dict()["use_liger_loss"]))
+    assert args.use_liger_loss is loaded.use_liger_loss is copied.use_liger_loss is said
 
 
 def test_delta_and_the_fused_loss_go_together_and_leave_layer_kernels_off(tmp_path):
@@ -61,6 +86,13 @@ def test_a_config_without_the_options_has_their_defaults(tmp_path):
     assert FusedOptions.from_args(FusedGRPOConfig(**options(tmp_path))) == FusedOptions()
 
 
+def test_defaults_hold_for_options_that_the_arguments_do_not_have(tmp_path):
+    defaults = FusedOptions(fused_layout="aligned", kl_estimator="k1")
+    assert FusedOptions.from_args(GRPOConfig(**options(tmp_path)), defaults) == defaults
+    args = FusedGRPOConfig(**options(tmp_path, fused_compile=True))
+    assert FusedOptions.from_args(args, defaults) == FusedOptions(fused_compile=True)
+
+
 def test_options_are_read_from_the_arguments(tmp_path):
     args = FusedGRPOConfig(**options(tmp_path, fused_layout="aligned", fused_max_tokens_per_forward=0))
     read = FusedOptions.from_args(args)
@@ -76,6 +108,7 @@ def test_options_are_read_from_the_arguments(tmp_path):
         ("kl_estimator", "k5", 'must be "k1", "k2", "k3" or "k4", not \'k5\''),
         ("fused_logits_mib", 0, "must be positive or None, not 0"),
         ("fused_max_tokens_per_forward", -1, "must be None, 0 or positive, not -1"),
+        ("fused_verify", -1, "must be 0 or positive, not -1"),
     ],
 )
 def test_a_value_that_an_option_cannot_have_is_refused(tmp_path, option, value, message):
@@ -159,7 +192,7 @@ OPTIONS = {"output_dir": OUT, "use_cpu": True, "bf16": False}
 assert trl.GRPOConfig is GRPOConfig is Deep
 for cls in CLASSES:
     assert cls(**OPTIONS, use_liger_loss=True).use_liger_loss is True, cls
-    assert cls(**OPTIONS).use_liger_loss is (cls is Decided), cls
+    assert cls(**OPTIONS).use_liger_loss is (True if cls is Decided else None), cls
     names = [f.name for f in fields(cls)]
     assert [n for n in names if n != "use_liger_loss"] == before[cls], cls
     assert names.count("use_liger_loss") == 1, cls

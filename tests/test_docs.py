@@ -18,7 +18,7 @@ from trl_fused_grpo.modeling import (
     layout_choice,
     packed_attention,
 )
-from trl_fused_grpo.training import checks, eligibility, engine, forecastable, logps, memory, trial
+from trl_fused_grpo.training import checks, eligibility, engine, forecastable, logps, memory, trial, verification
 from trl_fused_grpo.training.customisation import LIBRARIES, MICRO_BATCH_METHODS
 
 
@@ -40,6 +40,7 @@ MODULES = (
     memory,
     packed_attention,
     trial,
+    verification,
 )
 # What else takes a reason as an argument
 TAKE_REASONS = ("refuse", "HolesError", "RowsRefusedError", "CuSeqlensIgnoredError", "_padded")

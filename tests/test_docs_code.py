@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset
 from trl import GRPOConfig
 from typer.testing import CliRunner
@@ -19,11 +20,15 @@ from typer.testing import CliRunner
 from trl_fused_grpo import FusedGRPOConfig
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
 from trl_fused_grpo.cli import app as cli
+from trl_fused_grpo.cli.run import command_line as run_parser
+from trl_fused_grpo.config import FusedOptions
+from trl_fused_grpo.defaults import read_option, read_options
 from trl_fused_grpo.parity.tiny import tiny_model, tokenizer
 
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [ROOT / "examples" / "README.md"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([\w-]+):(?!=)", MAKEFILE, re.MULTILINE))
@@ -178,10 +183,28 @@ def check_make(words, monkeypatch):
 
 
 def check_cli(words, monkeypatch):
-    """One case runs. What runs many cases lists them."""
-    is_short = {"--help", "--list", "--case"} & set(words)
+    """One case runs. What runs many cases lists them. A training's options are those that there are."""
+    if words[0] == "run":
+        options = vars(run_parser().parse_args(words[1:]))
+        assert options.pop("module") or Path(options["script"]).suffix == ".py"
+        for name in FusedOptions.__dataclass_fields__.keys() & options:
+            read_option(name, options[name])
+        return
+    if words[0] == "grpo":
+        names = {word.removeprefix("--") for word in words if word.startswith("--")} - {"config"}
+        launch = {action.dest for action in launch_command_parser()._actions}
+        assert names <= FusedGRPOConfig.__dataclass_fields__.keys() | launch
+        return
+    is_short = {"--help", "--list", "--case", "doctor"} & set(words)
     result = CliRunner().invoke(cli, words if is_short else [*words, "--list"])
     assert result.exit_code == 0, result.output
+
+
+def check_accelerate(words, monkeypatch):
+    assert words[0] == "launch"
+    args = launch_command_parser().parse_args(words[1:])
+    if args.module:
+        check_python(["-m", args.training_script, *args.training_script_args], monkeypatch)
 
 
 def check_script(words, monkeypatch):
@@ -241,6 +264,7 @@ def check_nox(words, monkeypatch):
 
 
 COMMANDS = {
+    "accelerate": check_accelerate,
     "make": check_make,
     "trl-fused-grpo": check_cli,
     "pip": check_pip,
@@ -253,6 +277,10 @@ COMMANDS = {
 @pytest.mark.parametrize("words", list(shell_lines()))
 def test_a_command_line_is_one_that_works(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    variable, equals, text = words[0].partition("=")
+    if equals:
+        assert variable == "TRL_FUSED_GRPO" and (text == "1" or read_options(text))
+        words = words[1:]
     COMMANDS[words[0].removeprefix(".venv/bin/")](words[1:], monkeypatch)
 
 
@@ -338,7 +366,7 @@ def test_the_drawing_of_the_design_names_modules_that_exist():
 def messages():
     """Every string of the package but docstrings, what an f-string inserts as `{}`."""
     texts = []
-    for path in (ROOT / "trl_fused_grpo").rglob("*.py"):
+    for path in (*(ROOT / "trl_fused_grpo").rglob("*.py"), *(ROOT / "startup").rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
         for node in nodes:

@@ -3,4 +3,5 @@
 from .cli import app
 
 
-app(prog_name="trl-fused-grpo")
+if __name__ == "__main__":  # not in processes that a script of `run` starts
+    app(prog_name="trl-fused-grpo")

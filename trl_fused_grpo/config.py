@@ -5,8 +5,8 @@ The options: `use_liger_loss` for TRL's `GRPOConfig` on every version, `FusedGRP
 
 import functools
 import inspect
-from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from dataclasses import Field, dataclass, field
+from typing import Any, ClassVar
 
 from trl import GRPOConfig
 from typing_extensions import Self
@@ -69,14 +69,15 @@ def _keep_flag_through_post_init(cls: Any) -> None:
 
 def install_use_liger_loss(cls: Any = GRPOConfig) -> None:
     """
-    Make `use_liger_loss` a dataclass field of `GRPOConfig`, with the default `False`. The class itself is changed, so
-    that it does not matter how or when it was imported. Argument parsers, `to_dict` and saved arguments see the field.
-    Idempotent.
+    Make `use_liger_loss` a dataclass field of `GRPOConfig`. Its default, `None`, says nothing: the fused loss is off
+    unless `patch()` switches it on. The class itself is changed, so that it does not matter how or when it was
+    imported. Argument parsers, `to_dict` and saved arguments see the field. Idempotent.
     """
     if getattr(cls, "_has_fused_loss", False):
         return
-    cls.__annotations__[_FIELD] = bool  # TRL 0.27 has the field, with another default
-    setattr(cls, _FIELD, field(default=False, metadata={"help": _HELP}))
+    # `bool` as in TRL 0.27, which has the field: of `bool | None` a parser does not take `--use_liger_loss` alone
+    cls.__annotations__[_FIELD] = bool
+    setattr(cls, _FIELD, field(default=None, metadata={"help": _HELP}))
     _regenerate(cls)
     _keep_flag_through_post_init(cls)
     cls._has_fused_loss = True
@@ -90,6 +91,15 @@ install_use_liger_loss()
 
 LAYOUTS = ("auto", "packed", "aligned", "padded")
 BACKWARD_MODES = ("auto", "forecast", "recompute")
+
+
+def kl_estimator_of(args: Any, default: str = "k3") -> str:
+    """The option `kl_estimator`. A field of that name in a class of the user's may mean something else to them."""
+    if not getattr(type(args), "_has_fused_options", False):
+        for cls in type(args).__mro__:
+            if cls not in GRPOConfig.__mro__ and "kl_estimator" in vars(cls):
+                return default
+    return getattr(args, "kl_estimator", default)
 
 
 @dataclass(frozen=True)
@@ -113,17 +123,21 @@ class FusedOptions:
     fused_skip_zero_grad_sequences: bool = False
     fused_compile: bool = False
     fused_memory: float | None = None
+    fused_verify: int = 0
     kl_estimator: str = "k3"
 
     @classmethod
-    def from_args(cls, args: Any) -> Self:
+    def from_args(cls, args: Any, defaults: Self | None = None) -> Self:
         """
         Read the options of a trainer.
 
         Args:
-            args (`GRPOConfig`): its arguments. Where they have no such field, as TRL's own, the default holds.
+            args (`GRPOConfig`): its arguments.
+            defaults ([`FusedOptions`], *optional*): what holds where they have no such field, as TRL's own.
         """
-        values: dict[str, Any] = {option.name: getattr(args, option.name, option.default) for option in fields(cls)}
+        defaults = defaults or cls()
+        values: dict[str, Any] = {name: getattr(args, name, default) for name, default in vars(defaults).items()}
+        values["kl_estimator"] = kl_estimator_of(args, defaults.kl_estimator)
         return cls(**values)
 
     def __post_init__(self):
@@ -147,6 +161,8 @@ class FusedOptions:
                 "fused_memory must be a fraction of the device's memory, above 0 and at most 1, or None, not "
                 f"{self.fused_memory}."
             )
+        if self.fused_verify < 0:
+            raise ValueError(f"fused_verify must be 0 or positive, not {self.fused_verify}.")
 
     @property
     def forces_layout(self) -> bool:
@@ -208,11 +224,17 @@ class FusedGRPOConfig(GRPOConfig):
             do so from the third optimizer step on; the first two show what a step takes. By default memory stays at
             that of TRL's padded micro-batch, with every layer checkpointed. Acts on CUDA, with
             `gradient_checkpointing`.
+        fused_verify (`int`, *optional*, defaults to `0`):
+            Every so many optimizer steps, compute one micro-batch by TRL's own path too, and log how far the fused one
+            is from it as `fused/verify_loss` and `fused/verify_head_grad`. Warns beyond what rounding explains.
+            Training stays the same to the bit. 0 turns it off.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
             than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
             `use_bias_correction_kl` makes `k4` of `k1` and `k2_bias_corrected` of `k2`.
     """
+
+    _has_fused_options: ClassVar[bool] = True
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})
     fused_backward: str = field(
@@ -261,6 +283,10 @@ class FusedGRPOConfig(GRPOConfig):
     fused_memory: float | None = field(
         default=FusedOptions.fused_memory,
         metadata={"help": "Fraction of the device's memory to take for speed (default: no more than TRL)."},
+    )
+    fused_verify: int = field(
+        default=FusedOptions.fused_verify,
+        metadata={"help": "Compare a micro-batch with TRL's own path every so many optimizer steps (default: never)."},
     )
     kl_estimator: str = field(
         default=FusedOptions.kl_estimator,

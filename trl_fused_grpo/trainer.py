@@ -11,11 +11,13 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
 from trl_fused_grpo.training.checks import check_kl_estimator
-from trl_fused_grpo.training.customisation import replaced_behind
+from trl_fused_grpo.training.customisation import has_objective_in_front, replaced_behind
 from trl_fused_grpo.training.logps_request import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
+from trl_fused_grpo.training.summary import Summary, summary_of
 
 from ._compat import trl as trl_compat
+from .defaults import fused_loss_of
 
 
 class FusedGRPOTrainer(GRPOTrainer):
@@ -25,7 +27,8 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     With `use_liger_loss=True` in its arguments, every log-probability (policy, old policy, reference) comes from the
     fused linear function; TRL's own `_compute_loss` turns them into the loss. With `use_liger_loss=False` it is the
-    stock trainer. `use_liger_kernel=True` means the fused loss and Liger's layer kernels.
+    stock trainer, and so it is where they say neither, unless [`patch`] switches the loss on. `use_liger_kernel=True`
+    means the fused loss and Liger's layer kernels.
 
     Micro-batches of an accumulation window may share a forward of the model (`fused_max_tokens_per_forward`). Each has
     its loss in its own training step. The gradients of all come with the last of them.
@@ -50,8 +53,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         config: Any = arguments.get("args")
         model = arguments.get("model")
         layer_kernels = getattr(config, "use_liger_kernel", False)
-        self.use_liger_loss = bool(getattr(config, "use_liger_loss", False) or layer_kernels)
-        self._fused = FusedState(self)
+        self.use_liger_loss, defaults = fused_loss_of(config)
+        self._fused = FusedState(self, defaults)
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
             self._fused.engine.read_options()
@@ -115,10 +118,13 @@ class FusedGRPOTrainer(GRPOTrainer):
         """
         return self._fused.engine.layout(self.model, is_multimodal)
 
+    def fused_summary(self) -> Summary:
+        """What a training does, and why not a faster way: lines of [`SummaryLine`], and as a string a table."""
+        return summary_of(self._fused.engine)
+
     def train(self, *args, **kwargs):
-        if self.use_liger_loss:
-            self._fused.begin_training()
-        return super().train(*args, **kwargs)
+        with self._fused.training():
+            return super().train(*args, **kwargs)
 
     def get_batch_samples(self, *args, **kwargs):
         self._fused.begin_accumulation()
@@ -164,6 +170,8 @@ class FusedGRPOTrainer(GRPOTrainer):
         The log-probabilities come with the gradient that each token is expected to receive, which
         [`FusedLinearGRPOLoss`] forecasts from importance ratios, tool mask, normalizer and the options of the loss.
         """
+        if has_objective_in_front(self):
+            return self._fused.compute_loss(inputs, partial(self._compute_loss, model))
         return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model, inputs):
@@ -173,21 +181,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         return self._fused.compute_loss(inputs, trl_loss)
 
     @trl_compat.profiling_decorator
-    def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        batch_size=None,
-        compute_entropy=False,
-        compute_aux_loss=False,
-        **multimodal,
-    ):
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         trl_method = super()._get_per_token_logps_and_entropies
-        images = {name: value for name, value in multimodal.items() if value is not None}
-        flags = (batch_size, compute_entropy, compute_aux_loss)
-        call = LogpsArgs(model, input_ids, attention_mask, logits_to_keep, *flags, images)
+        call = LogpsArgs.of(args, kwargs)
         if not self.use_liger_loss:
             return trl_compat.logps_result(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         return self._fused.per_token_logps(call, trl_method)

@@ -39,7 +39,8 @@ class Run:
             [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, `"misled"`: fused, and
-            rank 1 alone is given a wrong forecast, or `"compiled"`: fused, with `fused_compile`.
+            rank 1 alone is given a wrong forecast, `"compiled"`: fused, with `fused_compile`, or `"verified"`: fused,
+            with `fused_verify`.
     """
 
     backend: str
@@ -91,6 +92,10 @@ def _compiled(backend: str, *cases: str) -> list[Run]:
     return [Run(backend, case, "compiled") for case in cases]
 
 
+def _verified(backend: str, *cases: str) -> list[Run]:
+    return [Run(backend, case, "verified") for case in cases]
+
+
 # What the engine cannot train with any trainer
 REFUSED = [
     Run(backend, case, trainer)
@@ -108,9 +113,11 @@ LAUNCHES = {
         *_runs("ddp", "untied", "tied", "lora", *SHARED, "exchanged", misled=("untied",)),
         *_fused("ddp", "lora-head", "saved-head"),
         *_compiled("ddp", "untied"),
+        *_verified("ddp", "lora", "shared-forward"),
         *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, "exchanged", misled=("untied", "tied")),
         *_fused("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
         *_compiled("fsdp2", "reference", "lora"),
+        *_verified("fsdp2", "shared-forward"),
         *_runs("fsdp1", "untied", "reference", *SHARED, misled=("untied",)),
         *_fused("fsdp1", *HEADS),
         *_compiled("fsdp1", "untied"),

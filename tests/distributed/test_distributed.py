@@ -198,6 +198,19 @@ def test_what_can_be_compiled_under_an_engine_is(run: Run, outcome):
         assert "eager" not in calls
 
 
+@_each(("verified",))
+def test_a_comparison_with_trls_own_path_leaves_the_training_as_it_was(run: Run, outcome):
+    """To the bit: nobody reduces or keeps a gradient of it. Where weights are sharded there is none."""
+    verified, fused = outcome(run), outcome(run, "fused")
+    assert verified.moved.keys() == fused.moved.keys()
+    assert all(torch.equal(moved, fused.moved[name]) for name, moved in verified.moved.items())
+    for mine in verified.ranks:
+        errors = [[entry.get(f"fused/verify_{name}") for name in ("loss", "head_grad")] for entry in mine["logs"]]
+        assert errors[1] == [None, None]
+        for error in (*errors[0], *errors[2]):
+            assert error is None if run.backend == "fsdp2" else error <= TOLERANCE
+
+
 @_each(("fused",), *ARCHITECTURES)
 def test_an_architecture_trains_what_stock_trains(run: Run, outcome):
     """

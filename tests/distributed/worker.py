@@ -116,13 +116,15 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     The optimizer is plain SGD without clipping. The last step is so long that the movement of the parameters is its
     gradient, beside which their rounding is nothing.
     """
-    shares_forwards = run.shares_forwards and run.trainer == "fused"
+    shares_forwards = run.shares_forwards and run.trainer in ("fused", "verified")
     options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
     options |= {"fused_balance": False} if shares_forwards and run.case != "exchanged" else {}
     options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-aligned" else {}
     options |= {"importance_sampling_level": "sequence"} if run.case == "shared-forward" else {}
     options |= {"fused_compile": True} if run.trainer == "compiled" else {}
-    args = (FusedGRPOConfig if shares_forwards or run.trainer == "compiled" else GRPOConfig)(
+    options |= {"fused_verify": 2} if run.trainer == "verified" else {}
+    has_options = shares_forwards or run.trainer in ("compiled", "verified")
+    args = (FusedGRPOConfig if has_options else GRPOConfig)(
         output_dir=str(folder / "output"),
         per_device_train_batch_size=len(batches[0]["completion_ids"]),
         gradient_accumulation_steps=ACCUMULATION,

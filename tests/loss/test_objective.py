@@ -37,6 +37,9 @@ OBJECTIVES = {
     "sequence-level": ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, False),
     "sequence-level-off-policy": ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, True),
     "off-policy-mask": ({"loss_type": "dapo", "off_policy_mask_threshold": 0.05}, True),
+    "gmpo-wide-clip": ({"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.5}, True),
+    "gmpo-kl": ({"loss_type": "gmpo", "beta": 0.2}, True),
+    "gmpo-top-entropy": ({"loss_type": "gmpo", "top_entropy_quantile": 0.4}, True),
     "top-entropy": ({"loss_type": "dapo", "top_entropy_quantile": 0.4}, True),
     "entropy-bonus": ({"loss_type": "grpo", "entropy_coef": 0.1}, True),
     "kl-on-policy": ({"loss_type": "dapo", "beta": 0.2}, False),
@@ -134,6 +137,8 @@ def test_a_forecast_is_made_token_by_token_where_these_do_not_depend_on_each_oth
     assert not exists(False, importance_sampling_level="sequence", beta=0.1, kl_estimator="k4")
     assert exists(False, loss_type="vespo")
     assert not exists(True, loss_type="vespo")
+    assert exists(False, loss_type="gmpo")
+    assert not exists(True, loss_type="gmpo")
     assert not exists(False, loss_type="unknown")
 
 

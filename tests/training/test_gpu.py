@@ -10,6 +10,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo.modeling.varlen_attention import SharedPrefixKV, cu_seqlens_arguments, varlen_attention
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
+from trl_fused_grpo.training.verification import BOUNDS
 
 
 pytestmark = [
@@ -114,3 +115,17 @@ def test_attention_over_packed_rows_stays_within_each_sequence(sequences, window
     expected = torch.autograd.grad((exact_output * weight.double()).sum(), exact)
     assert relative_error(output, exact_output) < 1e-2
     assert all(relative_error(g, e) < 2e-2 for g, e in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({}, torch.float32), ({"bf16": True}, torch.bfloat16), ({"fused_layout": "padded"}, torch.float32)],
+    ids=["float32", "bf16", "padded"],
+)
+def test_a_comparison_with_trls_own_path_finds_no_more_than_rounding(tmp_path, options, dtype):
+    trainer = make_trainer(tmp_path, model=model(), use_cpu=False, max_steps=2, fused_verify=1, **options)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    errors = [entry[f"fused/verify_{name}"] for entry in steps for name in ("loss", "head_grad")]
+    print(f"fused/verify_* in {dtype}: {errors}")  # docs/numerics.md
+    assert len(errors) == 4 and max(errors) < BOUNDS[dtype] / 2

@@ -2,7 +2,7 @@
 Every fact about a version of TRL, transformers, PEFT or accelerate, and the private names of theirs that this package
 builds upon.
 
-`required` checks these names at import. `trl` and `trl_images` have what depends on TRL or accelerate, `models` what
-depends on transformers or PEFT, `peft` what PEFT's LoRA layer computes, `architecture` what a model of transformers is
-made of, `torch` private names of torch.
+`required` checks these names at import. `trl`, `trl_images` and `trl_cli` have what depends on TRL or accelerate,
+`trainers` the trainers of TRL that have a fused subclass, `models` what depends on transformers or PEFT, `peft` what
+PEFT's LoRA layer computes, `architecture` what a model of transformers is made of, `torch` private names of torch.
 """

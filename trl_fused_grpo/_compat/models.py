@@ -39,6 +39,15 @@ PADDING_MATTERS = {
 }
 
 
+def may_evaluate(module: nn.Module) -> bool:
+    """
+    Whether a module can go to evaluation and back. On a CPU with AVX512-BF16 bitsandbytes (seen with 0.50) packs the
+    weight of a linear layer in four bits that is called in evaluation, for inference alone: back in training the
+    gradient of its input is missing. The layer itself draws no random numbers.
+    """
+    return type(module).__module__.partition(".")[0] != "bitsandbytes"
+
+
 def attention_implementation(config: Any) -> str:
     """The name of a model's attention, under which transformers has it in its table."""
     return config._attn_implementation

@@ -43,6 +43,7 @@ METHODS = (
     "_get_per_token_logps_and_entropies",
     "_generate_and_score_completions",
     "_prepare_inputs",
+    "_move_model_to_device",
 )
 # What a `GRPOTrainer` sets when it is made, by the TRL from which on it does
 ATTRIBUTES = {
@@ -68,7 +69,8 @@ OPTIONS = {
 # Names that an object of another library must have, in every version of it.
 # Not listed, because they are looked for where they are used: accelerate's `_find_final_norm` (>= 1.14), TRL's
 # `add_fused_lm_head` and `BaseTunerLayer` (>= 1.15), transformers' `remap_positions_for_packed_sequence` (>= 5.22),
-# Liger's `_apply_liger_kernel_to_instance` (imported with transformers < 5 alone, for `use_liger_kernel=True`)
+# Liger's `_apply_liger_kernel_to_instance` (imported with transformers < 5 alone, for `use_liger_kernel=True`),
+# `launch_command` and `launch_training_script` of TRL's command line (imported by `trl-fused-grpo grpo` alone)
 NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "Accelerator": (
         Accelerator,

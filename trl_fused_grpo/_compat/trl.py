@@ -30,15 +30,11 @@ logger = logging.get_logger(__name__)
 # TRL >= 1.7: the log-prob method returns the auxiliary loss of Mixture-of-Experts models as a third value
 RETURNS_AUX_LOSS = "compute_aux_loss" in inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
 
-
-# TRL 1.14 names the arguments of its log-prob method in the method that it calls
-_LOGPS_METHOD = getattr(GRPOTrainer, "_full_logits_logps", GRPOTrainer._get_per_token_logps_and_entropies)
-# The inputs of a micro-batch that go with images, as the log-prob method names them: they differ by the version
-MULTIMODAL_INPUTS = tuple(
-    name
-    for name in list(inspect.signature(_LOGPS_METHOD).parameters)[5:]
-    if name not in ("batch_size", "compute_entropy", "compute_aux_loss")
-)
+# The names of its arguments, in order: TRL 1.14 takes those after the fourth by name alone
+_LOGPS_PARAMETERS = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters.values())[1:]
+LOGPS_ARGUMENTS = tuple(p.name for p in _LOGPS_PARAMETERS if p.kind is p.POSITIONAL_OR_KEYWORD)
+if "input_ids" not in LOGPS_ARGUMENTS:
+    LOGPS_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep")
 
 _GENERATION_CODE = inspect.unwrap(GRPOTrainer._generate_and_score_completions).__code__
 _PACKAGE = __name__.partition(".")[0]
@@ -202,10 +198,9 @@ def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     return inputs["completion_mask"] * inputs["tool_mask"]
 
 
-def temperature_of(trainer: GRPOTrainer) -> float:
-    """Temperature of the log-probs: TRL >= 1.15 gives it to the head when the trainer is made."""
-    args: Any = trainer.args
-    return trainer.temperature if LOGPS_FROM_LOGITS else args.temperature
+def temperature_of(trainer: GRPOTrainer, when_made: float) -> float:
+    """Temperature of the log-probs: TRL >= 1.15 gives it to the head when the trainer is made, and not again."""
+    return trainer.temperature if LOGPS_FROM_LOGITS else when_made
 
 
 def global_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
@@ -233,13 +228,16 @@ def sampling_clip_range(trainer: GRPOTrainer) -> tuple[float | None, float | Non
 
 
 @contextmanager
-def without_liger_flag(args: GRPOConfig) -> Generator[None, None, None]:
+def without_liger_flag(args: GRPOConfig | None) -> Generator[None, None, None]:
     """
     Hide `use_liger_kernel` from TRL's constructor.
 
     Up to TRL 1.14 it selects TRL's own Liger loss, which refuses combinations that are supported here; from 1.15 on it
     is deprecated. The layer kernels that it stands for too are applied afterwards.
     """
+    if args is None:  # TRL makes arguments of its own, in which the flag is off
+        yield
+        return
     wanted, args.use_liger_kernel = args.use_liger_kernel, False
     try:
         yield

@@ -3,10 +3,22 @@ With which images TRL calls a multimodal model, in each of its versions. Each en
 until when; it can be removed when the oldest supported version has passed that.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from trl import GRPOTrainer
+
+
+# TRL 1.14 names the arguments of its log-prob method in the method that it calls
+_LOGPS_METHOD = getattr(GRPOTrainer, "_full_logits_logps", GRPOTrainer._get_per_token_logps_and_entropies)
+# The inputs of a micro-batch that go with images, as the log-prob method names them: they differ by the version
+MULTIMODAL_INPUTS = tuple(
+    name
+    for name in list(inspect.signature(_LOGPS_METHOD).parameters)[5:]
+    if name not in ("batch_size", "compute_entropy", "compute_aux_loss")
+)
 
 
 class _ModelCallError(Exception):

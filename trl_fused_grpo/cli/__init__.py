@@ -1,12 +1,17 @@
 """
 The `trl-fused-grpo` command, with a module for each of its commands:
 
+- `doctor` says which paths a training would take, and why not a faster one.
+- `grpo` is `trl grpo` with the fused trainer; `grpo_script` is what its processes run.
 - `parity` compares the fused trainer with stock TRL.
+- `run` runs a script that nobody edits, with every `GRPOTrainer` of it fused.
 """
+
+from typing import Any
 
 import typer
 
-from . import parity
+from . import doctor, grpo, parity, run
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -17,4 +22,15 @@ def main() -> None:
     """A faster GRPOTrainer for TRL that trains exactly what TRL trains."""
 
 
+# Their arguments are another parser's
+_UNPARSED: dict[str, Any] = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+
+app.command()(doctor.doctor)
 app.command()(parity.parity)
+app.command(context_settings=_UNPARSED)(grpo.grpo)
+app.command(context_settings=_UNPARSED)(run.run)

@@ -5,7 +5,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,10 @@ from trl_fused_grpo.parity import (
     report,
 )
 from trl_fused_grpo.parity.jobs import run_cases
+from trl_fused_grpo.patching import unpatched
+
+
+_UNTIL_THE_END = ExitStack()  # of a process of `--jobs`: a context that nobody keeps ends at once
 
 
 class Device(str, Enum):
@@ -83,7 +87,7 @@ def parity(
     cases = MODEL_CASES if models else CUSTOMISED_CASES if customised else CASES
     if issue_1082:
         cases = ISSUE_1082_CASES
-    with _quiet():
+    with unpatched(), _quiet():
         code = _run_parity(cases, case or [], list_cases, device, dtype, jobs, json_file, plot_file)
     raise typer.Exit(code)
 
@@ -140,8 +144,9 @@ def _progress(console: Console) -> Progress:
 
 
 def _silence() -> None:
-    """Turns warnings and progress bars off in a process of `--jobs`, until it ends."""
-    _quiet().__enter__()
+    """Turns warnings, progress bars and patches off in a process of `--jobs`, until it ends."""
+    _UNTIL_THE_END.enter_context(unpatched())
+    _UNTIL_THE_END.enter_context(_quiet())
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Which layout the rows of a model may have: what it is known to do with them, and what its first forwards showed."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -188,15 +188,32 @@ def layout_of_width(
     return "aligned" if may_align and why_wide_rows_differ(causal_lm, "aligned", size, width) is None else "padded"
 
 
-def supports_shared_prefix(causal_lm: PreTrainedModel) -> bool:
+def why_prompts_are_not_shared(causal_lm: PreTrainedModel) -> str | None:
     """
-    Whether sequences of a packed row may attend to a prompt elsewhere in it: where our function gathers keys, and where
-    no layer runs unpacked.
+    Why sequences of a packed row may not attend to a prompt elsewhere in it, or `None`: where our function gathers
+    keys, and where no layer runs unpacked.
     """
     implementation = model_compat.attention_implementation(causal_lm.config.get_text_config())
-    gathers = implementation in ("sdpa", "eager", *model_compat.flash_implementations())
+    if implementation not in ("sdpa", "eager", *model_compat.flash_implementations()):
+        return f"attn_implementation={implementation!r} knows no prompts of several sequences"
     unpacked = unpacked_layers(causal_lm)
-    return gathers and not unpacked.with_state and not unpacked.attention
+    if unpacked.with_state or unpacked.attention:
+        return "some layers run on rows of their own, in which each sequence has its prompt"
+    return None
+
+
+def why_layouts_are_refused(
+    model: nn.Module, causal_lm: PreTrainedModel, is_multimodal: bool, reads_padding: bool, refusal: Refusal | None
+) -> dict[LayoutName, str | None]:
+    """For each layout, why the rows of a model may not have it, or `None`. The arguments are those of [`choose`]."""
+    padded = why_padded(model, reads_padding)
+    reasons: dict[LayoutName, str | None] = {"packed": padded or why_not_packed(causal_lm)}
+    reasons |= {"aligned": padded or why_not_aligned(causal_lm, is_multimodal), "padded": None}
+    if refusal is not None:
+        reasons["packed"] = reasons["packed"] or refusal.reason
+        if refusal.layout == "padded":
+            reasons["aligned"] = reasons["aligned"] or refusal.reason
+    return reasons
 
 
 def choose(
@@ -221,13 +238,8 @@ def choose(
     Raises:
         `ValueError`: when the one asked for is not allowed, with the reason.
     """
-    padded = why_padded(model, reads_padding)
-    reasons = {"aligned": padded or why_not_aligned(causal_lm, is_multimodal), "padded": None}
-    reasons["packed"] = padded or why_not_packed(causal_lm)
-    if refusal is not None:
-        reasons["packed"] = reasons["packed"] or refusal.reason
-        if refusal.layout == "padded":
-            reasons["aligned"] = reasons["aligned"] or refusal.reason
+    reasons: dict[Any, str | None] = {}
+    reasons |= why_layouts_are_refused(model, causal_lm, is_multimodal, reads_padding, refusal)
     if wanted != "auto" and reasons[wanted] is not None:
         raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
     names: tuple[LayoutName, ...] = ("packed", "aligned", "padded")

@@ -113,6 +113,10 @@ class Customisation:
     Attributes:
         make_class (`Callable`, *optional*):
             Makes a subclass of a trainer's class.
+        uses_fuse (`bool`):
+            Whether `make_class` gets stock's class for the fused trainer too, and `fuse` makes the fused one of it.
+        load_config (`Callable`, *optional*):
+            Returns the class of the arguments, in place of `GRPOConfig`.
         patch_trl (`Callable`, *optional*):
             Returns a context that patches TRL's class or module. Construction and training run inside it.
         load_model (`Callable`, *optional*):
@@ -131,6 +135,8 @@ class Customisation:
     """
 
     make_class: Callable[[type], type] | None = None
+    uses_fuse: bool = False
+    load_config: Callable[[], type] | None = None
     patch_trl: Callable[[], AbstractContextManager[Any]] | None = None
     load_model: Callable[[Path], Any] | None = None
     change_trainer: Callable[[Trainer], AbstractContextManager[Any] | None] | None = None
@@ -225,6 +231,11 @@ class Case:
     shape: Shape = Shape()
     seed: int = 0
     drawn: bool = False
+
+    def config_class(self, default: type) -> Any:
+        """The class of the trainers' arguments: the one that the customisation loads, or `default`."""
+        load = None if self.customised is None else self.customised.load_config
+        return default if load is None else load()
 
 
 FAR = Batch(old="far")

@@ -160,9 +160,7 @@ def _compare_bfloat16(case: Case, settings: Settings, result: Result) -> list[st
     for seed in range(case.seed, case.seed + bfloat16_batches(case)):
         data = make_data(case, load_weights(float64_trainer(case, settings), start), seed)
         reference.append(run_case(load_weights(float64_trainer(case, settings), start), case, data, settings.dtype))
-        if not math.isfinite(
-            reference[-1].loss
-        ):  # eager attention's softmax is float32, where a float64 mask overflows
+        if not math.isfinite(reference[-1].loss):  # eager attention's softmax: a float64 mask overflows in float32
             raise SkippedError("in float64 its own attention is not finite: there is no reference")
         with stock_may_fail(case):
             stock.append(run_case(load_weights(stock_trainer(case, settings), start), case, data, settings.dtype))

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from transformers import PrinterCallback, set_seed
 
-from .case import Case, Customisation, Trainer
+from .case import Case, Customisation, SkippedError, Trainer
 from .run_case import Outcome
 from .tiny import batches
 from .tiny.batches import ROWS
@@ -129,7 +129,7 @@ def run_both(case: Case, settings: Settings) -> Pair:
     assert custom is not None
     plain = replace(
         case,
-        customised=Customisation(load_model=custom.load_model),
+        customised=Customisation(load_model=custom.load_model, load_config=custom.load_config),
         accumulation_windows=case.accumulation_windows + _SPARE_GENERATIONS,
     )
     first = stock_trainer(plain, settings)
@@ -141,11 +141,13 @@ def run_both(case: Case, settings: Settings) -> Pair:
             if custom.patch_trl is not None:
                 stack.enter_context(custom.patch_trl())
             set_seed(0)
-            trainer = make(case, settings, custom.make_class(cls) if custom.make_class is not None else cls)
+            trainer = make(case, settings, _class_for(custom, cls))
             return _train(load_weights(trainer, start), start, data, custom, stack)
 
     try:
         stock = train(stock_trainer, StockGRPOTrainer, case)
+    except SkippedError:
+        raise
     except Exception as error:
         raise StockFailedError(f"stock itself fails: {type(error).__name__}: {error}") from error
     fused = {}
@@ -155,6 +157,16 @@ def run_both(case: Case, settings: Settings) -> Pair:
             _fused_trainer, _class_under_test(settings), replace(case, fused={**options, **case.fused})
         )
     return Pair(stock, fused)
+
+
+def _class_for(custom: Customisation, cls: type) -> Any:
+    from trl_fused_grpo import fuse
+
+    if custom.make_class is None:
+        return cls
+    if custom.uses_fuse and cls is not StockGRPOTrainer:
+        return fuse(custom.make_class(StockGRPOTrainer))
+    return custom.make_class(cls)
 
 
 def _class_under_test(settings: Settings) -> Any:

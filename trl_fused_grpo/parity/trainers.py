@@ -68,15 +68,15 @@ def has_liger_loss() -> bool:
     return hasattr(StockGRPOTrainer, "compute_liger_loss")
 
 
-def config_options(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_options(config: Mapping[str, Any], config_class: Any = GRPOConfig) -> dict[str, Any]:
     """
-    A case's options as the installed `GRPOConfig` names them.
+    A case's options as the installed `GRPOConfig`, or a subclass of it, names them.
 
     Raises:
         [`SkippedError`]:
             When TRL lacks an option that the case needs.
     """
-    known = {option.name for option in fields(GRPOConfig)}
+    known = {option.name for option in fields(config_class)}
     options = {}
     for name, value in config.items():
         if name == "vllm_importance_sampling_clip_max":
@@ -110,7 +110,7 @@ def _construct(
     case: Case,
     settings: Settings,
     dtype: torch.dtype,
-    config: Callable[..., GRPOConfig] = GRPOConfig,
+    config: Any,
     **extra: Any,
 ) -> Trainer:
     try:
@@ -123,7 +123,7 @@ def _construct(
         "beta": 0.0,
         "gradient_checkpointing": False,
         "bf16": dtype == torch.bfloat16,
-        **config_options(case.config),
+        **config_options(case.config, config),
         **extra,
     }
     args = config(
@@ -182,7 +182,7 @@ def stock_trainer(case: Case, settings: Settings, cls: Callable[..., Trainer] = 
     """
     refused = case.adapter == "head" and trl_compat.REFUSES_ADAPTER_ON_HEAD
     with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed() if refused else nullcontext():
-        trainer = _construct(cls, case, settings, settings.dtype)
+        trainer = _construct(cls, case, settings, settings.dtype, case.config_class(GRPOConfig))
         if refused:
             trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
         return _prepare(trainer, case)
@@ -190,10 +190,12 @@ def stock_trainer(case: Case, settings: Settings, cls: Callable[..., Trainer] = 
 
 def fused_trainer(case: Case, settings: Settings) -> Trainer:
     """The trainer under test."""
-    from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+    from trl_fused_grpo import FusedGRPOTrainer, fuse_config
 
     cls = settings.fused_class or FusedGRPOTrainer
-    config = FusedGRPOConfig if case.fused else GRPOConfig  # TRL's own config is enough without fused options
+    config = case.config_class(GRPOConfig)
+    if case.fused:  # else TRL's own config is enough
+        config = fuse_config(config)
     with _isolated_mixed_precision():
         trainer = _construct(cls, case, settings, settings.dtype, config, use_liger_loss=True, **case.fused)
         return _prepare(trainer, case)
@@ -210,7 +212,7 @@ def stock_liger_trainer(case: Case, settings: Settings) -> Trainer:
     liger: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": _NO_LAYER_KERNELS}
     with _isolated_mixed_precision():
         try:
-            trainer = _construct(StockGRPOTrainer, case, settings, settings.dtype, **liger)
+            trainer = _construct(StockGRPOTrainer, case, settings, settings.dtype, GRPOConfig, **liger)
         except (ValueError, NotImplementedError) as error:
             raise RefusedError(str(error)) from error
         loss = trainer.liger_loss if hasattr(trainer, "liger_loss") else trainer.liger_grpo_loss
@@ -227,7 +229,7 @@ def float64_trainer(case: Case, settings: Settings) -> Trainer:
     """
     options = {name: value for name, value in case.config.items() if name != "cast_lm_head_to_fp32"}
     with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed():
-        trainer = _construct(StockGRPOTrainer, replace(case, config=options), settings, torch.float32)
+        trainer = _construct(StockGRPOTrainer, replace(case, config=options), settings, torch.float32, GRPOConfig)
         for model in filter(None, (trainer.model, trainer.ref_model)):
             model.double()
             if hasattr(model, "set_experts_implementation"):

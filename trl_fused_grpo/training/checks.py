@@ -13,11 +13,11 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
 
+from .customisation import MICRO_BATCH_METHODS, liger_loss_in_front, replaced_method
 from .eligibility import replaced_objective, why_old_logps_are_not_skipped
 from .forecastable import why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .kl import estimator_in_force
@@ -47,7 +47,7 @@ def check_backward(trainer: GRPOTrainer, backward: str) -> None:
         )
 
 
-def log_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> None:
+def log_what_has_no_effect(trainer: Any, layout: Callable[[], str]) -> None:
     """
     Log once which options were asked for and have no effect, with the reason.
 
@@ -55,7 +55,7 @@ def log_what_has_no_effect(trainer: GRPOTrainer, layout: Callable[[], str]) -> N
         trainer (`GRPOTrainer`): at the end of its construction.
         layout (`Callable`): returns the layout of the policy's rows; called only where an option depends on it.
     """
-    reasons, options = {}, FusedOptions.from_args(trainer.args)
+    reasons, options = {}, trainer._fused.engine.options_asked_for()
     if options.fused_skip_old_logps:
         reasons["fused_skip_old_logps"] = why_old_logps_are_not_skipped(trainer)
     if options.fused_skip_zero_grad_sequences:
@@ -81,7 +81,7 @@ def check_kl_estimator(trainer: Any) -> None:
     Raises:
         `ValueError`: naming the options to change.
     """
-    name = FusedOptions.from_args(trainer.args).kl_estimator
+    name = trainer._fused.engine.options_asked_for().kl_estimator
     if name == "k3":
         return
     if trainer.beta == 0.0:
@@ -137,6 +137,28 @@ def check_sharding(trainer: GRPOTrainer, causal_lm: PreTrainedModel) -> None:
     reason = why_not_sharded(causal_lm, getattr(state.fsdp_plugin, "fsdp_version", 1))
     if reason is not None:
         raise ValueError(f"the adapter on the output projection of {type(causal_lm).__name__} cannot train: {reason}.")
+
+
+def check_liger_loss(trainer: Any) -> None:
+    """
+    Raise when a class overrides TRL's Liger loss, in whose place the fused loss stands.
+
+    Raises:
+        `ValueError`: naming the method and what to change.
+    """
+    method = liger_loss_in_front(trainer)
+    if method is not None:
+        raise ValueError(
+            f"{method} computes TRL's own Liger loss, in whose place the fused loss stands: override _compute_loss "
+            "instead, which the fused loss calls, or set use_liger_loss=False."
+        )
+
+
+def log_that_nothing_is_fused(trainer: Any) -> None:
+    """Log once that a training step ended without a call of TRL's log-prob method, which is what is fused."""
+    method = replaced_method(trainer, ("_get_per_token_logps_and_entropies", *MICRO_BATCH_METHODS))
+    reason = "the loss does not ask for them" if method is None else f"{method} does not ask for them with super()"
+    logger.warning_once(f"No log-probs come from the fused linear function, because {reason}.")
 
 
 def check_head(trainer: GRPOTrainer, head: nn.Module) -> None:

@@ -9,8 +9,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from trl import GRPOTrainer
-
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 
 
@@ -30,6 +29,10 @@ MICRO_BATCH_METHODS = (
     *trl_compat.OBJECTIVE_METHODS,
     "_get_per_token_logps_and_entropies",
 )
+
+
+# Attributes of the trainer that the log-probs of a micro-batch are computed with
+_LOGPS_OPTIONS = ("temperature", "args")
 
 
 def is_library_module(name: str) -> bool:
@@ -68,6 +71,27 @@ def _is_fused_trainer(cls: type) -> bool:
     return cls.__module__ == f"{_PACKAGE}.trainer"
 
 
+def _is_trls(trainer: Any, cls: type, name: str) -> bool:
+    """Whether a method of this class is TRL's own and known here: a trainer's, or an objective of its subclasses."""
+    if cls in trainers.trl_class(type(trainer)).__mro__:
+        return True
+    return name == "_compute_loss" and trainers.experimental_objective(vars(cls)[name]) is not None
+
+
+def loss_type_of(trainer: Any) -> str:
+    """The loss type that the trainer's `_compute_loss` computes: its own option, or the one of TRL's subclass."""
+    for cls in type(trainer).__mro__:
+        if "_compute_loss" in vars(cls) and not _is_fused_trainer(cls):
+            return trainers.experimental_objective(vars(cls)["_compute_loss"]) or trainer.loss_type
+    return trainer.loss_type
+
+
+def has_objective_in_front(trainer: Any) -> bool:
+    """Whether an objective of one of TRL's subclasses comes before `FusedGRPOTrainer` in the resolution order."""
+    method = type(trainer)._compute_loss
+    return trainers.experimental_objective(method) is not None and replaced_method(trainer, ["_compute_loss"]) is None
+
+
 def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
     """
     The first of these methods of a trainer that is not TRL's or this package's, as `Class.method`, or `None`. It may
@@ -80,7 +104,7 @@ def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
             method = vars(cls).get(name)
             if method is None:
                 continue
-            is_known = cls in GRPOTrainer.__mro__ or _is_fused_trainer(cls)
+            is_known = _is_fused_trainer(cls) or _is_trls(trainer, cls, name)
             if not is_known or not is_library_function(getattr(method, "__func__", method)):
                 return f"{cls.__name__}.{name}"
     return None
@@ -94,8 +118,35 @@ def replaced_behind(trainer: Any, name: str) -> str | None:
     classes = type(trainer).__mro__
     fused = next((place for place, cls in enumerate(classes) if _is_fused_trainer(cls)), -1)
     cls = next(cls for cls in classes[fused + 1 :] if name in vars(cls))
-    is_known = cls in GRPOTrainer.__mro__ and is_library_function(vars(cls)[name])
+    is_known = _is_trls(trainer, cls, name) and is_library_function(vars(cls)[name])
     return None if is_known else f"{cls.__name__}.{name}"
+
+
+def liger_loss_in_front(trainer: Any) -> str | None:
+    """
+    The `compute_liger_loss` of a class that was not written for this package, as `Class.method`, where the fused
+    trainer would call it; or `None`. Such a method computes the loss with TRL's own Liger loss.
+    """
+    for cls in type(trainer).__mro__:
+        if _is_fused_trainer(cls):
+            return None
+        if "compute_liger_loss" in vars(cls) and not any(map(_is_fused_trainer, cls.__mro__)):
+            return f"{cls.__name__}.compute_liger_loss"
+    return None
+
+
+def computed_option(trainer: Any) -> str | None:
+    """
+    An option that log-probs depend on and that a class of the user's computes at each access, as `Class.option`, or
+    `None`: a property, or a `__getattribute__`.
+    """
+    for cls in type(trainer).__mro__:
+        if cls in trainers.trl_class(type(trainer)).__mro__:
+            continue
+        for name in ("__getattribute__", *_LOGPS_OPTIONS):
+            if hasattr(type(vars(cls).get(name)), "__get__"):
+                return f"{cls.__name__}.{name}"
+    return None
 
 
 def watching_callback(trainer: Any) -> str | None:
@@ -110,6 +161,25 @@ def watching_callback(trainer: Any) -> str | None:
         if method is not None and not is_library_function(method):
             return f"{type(watcher).__name__}.{name}"
     return None
+
+
+def replaced_loop(trainer: Any) -> str | None:
+    """
+    What of the user's may be the loop around the training steps, as `Class.method`, or `None`: it may do anything
+    between micro-batches. A `train` that calls TRL's is none.
+    """
+    loop = replaced_method(trainer, trainers.LOOP_METHODS) or replaced_behind(trainer, "train")
+    return loop or (None if trainer._fused.is_in_train else replaced_method(trainer, ["train"]))
+
+
+def micro_batch_reader(trainer: Any) -> str | None:
+    """What of the user's may read or change a micro-batch between generation and backward, or `None`."""
+    return (
+        replaced_method(trainer, MICRO_BATCH_METHODS)
+        or replaced_loop(trainer)
+        or computed_option(trainer)
+        or watching_callback(trainer)
+    )
 
 
 def replaced_backward(accelerator: Any) -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 
 from .exchange_plan import GENERATED_BY
@@ -56,7 +57,7 @@ class DeferredRatio:
         del output["old_per_token_logps"], output["importance_sampling_ratio"]
         output[DEFERRED] = torch.tensor(True)
 
-    def fill(self, inputs: dict[str, Any], logps: Tensor) -> None:
+    def fill(self, inputs: dict[str, Any], logps: Tensor, counts: bool = True) -> None:
         """
         Put the ratio into a marked micro-batch before TRL reads it. With the last micro-batch of a generation batch the
         metrics are logged.
@@ -64,8 +65,12 @@ class DeferredRatio:
         Args:
             inputs (`dict`): what TRL's `_compute_loss` reads.
             logps (`Tensor`): `[B, T]`, of the training forward.
+            counts (`bool`): whether the micro-batch counts in the metrics.
         """
         if DEFERRED not in inputs:
+            return
+        if not counts:
+            inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), None)
             return
         trainer = self.trainer
         steps = trl_compat.steps_per_generation(trainer)
@@ -122,5 +127,5 @@ class DeferredRatio:
         """Log-probs `[B, T]` of a micro-batch, through the trainer's own method."""
         ids, mask = prompts_and_completions(inputs)
         method, length = self.trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].size(1)
-        images = {name: inputs[name] for name in trl_compat.MULTIMODAL_INPUTS if name in inputs}
+        images = {name: inputs[name] for name in MULTIMODAL_INPUTS if name in inputs}
         return method(self.trainer.model, ids, mask, length, **images)[0]

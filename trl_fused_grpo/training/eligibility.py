@@ -35,7 +35,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.layout_choice import depends_on_width, traits
 from trl_fused_grpo.modeling.output_projection import has_adapter, layer_before_head
 
-from .customisation import MICRO_BATCH_METHODS, replaced_backward, replaced_behind, replaced_method, watching_callback
+from .customisation import MICRO_BATCH_METHODS, micro_batch_reader, replaced_backward, replaced_behind, replaced_method
 from .customised_model import changed_head, changed_module, gradient_hook, own_class, row_reader
 
 
@@ -49,7 +49,7 @@ def replaced_objective(trainer: Any) -> str | None:
 
 def why_micro_batches_are_seen(trainer: Any) -> str | None:
     """Why the user's code may read or change a micro-batch between generation and backward, or `None`."""
-    reader = replaced_method(trainer, MICRO_BATCH_METHODS) or watching_callback(trainer)
+    reader = micro_batch_reader(trainer)
     return f"{reader} may read or change micro-batches" if reader else None
 
 

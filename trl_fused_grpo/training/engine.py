@@ -25,7 +25,7 @@ from trl_fused_grpo.modeling.fused_forward import (
 )
 from trl_fused_grpo.modeling.layer_memo import LayerMemo
 from trl_fused_grpo.modeling.layout import LayoutName
-from trl_fused_grpo.modeling.layout_choice import Refusal, choose, layout_of_width, supports_shared_prefix, traits
+from trl_fused_grpo.modeling.layout_choice import Refusal, choose, layout_of_width, traits, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
 from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
@@ -51,21 +51,27 @@ class LogpsEngine:
 
     Args:
         trainer (`GRPOTrainer`): whose models and options they are.
+        defaults ([`FusedOptions`]): the options that its arguments do not have.
     """
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: GRPOTrainer, defaults: FusedOptions):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
-        self.options = FusedOptions()
+        self.options = self._defaults = defaults
         self._refusals: WeakKeyDictionary[nn.Module, dict[bool, Refusal]] = WeakKeyDictionary()
         self._tried: LayerMemo[set[Any]] = LayerMemo(lambda _: set())
         self._modules: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
         self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
         self.memory: MemoryBudget | None = None
+        self.temperature_when_made = 1.0
+
+    def options_asked_for(self) -> FusedOptions:
+        """The options that the trainer's arguments have now."""
+        return FusedOptions.from_args(self.trainer.args, self._defaults)
 
     def read_options(self) -> None:
         """Read the options from the trainer's arguments."""
-        self.options = FusedOptions.from_args(self.trainer.args)
+        self.options = self.options_asked_for()
         self.memory = memory_budget(self.trainer, self.options.fused_memory)
 
     def install(self, model: nn.Module) -> None:
@@ -136,13 +142,17 @@ class LogpsEngine:
         if reason is not None:
             logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_HOW_TO_FORCE}")
             return "padded"
-        refusals = self._refusals.get(causal_lm, {})
-        conditions = (is_multimodal, reads_padding, refusals.get(is_multimodal) or refusals.get(False))
+        conditions = (is_multimodal, reads_padding, self.refusal(causal_lm, is_multimodal))
         return choose(self.options.fused_layout, unwrapped, causal_lm, *conditions)
+
+    def refusal(self, causal_lm: PreTrainedModel, is_multimodal: bool) -> Refusal | None:
+        """What the first forwards of a model showed of its layouts, or `None`."""
+        refusals = self._refusals.get(causal_lm, {})
+        return refusals.get(is_multimodal) or refusals.get(False)
 
     def shares_prompts(self, model: nn.Module) -> bool:
         """Whether a prompt stands in a packed row once."""
-        return self.options.fused_share_prompts and supports_shared_prefix(self.causal_lm(model))
+        return self.options.fused_share_prompts and why_prompts_are_not_shared(self.causal_lm(model)) is None
 
     def why_rows_are_seen(self, model: nn.Module) -> str | None:
         """Why the user's own code may see how rows are laid out in a model, or `None`."""
@@ -242,7 +252,7 @@ class LogpsEngine:
         layout = layout_of_width(causal_lm, layout, *shape, is_multimodal, self.options.forces_layout)
         return LogpsOptions(
             causal_lm=causal_lm,
-            temperature=trl_compat.temperature_of(self.trainer),
+            temperature=trl_compat.temperature_of(self.trainer, self.temperature_when_made),
             fp32=self.trainer.args.cast_lm_head_to_fp32,
             backward=self.options.fused_backward,
             logits_mib=self.options.fused_logits_mib,

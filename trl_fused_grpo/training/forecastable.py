@@ -38,14 +38,14 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, layout: str) -> str | 
     reason = why_no_forecast(trainer)
     if reason is not None:
         return f"it needs to know which sequences receive a gradient, and {reason}"
-    if trainer.loss_type == "vespo" and _has_old_logps(trainer):
+    if trainer.loss_type == "vespo" and has_old_logps(trainer):
         return "vespo logs a weight of every sequence"
     if layout != "packed":
         return f"the layout of the rows is {layout!r}, not 'packed': only the head leaves them out"
     return None
 
 
-def _has_old_logps(trainer: Any) -> bool:
+def has_old_logps(trainer: Any) -> bool:
     """Whether batches have old log-probs, of generation or of the training forward."""
     steps = trainer.args.steps_per_generation * trainer.num_iterations
     return corrects_sampling(trainer) or trainer.args.gradient_accumulation_steps % steps != 0

@@ -8,11 +8,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.sequence_forecast import SequenceForecast
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.ops.linear_logps import FusedStats
+
+
+_TEXT_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep")
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,15 @@ class LogpsArgs:
     compute_aux_loss: bool
     multimodal: dict[str, Any]
 
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "LogpsArgs":
+        """The arguments of a call, by position in the order of the installed TRL, and by name."""
+        names = trl_compat.LOGPS_ARGUMENTS[: len(args)]
+        values = {**dict(zip(names, args, strict=True)), **kwargs}
+        flags = {"batch_size": None, "compute_entropy": False, "compute_aux_loss": False}
+        own = {name: values.pop(name, flags.get(name)) for name in (*_TEXT_ARGUMENTS, *flags)}
+        return cls(**own, multimodal={name: value for name, value in values.items() if value is not None})
+
     @property
     def completion_ids(self) -> Tensor:
         """`[B, T]`."""
@@ -99,7 +112,7 @@ def _joined(values: list[Any]) -> Any:
 
 def images_of(inputs: dict[str, Any]) -> dict[str, Any]:
     """What belongs to the images of a micro-batch, under TRL's names; empty for text."""
-    return {name: inputs[name] for name in trl_compat.MULTIMODAL_INPUTS if inputs.get(name) is not None}
+    return {name: inputs[name] for name in MULTIMODAL_INPUTS if inputs.get(name) is not None}
 
 
 def can_join_images(micro_batches: list[dict[str, Any]]) -> bool:

@@ -1,22 +1,26 @@
 """Which positions a loss projects, and the gradients that it expects back."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.config import kl_estimator_of
 from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.liger_loss import FusedLinearGRPOLoss
 from trl_fused_grpo.loss.objective import GRPOObjective
 from trl_fused_grpo.loss.reduction import luspo_counts_padding
 
+from .customisation import loss_type_of
 from .deferred_ratio import DEFERRED, sampling_correction
 from .logps_request import LogpsArgs, LogpsRequest
 
 
-# Options of the objective that stand in the arguments. Older TRL has fewer, and TRL's own config has no `kl_estimator`
+# Options of the objective that stand in the arguments. Older TRL has fewer
 _OPTIONS_IN_ARGS = (
     "delta",
     "use_bias_correction_kl",
@@ -26,8 +30,25 @@ _OPTIONS_IN_ARGS = (
     "vespo_lambda_pos",
     "vespo_k_neg",
     "vespo_lambda_neg",
-    "kl_estimator",
 )
+
+
+@dataclass
+class LossCall:
+    """
+    A call of TRL's own `_compute_loss`.
+
+    Args:
+        micro_batch (`dict`): as TRL keeps it for later iterations.
+        inputs (`dict`): what TRL reads, a copy: what is added for TRL does not go into the micro-batch.
+        beta (`float`): coefficient of the KL term, also while TRL's own KL term is left out.
+        logps (`Tensor`, *optional*): the log-probs `[B, T]` that TRL got.
+    """
+
+    micro_batch: dict[str, Any]
+    inputs: dict[str, Any]
+    beta: float
+    logps: Tensor | None = None
 
 
 def padding_counts(trainer: GRPOTrainer, beta: float | None = None) -> bool:
@@ -54,8 +75,18 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | 
         entropy_coef (`float`): coefficient of the entropy bonus.
         beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
     """
+    loss_type = loss_type_of(trainer)
+    if loss_type == "gmpo":  # GMPOTrainer leaves the other options of a GRPOConfig out
+        return GRPOObjective(
+            loss_type=loss_type,
+            epsilon_low=trainer.epsilon_low,
+            epsilon_high=trainer.epsilon_high,
+            beta=trainer.beta if beta is None else beta,
+            top_entropy_quantile=trainer.top_entropy_quantile,
+            kl_estimator=kl_estimator_of(trainer.args),
+        )
     return GRPOObjective(
-        loss_type=trainer.loss_type,
+        loss_type=loss_type,
         epsilon_low=trainer.epsilon_low,
         epsilon_high=trainer.epsilon_high,
         beta=trainer.beta if beta is None else beta,
@@ -64,6 +95,7 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | 
         max_completion_length=trainer.max_completion_length,
         off_policy_mask_threshold=trainer.off_policy_mask_threshold,
         top_entropy_quantile=trainer.top_entropy_quantile,
+        kl_estimator=kl_estimator_of(trainer.args),
         **{name: getattr(trainer.args, name) for name in _OPTIONS_IN_ARGS if hasattr(trainer.args, name)},
     )
 
@@ -107,10 +139,11 @@ def build_loss_request(
         return LogpsRequest(mask, fill=old_logps)
 
     deferred = DEFERRED in inputs
-    corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not deferred
     objective = objective_of(trainer, entropy_coef, beta)
+    takes_ratio = objective.loss_type != "gmpo"
+    corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not deferred and takes_ratio
     normalizer = trl_compat.global_normalizer(trainer, inputs) if objective.uses_global_normalizer else None
-    correction = sampling_correction(trainer) if deferred else None
+    correction = sampling_correction(trainer) if deferred and takes_ratio else None
     # A ratio that multiplies each token's own term keeps the tokens apart
     is_tokenwise = correction is None or (not correction.is_per_sequence and objective.is_tokenwise(has_old_logps=True))
     forecast = FusedLinearGRPOLoss.from_objective(objective).forecast(
@@ -134,7 +167,7 @@ def build_loss_request(
 
 def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:
     """Coefficient of the entropy bonus in this step. TRL's adaptive bonus is off above its target."""
-    if not trl_compat.has_entropy_bonus(trainer):
+    if not trl_compat.has_entropy_bonus(trainer) or loss_type_of(trainer) == "gmpo":
         return 0.0
     args: Any = trainer.args
     is_off = trainer.use_adaptive_entropy and trl_compat.last_entropy(trainer) > args.entropy_target

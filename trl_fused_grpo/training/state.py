@@ -8,7 +8,6 @@ loss asks for) and `engine.py` (how log-probs are computed).
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -19,19 +18,12 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
+from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, uninstall_attention
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
-from .checks import (
-    check_aux_loss,
-    check_backward,
-    check_head,
-    check_kl_estimator,
-    check_micro_batch,
-    check_sharding,
-    log_what_has_no_effect,
-)
+from . import checks
 from .customisation import replaced_behind, replaced_method
 from .deferral import LogpsDeferral
 from .deferred_ratio import DeferredRatio
@@ -39,29 +31,13 @@ from .eligibility import why_forwards_are_not_shared, why_not_fused, why_padding
 from .engine import LogpsEngine
 from .kl import kl_term, replaces_kl
 from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps
-from .loss_request import build_call_request, build_loss_request, padding_counts
+from .loss_request import LossCall, build_call_request, build_loss_request, padding_counts
 from .merging import MicroBatchMerger, reducing_gradients
+from .summary import print_summary
+from .verification import Verification
 
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class _LossCall:
-    """
-    A call of TRL's own `_compute_loss`.
-
-    Args:
-        micro_batch (`dict`): as TRL keeps it for later iterations.
-        inputs (`dict`): what TRL reads, a copy: what is added for TRL does not go into the micro-batch.
-        beta (`float`): coefficient of the KL term, also while TRL's own KL term is left out.
-        logps (`Tensor`, *optional*): the log-probs `[B, T]` that TRL got.
-    """
-
-    micro_batch: dict[str, Any]
-    inputs: dict[str, Any]
-    beta: float
-    logps: Tensor | None = None
 
 
 class FusedState:
@@ -70,26 +46,31 @@ class FusedState:
 
     Args:
         trainer (`GRPOTrainer`): not yet constructed.
+        defaults ([`FusedOptions`]): the options that its arguments do not have.
 
     Attributes:
         engine ([`LogpsEngine`]): computes log-probs.
         merger ([`MicroBatchMerger`]): micro-batches that share a forward.
         deferral ([`LogpsDeferral`]): log-probs that generation leaves out.
         ratio ([`DeferredRatio`]): importance ratios that generation leaves out.
+        verification ([`Verification`]): compares micro-batches with TRL's own path.
         stats (`list[FusedStats]`): of the last loss forward, one for each sub-batch.
         micro_batch (`dict`): the inputs of the training step that runs.
+        is_in_train (`bool`): whether TRL's `train` runs.
     """
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: GRPOTrainer, defaults: FusedOptions):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
-        self.engine = LogpsEngine(trainer)
+        self.engine = LogpsEngine(trainer, defaults)
         self.merger = MicroBatchMerger(trainer, self.engine)
         self.deferral = LogpsDeferral(trainer, self.engine)
         self.ratio = DeferredRatio(trainer)
+        self.verification = Verification(trainer, self.engine)
         self.stats: list[FusedStats] = []
         self.micro_batch: dict[str, Any] = {}
-        self._loss: _LossCall | None = None
-        self._is_in_step = False
+        self._loss: LossCall | None = None
+        self.is_in_train = self._is_in_step = self._has_summary_to_print = False
+        self._is_asked = False  # for log-probs, in a training step
         self._steps_done = 0  # training steps of the current accumulation window that are done
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
 
@@ -105,35 +86,44 @@ class FusedState:
         """
         trainer, engine = self.trainer, self.engine
         engine.read_options()
+        engine.temperature_when_made = trainer.temperature
         causal_lm = engine.causal_lm(trainer.model)
-        check_backward(trainer, engine.options.fused_backward)
-        check_aux_loss(trainer, causal_lm)
-        check_sharding(trainer, causal_lm)
-        check_kl_estimator(trainer)
+        checks.check_backward(trainer, engine.options.fused_backward)
+        checks.check_aux_loss(trainer, causal_lm)
+        checks.check_sharding(trainer, causal_lm)
+        checks.check_liger_loss(trainer)
+        checks.check_kl_estimator(trainer)
         if layer_kernels and trainer.accelerator.device.type == "cpu":
             trl_compat.leave_layers(trainer.args)
         elif layer_kernels:
             trl_compat.apply_liger_layer_kernels(causal_lm, trainer.args)
         for model in (trainer.model, trainer.ref_model):
             if model is not None:
-                check_head(trainer, output_projection(engine.causal_lm(model)))
+                checks.check_head(trainer, output_projection(engine.causal_lm(model)))
                 engine.install(model)
-        log_what_has_no_effect(trainer, lambda: engine.layout(trainer.model))
+        checks.log_what_has_no_effect(trainer, lambda: engine.layout(trainer.model))
 
     def detach(self) -> None:
         """Undo what was done to models and to transformers' attention. Idempotent."""
         self.engine.uninstall()
         uninstall_attention()
 
-    def begin_training(self) -> None:
-        """Read the options anew, and end what a training that was interrupted has left."""
-        self.engine.read_options()
-        self.ratio.resolve()
-        self.merger.reset()
+    @contextmanager
+    def training(self) -> Generator[None, None, None]:
+        """While it lasts, TRL trains: options are read anew, and what an interrupted training has left is ended."""
+        if self.trainer.use_liger_loss:
+            self.engine.read_options()
+            self.ratio.resolve()
+            self.merger.reset()
+            self.verification.reset()
+            self._has_summary_to_print = True
+        with temporary_attr(self, "is_in_train", True):
+            yield
 
     def begin_accumulation(self) -> None:
         """TRL asks for the micro-batches of a new accumulation window."""
         self._steps_done, self._recomputed = 0, []
+        self.engine.list_modules_anew()  # a generation of the user's may not have done so
 
     @property
     def steps_left(self) -> int:
@@ -153,6 +143,9 @@ class FusedState:
     def generation(self) -> Generator[None, None, None]:
         """While it lasts, TRL generates: some log-probs are left out."""
         self.engine.list_modules_anew()
+        if self._has_summary_to_print and self.trainer.model.training:
+            print_summary(self.engine)  # by now the model is in its wrappers
+            self._has_summary_to_print = False
         with self.deferral.generation(self.steps_left):
             yield
 
@@ -180,8 +173,11 @@ class FusedState:
 
         with temporary_attr(accelerator, "backward", backward_of_forward), temporary_attr(self, "_is_in_step", True):
             yield
+        if not self._is_asked:
+            checks.log_that_nothing_is_fused(self.trainer)
         self._steps_done = 0 if accelerator.sync_gradients else self._steps_done + 1
         if not self.merger.is_waiting:
+            self.verification.after_backward(self._loss_of)
             self._recomputed.append((sum(stats.recomputed for stats in self.stats), sum(s.rows for s in self.stats)))
         if accelerator.sync_gradients:
             self._log_recomputed()
@@ -210,8 +206,14 @@ class FusedState:
             micro_batch (`dict`): what TRL calls its `_compute_loss` with.
             trl_loss (`Callable`): TRL's own `_compute_loss` for given inputs.
         """
-        check_micro_batch(micro_batch)
-        loss_call = _LossCall(micro_batch, dict(micro_batch), self.trainer.beta)
+        checks.check_micro_batch(micro_batch)
+        loss = self._loss_of(micro_batch, trl_loss)
+        if self._is_in_step:
+            self.verification.keep(micro_batch, trl_loss, loss)
+        return loss
+
+    def _loss_of(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+        loss_call = LossCall(micro_batch, dict(micro_batch), self.trainer.beta)
         with temporary_attr(self, "_loss", loss_call):
             if not replaces_kl(self.trainer):
                 return trl_loss(loss_call.inputs)
@@ -228,7 +230,7 @@ class FusedState:
             call ([`LogpsArgs`]): its arguments.
             trl_method (`Callable`): TRL's own method.
         """
-        trainer = self.trainer
+        trainer, self._is_asked = self.trainer, self._is_asked or self._is_in_step
         if self.deferral.leaves_out(call, trl_method):
             return trl_compat.logps_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
         # An override of this method may ask for other rows than those of the loss
@@ -238,13 +240,15 @@ class FusedState:
         if reason is not None:
             logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
             result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
+        elif self.verification.asks_trl:
+            result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         elif loss_call is not None:
             result = self._logps_of_loss(loss_call, call, trl_method)
         else:
             result = self._logps_of_call(call, trl_method)
         if loss_call is not None:
             loss_call.logps = result.logps
-            self.ratio.fill(loss_call.inputs, result.logps)
+            self.ratio.fill(loss_call.inputs, result.logps, counts=not self.verification.is_running)
         entropies = trl_compat.entropies_as_trl(trainer, result.entropies)
         return trl_compat.logps_result(result.logps, entropies, result.aux_loss)
 
@@ -257,10 +261,10 @@ class FusedState:
         logps_request = build_call_request(self.trainer, call, reason is not None, beta)
         return self.engine.compute(logps_request, call, trl_method, reason)
 
-    def _logps_of_loss(self, loss_call: _LossCall, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
+    def _logps_of_loss(self, loss_call: LossCall, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
         """Log-probs of the micro-batch whose loss TRL computes. Those that share its forward are computed with it."""
         micro_batch = loss_call.micro_batch
-        if not torch.is_grad_enabled():
+        if self.verification.is_running or not torch.is_grad_enabled():
             return self.engine.compute(self._loss_request(micro_batch), call, trl_method)
         kept = self.merger.take_logps(micro_batch)
         if kept is not None:
@@ -280,7 +284,7 @@ class FusedState:
         self.stats = results[0].stats
         return results[0]
 
-    def _sharing_forward(self, loss_call: _LossCall, model: nn.Module) -> list[dict[str, Any]]:
+    def _sharing_forward(self, loss_call: LossCall, model: nn.Module) -> list[dict[str, Any]]:
         """The micro-batches that share the forward of this one, itself first."""
         group = self.merger.group_of(loss_call.micro_batch, self.steps_left)
         if len(group) == 1:
@@ -292,7 +296,5 @@ class FusedState:
         return group if is_as_planned else [loss_call.micro_batch]
 
     def _loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:
-        has_aux_loss = trl_compat.has_aux_loss(self.trainer)
-        skip_zero_grad = self.engine.options.fused_skip_zero_grad_sequences and not has_aux_loss
-        beta = None if self._loss is None else self._loss.beta
-        return build_loss_request(self.trainer, inputs, skip_zero_grad, beta)
+        skips = self.engine.options.fused_skip_zero_grad_sequences and not trl_compat.has_aux_loss(self.trainer)
+        return build_loss_request(self.trainer, inputs, skips, None if self._loss is None else self._loss.beta)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trl_fused_grpo._compat import models as models_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, HiddenStatesRequest
 from trl_fused_grpo.modeling.layout import Layout, Rows
@@ -85,7 +86,7 @@ def try_rows(
         places = _places(layout, hidden, call.logits_to_keep)
         return [hidden.flatten(0, 1)[places[i][selected[row]]].float() for i, row in enumerate(rows)]
 
-    modules = [module for module in call.model.modules() if module.training]
+    modules = [module for module in call.model.modules() if module.training and models_compat.may_evaluate(module)]
     with torch.no_grad(), random_states_kept(call.input_ids), _in_evaluation(modules):
         together = hidden_states(tried, options)
         # Twice: transformers < 5.2 or so heeds no mask in layers with a state where a batch has one row

@@ -36,7 +36,14 @@ def _triton_is_importable() -> bool:
     return True
 
 
+def why_not_triton(device: torch.device) -> str | None:
+    """Why torch's operations run on a device in the place of Triton's kernels, or `None`."""
+    if device.type != "cuda":
+        return f"Triton's kernels are for CUDA, and the device is {device.type}"
+    return None if _triton_is_importable() else "Triton is not installed"
+
+
 def for_device(device: torch.device) -> ModuleType:
     """Return the kernel module for `device`: Triton on CUDA where it is installed, torch everywhere else."""
-    name = "triton" if device.type == "cuda" and _triton_is_importable() else "torch"
+    name = "triton" if why_not_triton(device) is None else "torch"
     return importlib.import_module(f"{__name__}.{name}")

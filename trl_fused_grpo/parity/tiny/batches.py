@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.parity.case import Batch, Case, Rollout, Shape, Trainer
 
 from .families import EOS_ID, FIRST_WORD_ID, IMAGE_ID, MARKER_ID, PAD_ID, VOCAB_SIZE
@@ -87,7 +87,7 @@ def log_probs(trainer: Trainer, inputs: dict[str, Any]) -> tuple[torch.Tensor, t
 def _images_for(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
     """A micro-batch's images, as far as the log-prob method of this TRL has arguments for them."""
     device = trainer.accelerator.device
-    return {name: copy_to(inputs[name], device) for name in trl_compat.MULTIMODAL_INPUTS if name in inputs}
+    return {name: copy_to(inputs[name], device) for name in MULTIMODAL_INPUTS if name in inputs}
 
 
 def micro_batches(case: Case, trainer: Trainer, seed: int) -> list[dict[str, torch.Tensor]]:

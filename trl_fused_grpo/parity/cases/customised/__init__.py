@@ -5,7 +5,7 @@ The cases of `--customised`: a user changes the trainer, its model or what stand
 
 from trl_fused_grpo.parity.case import Case
 
-from . import around_the_trainer, callbacks, methods, model, objectives
+from . import around_the_trainer, callbacks, fused_classes, methods, model, objectives
 
 
 CUSTOMISED_CASES: tuple[Case, ...] = (
@@ -22,4 +22,6 @@ CUSTOMISED_CASES: tuple[Case, ...] = (
     *model.models(),
     *model.adapters(),
     *around_the_trainer.around(),
+    *fused_classes.of_trl(),
+    *fused_classes.of_users(),
 )

@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.example
 
 PNG = b"\x89PNG\r\n"
-SCRIPT = Path(__file__).parent.parent / "examples" / "train_arithmetic.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_arithmetic.py"
 
 
 @pytest.fixture(scope="module")

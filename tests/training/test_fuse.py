@@ -1,0 +1,320 @@
+"""`fuse` and `fuse_config`: which class they make, what it refuses and says. What it trains: `parity --customised`."""
+
+import copy
+import functools
+import inspect
+import pickle
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+import trl
+from transformers import HfArgumentParser
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, fuse, fuse_config, patch
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.trainers import trl_class
+from trl_fused_grpo.parity.case import Batch, Case, Customisation
+from trl_fused_grpo.parity.run_case import make_data, run_case
+from trl_fused_grpo.parity.trainers import Settings, fused_trainer, stock_trainer
+from trl_fused_grpo.training.customisation import MICRO_BATCH_METHODS, loss_type_of, replaced_method
+from trl_fused_grpo.training.eligibility import replaced_objective, why_forwards_are_not_shared
+from trl_fused_grpo.training.logps_request import LogpsArgs
+
+
+class Plain(GRPOTrainer):
+    """A user's class."""
+
+    _tag_names = ("mine",)
+
+    def __init__(self, *args, weight=1.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.weight = weight
+
+
+FusedPlain = fuse(Plain)
+
+
+@fuse
+class Decorated(GRPOTrainer):
+    """Replaced by its fused subclass."""
+
+
+@dataclass
+class PlainConfig(GRPOConfig):
+    epsilon: float = 0.4
+    own: str = "mine"
+
+
+def test_the_fused_class_stands_behind_the_users_and_before_trls():
+    assert fuse(GRPOTrainer) is FusedGRPOTrainer
+    assert fuse(FusedGRPOTrainer) is FusedGRPOTrainer
+    places = [FusedPlain.__mro__.index(cls) for cls in (Plain, FusedGRPOTrainer, GRPOTrainer)]
+    assert places == sorted(places)
+    assert trl_class(FusedPlain) is GRPOTrainer
+
+
+def test_it_is_made_once_and_what_is_fused_already_is_returned():
+    class Sub(FusedPlain):
+        pass
+
+    assert fuse(Plain) is FusedPlain is fuse(FusedPlain)
+    assert fuse(Sub) is Sub
+    with patch():
+        assert fuse(trl.GRPOTrainer) is FusedGRPOTrainer
+
+
+def test_it_looks_like_the_users_class():
+    assert FusedPlain.__doc__.endswith("A user's class.")
+    assert FusedPlain._tag_names == ["mine", "fused-grpo"]
+    assert inspect.signature(FusedPlain) == inspect.signature(Plain)
+    assert "max_steps" not in vars(FusedPlain)
+
+
+@pytest.mark.parametrize("cls", [FusedPlain, Decorated], ids=["called", "decorator"])
+def test_it_can_be_pickled_by_its_name(cls):
+    assert cls.__name__ == {FusedPlain: "FusedPlain", Decorated: "Decorated"}[cls]
+    assert cls.__module__ == __name__
+    assert pickle.loads(pickle.dumps(cls)) is cls
+
+
+@pytest.mark.parametrize("value", [object, trl.SFTTrainer, GRPOConfig, "GRPOTrainer", None, lambda: GRPOTrainer])
+def test_anything_that_is_no_trainer_of_grpo_is_refused(value):
+    with pytest.raises(TypeError, match="fuse takes"):
+        fuse(value)
+
+
+def test_a_trainer_in_place_of_its_class_is_refused_with_the_class(tmp_path):
+    with pytest.raises(TypeError, match="pass its class, Plain"):
+        fuse(make_trainer(tmp_path, Plain))
+
+
+def test_an_argument_of_the_users_constructor_and_the_options_arrive(tmp_path):
+    config = fuse_config(PlainConfig)
+    trainer = make_trainer(tmp_path, functools.partial(FusedPlain, weight=0.5), config=config, fused_layout="aligned")
+    assert (trainer.weight, trainer.epsilon_low, trainer.fused_layout()) == (0.5, 0.4, "aligned")
+    assert why_forwards_are_not_shared(trainer, "packed") is None  # a constructor sees no micro-batch
+
+
+def test_without_the_fused_loss_it_is_the_users_class(tmp_path):
+    trainer = make_trainer(tmp_path, FusedPlain, config=PlainConfig)
+    stock = make_trainer(tmp_path, Plain, config=PlainConfig)
+    for mine, theirs in zip(*(loss_and_gradients(one, make_inputs()) for one in (trainer, stock)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+class ByName(GRPOTrainer):
+    def __init__(self, *args, **kwargs):
+        GRPOTrainer.__init__(self, *args, **kwargs)
+
+
+def test_a_constructor_that_goes_past_the_fused_one_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"ByName.__init__ .* call super\(\).__init__"):
+        make_trainer(tmp_path, fuse(ByName))
+
+
+class OwnLigerLoss(GRPOTrainer):
+    def compute_liger_loss(self, model, inputs):
+        raise AssertionError("this is TRL's Liger loss")
+
+
+def test_an_own_liger_loss_is_refused_and_never_called_without_the_fused_loss(tmp_path):
+    with pytest.raises(ValueError, match=r"OwnLigerLoss.compute_liger_loss .* override _compute_loss"):
+        make_trainer(tmp_path, fuse(OwnLigerLoss))
+    loss_and_gradients(make_trainer(tmp_path, fuse(OwnLigerLoss), config=GRPOConfig), make_inputs())
+
+    class OfFused(FusedGRPOTrainer):
+        def compute_liger_loss(self, model, inputs):
+            return super().compute_liger_loss(model, inputs)
+
+    make_trainer(tmp_path, OfFused)
+
+
+class Dense(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        return GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
+
+
+def test_the_log_says_once_that_nothing_is_fused(tmp_path, caplog):
+    make_trainer(tmp_path, fuse(Dense), max_steps=2).train()
+    logged = [r.message for r in caplog.records if "No log-probs come from the fused" in r.message]
+    assert len(logged) == 1
+    assert "Dense._get_per_token_logps_and_entropies" in logged[0]
+
+
+class OwnTemperature(GRPOTrainer):
+    """The temperature is another one at each look."""
+
+    @property
+    def temperature(self):
+        self.looks += 1
+        return 1 + 0.1 * (self.looks % 3)
+
+    @temperature.setter
+    def temperature(self, value):
+        self.looks = 0
+
+
+class EveryAttribute(GRPOTrainer):
+    def __getattribute__(self, name):
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reader"),
+    [(OwnTemperature, "OwnTemperature.temperature"), (EveryAttribute, "EveryAttribute.__getattribute__")],
+    ids=["property", "getattribute"],
+)
+def test_micro_batches_share_no_forward_where_an_option_is_computed_at_each_access(tmp_path, cls, reader):
+    trainer = make_trainer(tmp_path, fuse(cls))
+    assert why_forwards_are_not_shared(trainer, "packed") == f"{reader} may read or change micro-batches"
+
+
+def test_arguments_of_the_log_prob_method_arrive_by_position_and_by_name():
+    names = trl_compat.LOGPS_ARGUMENTS
+    by_position = LogpsArgs.of(tuple(names), {})
+    by_name = LogpsArgs.of((), {name: name for name in names})
+    assert by_position == by_name
+    assert set(by_name.multimodal) == {*names} - {*vars(by_name)}
+    assert LogpsArgs.of((1, 2, 3, 4), {"pixel_values": None}) == LogpsArgs(1, 2, 3, 4, None, False, False, {})
+    with pytest.raises(ValueError):
+        LogpsArgs.of((0,) * (len(names) + 1), {})
+
+
+# Configurations
+
+
+def test_a_fused_configuration_keeps_the_defaults_of_its_class(tmp_path):
+    config = fuse_config(PlainConfig)
+    assert fuse_config(GRPOConfig) is FusedGRPOConfig is fuse_config(FusedGRPOConfig)
+    assert config is fuse_config(PlainConfig) is fuse_config(config)
+    args = config(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    stock = PlainConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    changed = {f.name for f in fields(stock) if getattr(args, f.name) != getattr(stock, f.name)}
+    assert changed - {"logging_dir"} == {"use_liger_loss"}
+    assert {f.name for f in fields(args)} - {f.name for f in fields(stock)} == (
+        {f.name for f in fields(FusedGRPOConfig)} - {f.name for f in fields(GRPOConfig)}
+    )
+    with pytest.raises(ValueError, match="fused_layout must be"):
+        config(output_dir=str(tmp_path), use_cpu=True, bf16=False, fused_layout="wide")
+
+
+def test_a_fused_configuration_is_copied_pickled_saved_and_parsed(tmp_path):
+    config = fuse_config(PlainConfig)
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    args = config(**options, fused_layout="packed", own="yours")
+    torch.save(args, tmp_path / "training_args.bin")
+    saved = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    for other in (copy.deepcopy(args), pickle.loads(pickle.dumps(args)), saved):
+        assert type(other) is config
+        assert other == args
+    line = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    (parsed,) = HfArgumentParser(config).parse_args_into_dataclasses([*line, "--fused_layout", "aligned"])
+    assert (parsed.fused_layout, parsed.epsilon, parsed.use_liger_loss) == ("aligned", 0.4, True)
+
+    class Sub(config):
+        pass
+
+    assert type(copy.deepcopy(Sub(**options))) is Sub
+
+
+@dataclass
+class OwnEstimator(GRPOConfig):
+    kl_estimator: str = "of a paper"
+
+
+class OwnConstructor(GRPOConfig):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (OwnEstimator, "OwnEstimator has a kl_estimator of its own.* rename it"),
+        (OwnConstructor, "OwnConstructor has a constructor of its own"),
+        (trl.SFTConfig, "takes GRPOConfig or a subclass"),
+        (PlainConfig.__name__, "takes GRPOConfig or a subclass"),
+    ],
+)
+def test_a_configuration_that_cannot_take_the_options_is_refused(value, message):
+    with pytest.raises(TypeError, match=message):
+        fuse_config(value)
+
+
+def test_a_field_of_the_users_with_the_name_of_an_option_is_left_alone(tmp_path):
+    trainer = make_trainer(tmp_path, FusedPlain, config=OwnEstimator, use_liger_loss=True, beta=0.1)
+    assert trainer._fused.engine.options.kl_estimator == "k3"
+    assert trainer.args.kl_estimator == "of a paper"
+
+
+# GMPO, whose objective is known
+
+
+@pytest.fixture
+def gmpo() -> Any:
+    pytest.importorskip("trl.experimental.gmpo")
+    from trl.experimental.gmpo import GMPOTrainer
+
+    return GMPOTrainer
+
+
+def test_gmpo_counts_as_trls_own_in_either_order_of_bases(tmp_path, gmpo):
+    for cls in (fuse(gmpo), type("Mine", (FusedGRPOTrainer, gmpo), {})):
+        trainer = make_trainer(tmp_path, cls)
+        assert loss_type_of(trainer) == "gmpo"
+        assert replaced_method(trainer, MICRO_BATCH_METHODS) is None
+        assert replaced_objective(trainer) is None
+        assert why_forwards_are_not_shared(trainer, "packed") is None
+
+
+def test_gmpo_takes_none_of_grpos_other_options_and_its_forecast_holds(tmp_path, gmpo):
+    options = {"importance_sampling_level": "sequence", "delta": 1.5, "loss_type": "bnpo", "beta": 0.0}
+    old = make_inputs()["completion_mask"] * -7.0
+    inputs = make_inputs(old_per_token_logps=old + 0.3 * torch.randn(old.shape))
+    trainer, stock = (make_trainer(tmp_path, cls, config=config, **options) for cls, config in (
+        (fuse(gmpo), FusedGRPOConfig), (gmpo, GRPOConfig)
+    ))  # fmt: skip
+    loss, gradients = loss_and_gradients(trainer, inputs)
+    assert trainer.fused_stats.rows > 0
+    assert trainer.fused_stats.recomputed == 0
+    expected, expected_gradients = loss_and_gradients(stock, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_replaces_gmpos_is_the_users(tmp_path, gmpo, monkeypatch):
+    class Mine(gmpo):
+        def _compute_loss(self, model, inputs):
+            return 2 * super()._compute_loss(model, inputs)
+
+    trainer = make_trainer(tmp_path, fuse(Mine))
+    assert replaced_objective(trainer) == "Mine._compute_loss"
+    trainer = make_trainer(tmp_path, fuse(gmpo))
+    own_loss = gmpo._compute_loss
+    monkeypatch.setattr(gmpo, "_compute_loss", functools.wraps(own_loss)(lambda *args: own_loss(*args)))
+    assert replaced_objective(trainer) == "GMPOTrainer._compute_loss"
+
+
+def test_papo_which_reads_padding_and_draws_masks_trains_as_stock(tmp_path):
+    pytest.importorskip("trl.experimental.papo")
+    from trl.experimental.papo import PAPOConfig, PAPOTrainer
+
+    case = Case(
+        "papo",
+        "two log-prob calls in a loss",
+        {"loss_type": "grpo"},
+        Batch(old="far", images="patch-pixels"),
+        model="llava",
+        customised=Customisation(load_config=lambda: PAPOConfig),
+    )
+    settings = Settings(tmp_path, fused_class=fuse(PAPOTrainer))
+    stock, trainer = stock_trainer(case, settings, PAPOTrainer), fused_trainer(case, settings)
+    data = make_data(case, stock, seed=0)
+    expected, outcome = (run_case(one, case, data, torch.float32) for one in (stock, trainer))
+    assert outcome.loss == pytest.approx(expected.loss, rel=1e-5)
+    difference = sum((outcome.tensors[n] - t).square().sum() for n, t in expected.tensors.items()) ** 0.5
+    assert difference < 1e-5 * expected.norm

@@ -1,0 +1,105 @@
+"""The summary of a training says what the training does, with the reasons of the predicates, and is printed once."""
+
+import logging
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+from tests.tiny_training import make_trainer
+from trl_fused_grpo.training.eligibility import why_forwards_are_not_shared
+from trl_fused_grpo.training.memory import why_no_memory_budget
+
+from .sampler import use_sampler
+
+
+TITLE = "What FusedGRPOTrainer does in this training:"
+
+
+def lora():
+    pytest.importorskip("peft")
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+
+def lines_of(trainer):
+    return {line.name: line for line in trainer.fused_summary()}
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value", "reason", "change"),
+    [
+        ({}, "backward of the head", "3 matmuls", None, None),
+        ({"fused_backward": "recompute"}, "backward of the head", "4 matmuls", "fused_backward='recompute'", "'auto'"),
+        (
+            {"top_entropy_quantile": 0.5},
+            *("backward of the head", "4 matmuls", "the entropy quantile looks", "top_entropy_quantile=1.0"),
+        ),
+        ({}, "layout", "packed: no padding, if the first batch shows no difference", None, None),
+        ({"fused_layout": "aligned"}, "layout", "aligned, as asked for", "fused_layout='aligned'", "'auto'"),
+        ({"kind": "gemma3-bidirectional"}, "layout", "padded", "its attention is not causal", None),
+        ({"kind": "qwen3-next"}, "prompts", "once for each completion", "rows of their own", None),
+        ({"fused_share_prompts": False}, "prompts", "once for each", "fused_share_prompts=False", "=True"),
+        ({"gradient_accumulation_steps": 4}, "forwards", "up to 4 micro-batches share one", None, None),
+        (
+            {"gradient_accumulation_steps": 4, "fused_max_tokens_per_forward": 64},
+            *("forwards", "up to 64 tokens", None, None),
+        ),
+        (
+            {"gradient_accumulation_steps": 4, "fused_max_tokens_per_forward": 0},
+            *("forwards", "its own", "fused_max_tokens_per_forward=0", "unset"),
+        ),
+        ({}, "old log-probs", "none: no weight moves", None, None),
+        ({"beta": 0.1}, "reference", "in the same forwards as the policy", None, None),
+        ({"fused_compile": False}, "compiled parts", "none", "off by default", "fused_compile=True"),
+        ({"beta": 0.1}, "zero-grad sequences", "in the model", "KL term", None),
+        ({"fused_verify": 50}, "verification", "every 50 optimizer steps", None, None),
+    ],
+)
+def test_each_line_has_the_reason_and_what_to_change(tmp_path, options, name, value, reason, change):
+    line = lines_of(make_trainer(tmp_path, **options))[name]
+    assert value in line.value
+    assert (reason in line.reason) if reason else (line.reason is None)
+    assert (change in line.change) if change else (line.change is None)
+
+
+def test_the_reasons_are_those_of_the_predicates(tmp_path):
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=4, fused_memory=0.9)
+    trainer.training_step = lambda *args, **kwargs: None
+    lines = lines_of(trainer)
+    assert lines["forwards"].reason == why_forwards_are_not_shared(trainer, "packed")
+    assert lines["memory for speed"].reason == why_no_memory_budget(trainer)
+
+
+def test_adapters_and_vllms_ratio_have_a_line(tmp_path):
+    trainer = make_trainer(tmp_path, peft_config=lora())
+    use_sampler(trainer)
+    lines = lines_of(trainer)
+    assert lines["LoRA"].value == "2 of 2 layers within the product of their base"
+    assert lines["backward of the head"].value == "2 matmuls, frozen head"
+    assert "from the training forward" in lines["old log-probs"].value
+
+
+def test_a_trainer_without_the_fused_loss_says_so(tmp_path):
+    lines = lines_of(make_trainer(tmp_path, use_liger_loss=False))
+    assert lines["loss"].value == "TRL's own path"
+    assert list(lines) == ["versions", "device", "loss"]
+
+
+def test_it_is_printed_once_when_a_training_begins(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, max_steps=2)
+    assert TITLE not in capsys.readouterr().out
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert printed.count(TITLE) == 1
+    assert str(trainer.fused_summary()) in printed
+
+
+@pytest.mark.parametrize("quiet", ["of this package", "of transformers"])
+def test_it_is_not_printed_where_only_errors_are_logged(tmp_path, capsys, request, quiet):
+    package, verbosity = logging.getLogger("trl_fused_grpo"), transformers_logging.get_verbosity()
+    request.addfinalizer(lambda: (package.setLevel(logging.NOTSET), transformers_logging.set_verbosity(verbosity)))
+    if quiet == "of this package":
+        package.setLevel(logging.ERROR)
+    make_trainer(tmp_path, max_steps=1, **({} if "package" in quiet else {"log_level": "error"})).train()
+    assert TITLE not in capsys.readouterr().out

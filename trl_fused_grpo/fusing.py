@@ -1,0 +1,185 @@
+"""
+`fuse(TrainerClass)`: the fused subclass of any `GRPOTrainer` subclass, TRL's experimental ones and your own.
+`fuse_config(ConfigClass)`: its configuration with the fused options.
+
+The new class has the bases `(TrainerClass, FusedGRPOTrainer)`. So methods run in the order `TrainerClass`,
+`FusedGRPOTrainer`, `GRPOTrainer`: an override runs first, as in the class it was written for, and what it calls with
+`super()` is the fused trainer's method, then TRL's.
+"""
+
+import inspect
+import sys
+from dataclasses import field, fields, make_dataclass
+from functools import wraps
+from types import new_class
+from typing import Any, TypeVar
+
+from trl import GRPOConfig
+
+from ._compat.trainers import TRAINERS
+from .config import FusedGRPOConfig, FusedOptions
+from .trainer import FusedGRPOTrainer
+
+
+Class = TypeVar("Class", bound=type)
+
+
+class _Fused:
+    """
+    First base of what [`fuse`] returns. To `__init_subclass__` of the user's class that is no new subclass: it has run
+    for the class itself, and what it did to the methods is inherited.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if _Fused not in cls.__bases__:
+            super().__init_subclass__(**kwargs)
+
+
+def fuse(trainer_class: Class) -> Class:
+    """
+    The fused subclass of a trainer's class. What it overrides runs as it does there; the log-probabilities that TRL's
+    methods behind it ask for come from the fused linear function, where the arguments say `use_liger_loss=True`.
+
+    ```python
+    FusedGMPOTrainer = fuse(GMPOTrainer)
+
+
+    @fuse
+    class MyTrainer(GRPOTrainer): ...
+    ```
+
+    What the overrides forbid is left, and said once: see `docs/faster-paths.md`.
+
+    Args:
+        trainer_class (`type`): [`~trl.GRPOTrainer`] or a subclass of it.
+
+    Returns:
+        `type`: [`FusedGRPOTrainer`] for `GRPOTrainer`; the class itself if it is a subclass of `FusedGRPOTrainer`; else
+        a subclass of `trainer_class` and `FusedGRPOTrainer`, the same one at each call. As a decorator it keeps the
+        class's name.
+
+    Raises:
+        `TypeError`: for anything else; and in the constructor, where that of a base class is called by its name.
+    """
+    if not isinstance(trainer_class, type):
+        hint = f": pass its class, {type(trainer_class).__name__}" if isinstance(trainer_class, TRAINERS) else ""
+        raise TypeError(f"fuse takes a class, not {trainer_class!r}{hint}.")
+    if trainer_class in TRAINERS:
+        return FusedGRPOTrainer  # ty: ignore[invalid-explicit-return]
+    if not issubclass(trainer_class, TRAINERS):
+        bases = " or ".join(cls.__name__ for cls in TRAINERS)
+        raise TypeError(f"fuse takes {bases} or a subclass of it, but {trainer_class.__name__} is none.")
+    if issubclass(trainer_class, FusedGRPOTrainer):
+        return trainer_class
+    made: list[Any] = [cls for cls in type.__subclasses__(trainer_class) if _Fused in cls.__bases__]
+    return made[0] if made else _fused_subclass(trainer_class, sys._getframe(1).f_globals["__name__"])
+
+
+def _fused_subclass(trainer_class: Any, caller: str) -> Any:
+    """
+    Make the class. So that it can be pickled, it has the name under which it is most likely to be found: that of the
+    class where it replaces it, as a decorator's does, else `Fused...` in the module that asks for it.
+    """
+    name, module = trainer_class.__qualname__, trainer_class.__module__
+    if getattr(sys.modules.get(module), name, None) is trainer_class:
+        name, module = f"Fused{trainer_class.__name__}", caller
+
+    @wraps(trainer_class.__init__)
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(fused_class, self).__init__(*args, **kwargs)
+        if "_fused" not in vars(self):
+            raise TypeError(
+                f"{trainer_class.__name__}.__init__ calls the constructor of TRL's class by its name, so that "
+                "FusedGRPOTrainer's does not run: call super().__init__ instead."
+            )
+
+    namespace = {
+        "__init__": constructor,
+        "__module__": module,
+        "__qualname__": name,
+        "__doc__": f"Fused subclass of `{trainer_class.__name__}`, see `FusedGRPOTrainer`.\n\n"
+        f"{inspect.getdoc(trainer_class) or ''}",
+        "_tag_names": [*getattr(trainer_class, "_tag_names", []), FusedGRPOTrainer._tag_names[-1]],
+    }
+    bases = (_Fused, trainer_class, FusedGRPOTrainer)
+    fused_class = new_class(name.rpartition(".")[2], bases, exec_body=lambda body: body.update(namespace))
+    return fused_class
+
+
+class _FusedConfig:
+    """First base of what [`fuse_config`] returns."""
+
+    _has_fused_options = True
+
+    def __post_init__(self, *init_vars: Any) -> None:
+        super().__post_init__(*init_vars)  # ty: ignore[missing-attribute]
+        FusedOptions.from_args(self)  # refuses what an option cannot be
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Trainers save their arguments with each checkpoint. The class is made anew where they are loaded
+        if _FusedConfig not in type(self).__bases__:
+            return super().__reduce_ex__(protocol)
+        return _loaded_config, (type(self).__mro__[2], vars(self))
+
+
+def _loaded_config(config_class: type, values: dict[str, Any]) -> Any:
+    cls: Any = fuse_config(config_class)
+    config = cls.__new__(cls)
+    vars(config).update(values)
+    return config
+
+
+def fuse_config(config_class: Class) -> Class:
+    """
+    A configuration's class with the options of [`FusedGRPOConfig`] added and the fused loss on. All of its own
+    defaults stay.
+
+    ```python
+    args = fuse_config(GMPOConfig)(output_dir="out", fused_layout="packed")
+    trainer = fuse(GMPOTrainer)(model, reward_funcs, args=args, train_dataset=dataset)
+    ```
+
+    Args:
+        config_class (`type`): [`~trl.GRPOConfig`] or a subclass of it, a dataclass.
+
+    Returns:
+        `type`: [`FusedGRPOConfig`] for `GRPOConfig`; the class itself if it has the options; else a subclass of it, the
+        same one at each call. Its objects can be pickled.
+
+    Raises:
+        `TypeError`: for anything else, where a field of its own has the name of an option, and where its constructor is
+        not `dataclass`'s.
+    """
+    if not (isinstance(config_class, type) and issubclass(config_class, GRPOConfig)):
+        raise TypeError(f"fuse_config takes GRPOConfig or a subclass of it, not {config_class!r}.")
+    if config_class is GRPOConfig:
+        return FusedGRPOConfig  # ty: ignore[invalid-explicit-return]
+    if issubclass(config_class, (FusedGRPOConfig, _FusedConfig)):
+        return config_class
+    made: list[Any] = [cls for cls in type.__subclasses__(config_class) if _FusedConfig in cls.__bases__]
+    return made[0] if made else _fused_config(config_class)
+
+
+def _fused_config(config_class: Any) -> Any:
+    own = {option.name for option in fields(config_class)}
+    options = {option.name for option in fields(FusedOptions)}
+    clash = sorted(options & (own | set(dir(config_class))))
+    if clash:
+        raise TypeError(
+            f"{config_class.__name__} has a {clash[0]} of its own, which is the name of a fused option: rename it."
+        )
+    if getattr(config_class.__init__, "__code__", None) is None or (
+        config_class.__init__.__code__.co_filename != "<string>"
+    ):
+        raise TypeError(
+            f"{config_class.__name__} has a constructor of its own, which the fused options would bypass: use a "
+            "dataclass with __post_init__ instead."
+        )
+    added: list[Any] = [
+        (one.name, one.type, field(default=one.default, metadata=one.metadata))
+        for one in fields(FusedGRPOConfig)
+        if one.name in options or one.name == "use_liger_loss"
+    ]
+    name = f"Fused{config_class.__name__}"
+    namespace = {"__module__": config_class.__module__, "__doc__": inspect.getdoc(config_class)}
+    return make_dataclass(name, added, bases=(_FusedConfig, config_class), namespace=namespace)

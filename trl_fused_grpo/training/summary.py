@@ -1,0 +1,256 @@
+"""
+What a training does and why not a faster way: one table, which the trainer prints at the start of a training and
+`trl-fused-grpo doctor` prints for a model and a configuration. Every line asks the predicate that the training asks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import peft as peft_compat
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.modeling.adapters import why_not_together
+from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
+from trl_fused_grpo.modeling.compiled_modules import why_not_compiled
+from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_prompts_are_not_shared
+from trl_fused_grpo.modeling.output_projection import output_projection
+from trl_fused_grpo.ops.linear_logps import choose_backward
+
+from .eligibility import (
+    why_forwards_are_not_shared,
+    why_not_exchanged,
+    why_not_fused,
+    why_old_logps_are_not_skipped,
+    why_reference_is_not_regrouped,
+)
+from .engine import LogpsEngine
+from .forecastable import has_old_logps, why_no_forecast, why_zero_grad_sequences_are_not_skipped
+from .loss_request import padding_counts
+from .memory import MAX_TOKENS, why_no_memory_budget
+from .summary_table import Summary, SummaryLine, device_line, versions_line
+from .verification import why_not_verified
+
+
+logger = logging.get_logger(__name__)
+
+_MATMULS = {"frozen": "2 matmuls, frozen head", "forecast": "3 matmuls, forecast in forward"}
+_OFF = "it is off by default"
+
+
+def print_summary(engine: LogpsEngine) -> None:
+    """
+    Print the summary of a training on the main process. Where only errors are logged, of this package or of
+    transformers, nothing is printed.
+    """
+    is_quiet = not logger.isEnabledFor(logging.WARNING) or logging.get_verbosity() > logging.WARNING
+    if engine.trainer.accelerator.is_main_process and not is_quiet:
+        print(f"What FusedGRPOTrainer does in this training:\n{summary_of(engine)}", flush=True)
+
+
+def summary_of(engine: LogpsEngine) -> Summary:
+    """
+    What the training of a constructed trainer does.
+
+    Args:
+        engine ([`LogpsEngine`]): of the trainer.
+
+    Raises:
+        `ValueError`: when a layout was asked for that the model does not take.
+    """
+    trainer = engine.trainer
+    accelerator, dtype = trainer.accelerator, str(trainer.model.dtype).removeprefix("torch.")
+    mixed = accelerator.mixed_precision
+    precision = dtype if mixed in (None, "no") else f"{dtype} under {mixed}"
+    processes = "1 process" if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes"
+    lines = Summary([versions_line(), device_line(accelerator.device, processes, precision)])
+    if not trainer.use_liger_loss:
+        return Summary([*lines, SummaryLine("loss", "TRL's own path", "use_liger_loss is off", "use_liger_loss=True")])
+    return Summary([*lines, *_Lines(engine).all()])
+
+
+class _Lines:
+    """The lines of a fused training."""
+
+    def __init__(self, engine: LogpsEngine):
+        self.engine, self.trainer, self.options = engine, engine.trainer, engine.options
+        self.model, self.causal_lm = engine.unwrapped(engine.trainer.model), engine.causal_lm(engine.trainer.model)
+        self.layout = engine.layout(engine.trainer.model)
+
+    def all(self) -> Iterator[SummaryLine]:
+        """The lines, in the order of a training."""
+        yield self.loss()
+        yield self.backward()
+        yield self.rows("layout", is_multimodal=False)
+        if architecture.may_take_images(self.causal_lm):
+            yield self.rows("layout of images", is_multimodal=True)
+        yield self.attention()
+        yield self.prompts()
+        yield self.forwards()
+        yield self.old_logps()
+        yield self.reference()
+        if self.trainer.accelerator.num_processes > 1:
+            yield self.exchange()
+        lora = self.lora()
+        if lora is not None:
+            yield lora
+        yield from (self.compiled(), self.memory(), self.zero_grad(), self.verification())
+
+    def loss(self) -> SummaryLine:
+        reason = why_not_fused(self.trainer, self.model, self.causal_lm)
+        if reason is not None:
+            return SummaryLine("loss", "TRL's own log-prob method", reason, "remove what was replaced")
+        return SummaryLine("loss", f"fused: no logits of whole batches ({self.trainer.loss_type})")
+
+    def backward(self) -> SummaryLine:
+        asked, no_forecast = self.options.fused_backward, why_no_forecast(self.trainer)
+        is_trained = any(parameter.requires_grad for parameter in output_projection(self.causal_lm).parameters())
+        forecast: Any = object() if no_forecast is None else None
+        mode = choose_backward(is_trained, forecast, trl_compat.has_entropy_bonus(self.trainer))
+        if asked != "auto" and mode != "frozen":
+            mode = asked
+        if mode in _MATMULS:
+            return SummaryLine("backward of the head", _MATMULS[mode])
+        value = "4 matmuls, logits computed again"
+        if asked == "recompute":
+            return SummaryLine(
+                "backward of the head", value, "fused_backward='recompute'", "fused_backward='auto', if memory allows"
+            )
+        reason, _, change = (no_forecast or "").partition(": ")
+        return SummaryLine("backward of the head", value, reason, change)
+
+    def rows(self, name: str, is_multimodal: bool) -> SummaryLine:
+        layout = self.engine.layout(self.trainer.model, is_multimodal)
+        if self.options.forces_layout:
+            reason = None if layout == "packed" else f"fused_layout={layout!r}"
+            return SummaryLine(name, f"{layout}, as asked for", reason, "fused_layout='auto'" if reason else None)
+        tried = "" if layout == "padded" else ", if the first batch shows no difference"
+        if layout == "packed":
+            return SummaryLine(name, f"packed: no padding{tried}")
+        seen = self.engine.why_rows_are_seen(self.trainer.model)
+        if seen is not None:
+            return SummaryLine(name, layout, seen, "fused_layout='packed', if it does not depend on it")
+        conditions = (is_multimodal, padding_counts(self.trainer), self.engine.refusal(self.causal_lm, is_multimodal))
+        return SummaryLine(
+            name, f"{layout}{tried}", why_layouts_are_refused(self.model, self.causal_lm, *conditions)["packed"]
+        )
+
+    def attention(self) -> SummaryLine:
+        config = self.causal_lm.config.get_text_config()
+        name, device = model_compat.attention_implementation(config), self.trainer.accelerator.device
+        if self.layout != "packed":
+            return SummaryLine("attention", f"{name}, as in stock")
+        if name in model_compat.flash_implementations():
+            return SummaryLine("attention", f"{name}, over all sequences at once")
+        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.trainer.accelerator.mixed_precision)
+        dtype = self.causal_lm.dtype if mixed is None else mixed
+        heads = getattr(config, "num_attention_heads", None) or 1
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        query = torch.empty(1, 1, 1, width, device=device, dtype=dtype)
+        if flash_takes(query, query):
+            return SummaryLine("attention", f"{name}, by torch's FlashAttention over all sequences at once")
+        if name == "sdpa" and efficient_takes(query):
+            change = "bf16=True" if dtype == torch.float32 else None
+            reason = f"torch's FlashAttention does not take {str(dtype).removeprefix('torch.')} heads of {width}"
+            return SummaryLine("attention", f"{name}, by torch's memory-efficient attention", reason, change)
+        reason = f"torch's attention kernels do not take such tensors on {device.type}"
+        return SummaryLine("attention", f"{name}, one sequence after the other", reason)
+
+    def prompts(self) -> SummaryLine:
+        if not self.options.fused_share_prompts:
+            reason, change = "fused_share_prompts=False", "fused_share_prompts=True"
+        else:
+            reason, change = why_prompts_are_not_shared(self.causal_lm), None
+            reason = reason if self.layout == "packed" else f"rows are {self.layout}"
+        if reason is None:
+            return SummaryLine("prompts", "once for all of their completions in a forward")
+        return SummaryLine("prompts", "once for each completion", reason, change)
+
+    def forwards(self) -> SummaryLine:
+        name, steps = "forwards", self.trainer.args.gradient_accumulation_steps
+        tokens, alone = self.options.fused_max_tokens_per_forward, "each micro-batch has its own"
+        if steps == 1:
+            return SummaryLine(name, "one micro-batch in an accumulation window")
+        if tokens == 0:
+            change = "leave fused_max_tokens_per_forward unset, if memory allows"
+            return SummaryLine(name, alone, "fused_max_tokens_per_forward=0", change)
+        reason = why_forwards_are_not_shared(self.trainer, self.layout)
+        if reason is not None:
+            return SummaryLine(name, alone, reason)
+        limit = f"{tokens:,} tokens" if tokens else f"the tokens of TRL's padded one, at most {MAX_TOKENS:,}"
+        more = ", more where fused_memory has room" if self.engine.memory is not None and tokens is None else ""
+        return SummaryLine(name, f"up to {steps} micro-batches share one: up to {limit}{more}")
+
+    def old_logps(self) -> SummaryLine:
+        name, computed = "old log-probs", "a forward of their own, where TRL has one"
+        if not has_old_logps(self.trainer):
+            return SummaryLine(name, "none: no weight moves while a generation batch is in use")
+        if self.options.fused_skip_old_logps is False:
+            return SummaryLine(name, computed, "fused_skip_old_logps=False", "fused_skip_old_logps=None")
+        reason = why_old_logps_are_not_skipped(self.trainer)
+        if reason is None:
+            return SummaryLine(name, "from the training forward, where the weights have not moved since generation")
+        return SummaryLine(name, computed, reason)
+
+    def reference(self) -> SummaryLine:
+        if self.trainer.beta == 0.0:
+            return SummaryLine("reference", "none (beta=0.0)")
+        reason = why_reference_is_not_regrouped(self.trainer, self.layout)
+        if reason is None:
+            return SummaryLine("reference", "in the same forwards as the policy")
+        return SummaryLine("reference", "during generation, as TRL has it", reason)
+
+    def exchange(self) -> SummaryLine:
+        name, kept = "exchange", "each process keeps its sequences"
+        if self.options.fused_balance is False:
+            return SummaryLine(name, kept, "fused_balance=False", "fused_balance=None")
+        means = not self.options.fused_balance
+        reason = why_not_exchanged(self.trainer, self.causal_lm, self.layout, counts_means=means)
+        return SummaryLine(name, kept, reason) if reason else SummaryLine(name, "processes have about equal work")
+
+    def lora(self) -> SummaryLine | None:
+        cls = peft_compat.lora_linear_class()
+        layers: list[Any] = [module for module in self.model.modules() if cls is not None and type(module) is cls]
+        if not layers:
+            return None
+        if not self.options.fused_lora:
+            return SummaryLine("LoRA", "PEFT's own products", "fused_lora=False", "fused_lora=True")
+        reasons = []
+        with self.trainer.accelerator.autocast():
+            for layer in layers:
+                names = [name for name in layer.active_adapters if name in layer.lora_A]
+                x = torch.empty(0, dtype=layer.base_layer.weight.dtype, device=self.trainer.accelerator.device)
+                reasons.append(why_not_together(layer, names, x))
+        why_not = [reason for reason in reasons if reason is not None]
+        value = f"{len(layers) - len(why_not)} of {len(layers)} layers within the product of their base"
+        return SummaryLine("LoRA", value, why_not[0] if why_not else None)
+
+    def compiled(self) -> SummaryLine:
+        reason = why_not_compiled(self.model) if self.options.fused_compile else _OFF
+        change = "fused_compile=True, which takes longer at first" if reason == _OFF else None
+        return SummaryLine("compiled parts", "none" if reason else "norms, MLPs, rotary embeddings", reason, change)
+
+    def memory(self) -> SummaryLine:
+        fraction, reason = self.options.fused_memory, why_no_memory_budget(self.trainer)
+        if fraction is not None and reason is None:
+            return SummaryLine("memory for speed", f"up to {fraction:.0%} of the device, from the third step on")
+        change = "fused_memory=0.9, if the device is free" if reason is None else None
+        return SummaryLine("memory for speed", "none", reason or _OFF, change)
+
+    def zero_grad(self) -> SummaryLine:
+        name, reason = "zero-grad sequences", why_zero_grad_sequences_are_not_skipped(self.trainer, self.layout)
+        if self.options.fused_skip_zero_grad_sequences and reason is None:
+            return SummaryLine(name, "left out of the model")
+        change = "fused_skip_zero_grad_sequences=True; `entropy` then covers the others" if reason is None else None
+        return SummaryLine(name, "in the model", reason or _OFF, change)
+
+    def verification(self) -> SummaryLine:
+        every = self.options.fused_verify
+        if not every:
+            return SummaryLine("verification", "off (fused_verify=0)")
+        reason = why_not_verified(self.trainer, self.model, self.causal_lm)
+        often = "every optimizer step" if every == 1 else f"every {every} optimizer steps"
+        return SummaryLine("verification", "none" if reason else often, reason)
