@@ -130,9 +130,8 @@ def _draw_objective(drawing: _Draw) -> None:
         drawing.maybe(0.3, "use_bias_correction_kl", True)
     drawing.maybe(0.15, "top_entropy_quantile", 0.2, 0.37, 0.5, 0.8)
     drawing.maybe(0.15, "off_policy_mask_threshold", 0.1, 0.05, 0.5)
-    if drawing.maybe(0.12, "entropy_coef", 0.1, 0.01):
-        if drawing.maybe(0.4, "use_adaptive_entropy", True):
-            options["entropy_target"] = drawing.generator.choice((0.5, 100.0))
+    if drawing.maybe(0.12, "entropy_coef", 0.1, 0.01) and drawing.maybe(0.4, "use_adaptive_entropy", True):
+        options["entropy_target"] = drawing.generator.choice((0.5, 100.0))
     if options.get("loss_type") == "sapo":
         drawing.maybe(0.5, "sapo_temperature_neg", 2.0, 0.5)
         drawing.maybe(0.5, "sapo_temperature_pos", 2.0, 0.5)

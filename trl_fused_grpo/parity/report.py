@@ -14,12 +14,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .compare import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE
+from .judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE
 from .result import Result
 from .trainers import Settings, has_liger_loss
 
 
-_STYLES = {"equal": "green", "different": "bold red", "failed": "bold red", "tie": "yellow", "skipped": "dim"}
+_STYLES = {
+    "equal": "green",
+    "different": "bold red",
+    "failed": "bold red",
+    "tie": "yellow",
+    "rounding": "yellow",
+    "skipped": "dim",
+}
 _SMALLEST = 1e-9  # where the plot puts an error of zero
 
 
@@ -52,7 +59,7 @@ def _version(distribution: str) -> str:
 
 def passed(results: Sequence[Result]) -> bool:
     """Whether nothing is out of tolerance and nothing failed."""
-    return all(result.verdict in ("equal", "tie", "skipped") for result in results)
+    return all(result.verdict in ("equal", "tie", "rounding", "skipped") for result in results)
 
 
 def print_report(

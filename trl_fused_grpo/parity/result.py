@@ -14,8 +14,8 @@ class Result:
         description (`str`):
             What the case compares.
         verdict (`str`):
-            `"equal"`, `"different"`, `"failed"` (an exception), `"skipped"` (does not apply here) or `"tie"` (of a drawn
-            case: what stock gives too, with its weights moved by rounding).
+            `"equal"`, `"different"`, `"failed"` (an exception) or `"skipped"` (does not apply here). A drawn case can
+            also be a `"tie"` or `"rounding"`, see [`rounding.rounding_verdict`].
         reason (`str`):
             Why it is not equal.
         loss (`float`, *optional*):
@@ -65,3 +65,8 @@ class Result:
     recomputed: float | None = None
     layout: str | None = None
     seconds: float = 0.0
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it is out of tolerance by rounding alone."""
+        return self.verdict in ("tie", "rounding")
