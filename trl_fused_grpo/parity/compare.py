@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from .case import Case, SkippedError
 from .errors import differing_metrics, measure
-from .judge import bfloat16_batches, bfloat16_problems, float32_problems, metric_problems
+from .judge import bfloat16_batches, bfloat16_problems, float32_problems, metric_problems, row_problems
 from .result import Result
 from .rounding import Compared, rounding_verdict
 from .run_case import Data, Outcome, make_data, run_case, stock_may_fail
@@ -97,9 +97,10 @@ def _compare_float32(case: Case, settings: Settings, result: Result) -> list[str
     _fill(result, case, stock, fused)
     _compare_liger(case, settings, start, data, stock, result)
     problems = float32_problems(case, stock, fused, result)
-    if problems and case.drawn:
+    of_rows = row_problems(case, stock, fused, result)
+    if problems and case.drawn and not of_rows:
         result.verdict = rounding_verdict(case, settings, Compared(start, data, stock, fused)) or result.verdict
-    return problems
+    return problems + of_rows
 
 
 def _compare_bfloat16(case: Case, settings: Settings, result: Result) -> list[str]:

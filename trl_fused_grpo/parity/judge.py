@@ -39,7 +39,7 @@ def float32_problems(case: Case, stock: Outcome, fused: Outcome, result: Result)
         problems.append(f"gradient of {result.worst_parameter} off by {result.gradient_error:.1e}")
     names_only = MEANS_OVER_MICRO_BATCHES if fused.rebalanced else ()
     result.metrics_differ = differing_metrics(stock.metrics, fused.metrics, names_only=names_only)
-    return problems + metric_problems(result) + _row_problems(case, stock, fused, result)
+    return problems + metric_problems(result)
 
 
 def bfloat16_problems(errors: Errors, stock_errors: Errors, result: Result) -> list[str]:
@@ -86,7 +86,8 @@ def metric_problems(result: Result) -> list[str]:
     return [f"metrics differ: {', '.join(result.metrics_differ)}"] if result.metrics_differ else []
 
 
-def _row_problems(case: Case, stock: Outcome, fused: Outcome, result: Result) -> list[str]:
+def row_problems(case: Case, stock: Outcome, fused: Outcome, result: Result) -> list[str]:
+    """Whether rows went through the fused function, and were recomputed where a forecast is wrong only."""
     may_be_empty = any(getattr(case.data, name, ()) for name in ("empty_rows", "empty_micro_batches", "truncated_rows"))
     if case.mode == "train" and not fused.rows and not (case.drawn and (stock.norm == 0.0 or may_be_empty)):
         return ["no row went through the fused function"]

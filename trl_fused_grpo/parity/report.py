@@ -97,7 +97,7 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool, trainin
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("case", no_wrap=True)
+    table.add_column("case", no_wrap=True, max_width=48)  # a case drawn at random is named by all of its options
     if layouts:
         table.add_column("layout")
     headings = ["loss", "loss\nerror", f"worst {measured}\nerror", "metrics\ndiffer"]
@@ -179,12 +179,16 @@ def _pair(fused: float | None, stock: float | None) -> str:
     return f"{fused:.1e} / {stock:.1e}"
 
 
-def _summary(results: Sequence[Result]) -> str:
+def counts_of(results: Sequence[Result]) -> str:
+    """How many results have which verdict, in rich's markup."""
     counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in _STYLES}
-    parts = [f"[{_STYLES[v]}]{n} {v}[/]" for v, n in counts.items() if n]
+    return ", ".join(f"[{_STYLES[v]}]{n} {v}[/]" for v, n in counts.items() if n)
+
+
+def _summary(results: Sequence[Result]) -> str:
     reasons = sorted({r.reason for r in results if r.verdict == "skipped"})
     skipped = f" ({escape('; '.join(reasons))})" if reasons else ""
-    return f"{', '.join(parts)}{skipped} in {sum(r.seconds for r in results):.0f} s"
+    return f"{counts_of(results)}{skipped} in {sum(r.seconds for r in results):.0f} s"
 
 
 def write_json(results: Sequence[Result], settings: Settings, path: Path) -> None:
