@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeAlias
 
+from trl import GRPOConfig
+
 from trl_fused_grpo._compat import trl as trl_compat
 
 from .case import Batch, Case, Rollout, Shape
@@ -33,6 +35,11 @@ LOSS_TYPES: tuple[tuple[str, Options], ...] = (
     ("luspo", {"importance_sampling_level": "sequence"}),
     ("vespo", {}),
 )
+# Options that not every release of TRL has
+_DRAWN_OF_TRL = {
+    *("pad_to_multiple_of", "entropy_coef", "use_adaptive_entropy", "entropy_target", "use_bias_correction_kl"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "off_policy_mask_threshold"),
+}
 _OF_CASE = ("model", "adapter", "frozen_head", "mode", "accumulation_windows", "update", "seed")
 
 
@@ -71,8 +78,7 @@ def draw(seed: int, index: int) -> Options:
 
     Returns:
         `dict[str, Any]`:
-            What [`case_of`] takes, in types that JSON has. The same for every release of TRL, so that what a release
-            lacks is skipped there.
+            What [`case_of`] takes, in types that JSON has. The same for every release of TRL.
     """
     drawing = _Draw(f"{seed}:{index}")
     drawing.options["seed"] = drawing.generator.randrange(1, 1_000_000)
@@ -100,6 +106,8 @@ def _draw_window(drawing: _Draw) -> None:
     options = drawing.options
     drawing.maybe(0.5, "rollout", True)
     drawing.maybe(0.06, "mode", "eval", "eval", "log-probs")
+    if options.get("mode") == "log-probs":  # of a finished micro-batch
+        options.pop("rollout", None)
     drawing.maybe(0.5, "gradient_accumulation_steps", 2, 2, 3, 4)
     drawing.maybe(0.3, "steps_per_generation", 1, 2, 3, 4)
     drawing.maybe(0.3, "accumulation_windows", 2, 2, 3)
@@ -152,10 +160,11 @@ def _draw_batch(drawing: _Draw) -> None:
     drawing.maybe(0.25, "sampling", True)
     drawing.maybe(0.25, "tool_mask", True)
     drawing.maybe(0.15, "token_advantages", True)
-    if options.get("mode") != "log-probs":  # of which there must be some
-        drawing.some(0.15, "empty_rows", rows)
-        drawing.some(0.15, "empty_micro_batches", count)
     drawing.maybe(0.4, "repeated_prompts", True)
+    if options.get("mode") == "log-probs":  # there must be some, and the method is called without images
+        return
+    drawing.some(0.15, "empty_rows", rows)
+    drawing.some(0.15, "empty_micro_batches", count)
     family = FAMILIES.get(options.get("model", ""))
     if family is not None and family.images is not None:
         drawing.maybe(0.7, "images", family.images)
@@ -198,7 +207,7 @@ def name_of(options: Options) -> str:
 
 def options_of(name: str) -> Options:
     """
-    Options of the case that a name means.
+    Options of the case that a name means. Of a drawn one those that this TRL lacks are left out.
 
     Raises:
         `ValueError`:
@@ -208,10 +217,16 @@ def options_of(name: str) -> Options:
     try:
         if not content.startswith("{"):
             seed, index = content.split(":")
-            return draw(int(seed), int(index))
+            return _without_lacking(draw(int(seed), int(index)))
         return dict(json.loads(content))
     except ValueError as error:
         raise ValueError(f"{name!r} is neither random:<seed>:<index> nor random:<options in JSON>.") from error
+
+
+def _without_lacking(options: Options) -> Options:
+    """Without the options of `GRPOConfig` that this TRL lacks, which would skip half of the cases of an old one."""
+    lacking = _DRAWN_OF_TRL - {option.name for option in fields(GRPOConfig)}
+    return {name: value for name, value in options.items() if name not in lacking}
 
 
 def random_case(name: str) -> Case:
@@ -241,7 +256,7 @@ def case_of(name: str, options: Mapping[str, Any]) -> Case:
     fused = take(*(name for name in given if name.startswith("fused_")))
     model = of_case.get("model", Case.model)
     family = FAMILIES.get(model)
-    if _has_aux_loss(model) and trl_compat.RETURNS_AUX_LOSS:
+    if trl_compat.RETURNS_AUX_LOSS:  # TRL's own default would ask models for it that have none
         given.setdefault("router_aux_loss_coef", 0.0)
     else:
         given.pop("router_aux_loss_coef", None)
