@@ -18,6 +18,7 @@ from .shrink import shrink
 from .trainers import Settings
 
 
+FAILURES = ("different", "failed")
 MOST_SHRUNK = 20  # a fault fails many cases
 MOST_REASONS = 12  # for which cases were skipped
 
@@ -52,20 +53,12 @@ def fuzz(
 
 
 def print_failures(results: Sequence[Result], settings: Settings, console: Console) -> None:
-    """Print the cases that failed, and for the first ones a command with the options that are needed for it."""
-    failures = [result for result in results if result.verdict in ("different", "failed")]
-    for result in failures[MOST_SHRUNK:]:
-        console.print(f"[bold red]{result.name}[/]: {escape(result.reason)}")
-    shrunk: dict[str, list[str]] = {}
-    reasons = {}
+    """Print a command for each of the first cases that failed, with the options that are needed for it."""
+    failures = [result for result in results if result.verdict in FAILURES]
     for result in failures[:MOST_SHRUNK]:
         options, smallest = shrink(options_of(result.name), result, settings)
-        command = command_of(name_of(options), settings)
-        shrunk.setdefault(command, []).append(result.name)
-        reasons[command] = smallest.reason
-    for command, names in shrunk.items():
-        console.print(f"[bold red]{', '.join(names)}[/]: {escape(reasons[command])}", highlight=False)
-        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"[bold red]{result.name}[/], smallest: {escape(smallest.reason)}", highlight=False)
+        console.print(f"  {command_of(name_of(options), settings)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def command_of(name: str, settings: Settings) -> str:
@@ -75,12 +68,13 @@ def command_of(name: str, settings: Settings) -> str:
 
 
 def print_summary(results: Sequence[Result], drawn: int, settings: Settings, console: Console) -> None:
-    """Print versions, how many cases had which verdict, ties and rounding by name, and why cases were skipped."""
+    """Print versions, how many cases had which verdict, why some were skipped, and by name what is not equal."""
     console.print(" · ".join(f"{name} {value}" for name, value in report.environment(settings).items()))
-    for verdict in ("tie", "rounding"):
+    for verdict in ("tie", "rounding", *FAILURES):
+        color = "bold red" if verdict in FAILURES else "yellow"
         for result in results:
             if result.verdict == verdict:
-                console.print(f"[yellow]{verdict}[/] {result.name}: {escape(result.reason)}", highlight=False)
+                console.print(f"[{color}]{verdict}[/] {result.name}: {escape(result.reason)}", highlight=False)
     reasons = Counter(_kind(result.reason) for result in results if result.verdict == "skipped")
     for reason, count in reasons.most_common(MOST_REASONS):
         console.print(f"[dim]{count} skipped: {escape(reason)}[/]", highlight=False)
