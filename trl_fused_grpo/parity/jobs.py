@@ -1,7 +1,7 @@
 """Runs cases one after the other in this process, or in several processes that each have checkpoints of their own."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -20,7 +20,7 @@ _folder: tempfile.TemporaryDirectory[str] | None = None  # a worker process's ow
 
 def run_cases(
     cases: Sequence[Case], settings: Settings, jobs: int, prepare: Callable[[], None] | None = None
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """
     Run cases and yield their results in order.
 
