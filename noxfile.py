@@ -44,6 +44,7 @@ def trl(session: nox.Session, trl: str) -> None:
     install(session, f"trl-{trl}")
     for cases in ((), ("--models",), ("--customised",)):
         session.run("trl-fused-grpo", "parity", "--jobs", "2", *cases)
+    session.run("trl-fused-grpo", "parity", "--jobs", "2", "--random", "300", "--seed", "1")
     if not (is_short and trl == newest):
         left_out = "any_trl or ends" if is_short and trl != oldest else "any_trl"
         run_tests(session, f"{ONE_PROCESS} and not ({left_out})")

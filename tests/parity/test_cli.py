@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from trl_fused_grpo import FusedGRPOTrainer, read_lm_head
 from trl_fused_grpo.cli import app
 from trl_fused_grpo.parity import CASES, CUSTOMISED_CASES, MODEL_CASES
-from trl_fused_grpo.parity.compare import bfloat16_batches
 from trl_fused_grpo.parity.errors import differing_metrics, measure
+from trl_fused_grpo.parity.judge import bfloat16_batches
 from trl_fused_grpo.parity.run_case import Outcome
 from trl_fused_grpo.parity.run_training import Run
 from trl_fused_grpo.parity.trainers import StockGRPOTrainer

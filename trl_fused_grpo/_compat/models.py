@@ -130,6 +130,10 @@ def _tuner_layer(model: nn.Module) -> Any:
 
 def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
     """Whether PEFT's adapters are switched off, and which are active otherwise; `None` without adapters."""
+    peft_model: Any = next((module for module in model.modules() if is_peft_model(module)), None)
+    if peft_model is not None and is_prompt_learning(peft_model):
+        # It adapts no layer. Switched off, PEFT calls the model inside; its flag for that is newer than PEFT 0.17
+        return peft_model.forward == peft_model.base_model.forward, tuple(peft_model.active_adapters)
     layer = _tuner_layer(model)
     return None if layer is None else (bool(layer.disable_adapters), tuple(layer.active_adapters))
 

@@ -26,7 +26,9 @@ from trl_fused_grpo.parity import (
     Settings,
     report,
 )
+from trl_fused_grpo.parity.fuzz import fuzz, print_failures, print_summary
 from trl_fused_grpo.parity.jobs import run_cases
+from trl_fused_grpo.parity.random_cases import PREFIX, random_case
 from trl_fused_grpo.patching import unpatched
 
 
@@ -46,7 +48,10 @@ class Dtype(str, Enum):
 
 def parity(
     case: Annotated[
-        list[str] | None, typer.Option("--case", metavar="NAME", help="Run this case only; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--case", metavar="NAME", help="Run this case only; may be repeated. random:SEED:INDEX is a drawn one."
+        ),
     ] = None,
     models: Annotated[
         bool, typer.Option("--models", help="The cases of model families and kinds of output projection instead.")
@@ -62,6 +67,11 @@ def parity(
             help="What TRL's Liger loss (TRL <= 1.13) leaves out, by Liger-Kernel's issue 1082, instead.",
         ),
     ] = False,
+    random: Annotated[
+        int | None, typer.Option("--random", min=1, metavar="N", help="So many cases drawn at random instead.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the cases that --random draws.")] = 0,
+    minutes: Annotated[float | None, typer.Option("--minutes", help="Stop --random after so long.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.auto,
     dtype: Annotated[
@@ -82,12 +92,14 @@ def parity(
             raise typer.BadParameter(f"the folder of {path} does not exist.")
     if plot_file and not find_spec("matplotlib"):
         raise typer.BadParameter("--plot needs matplotlib: pip install 'trl-fused-grpo[plot]'.")
-    if models + customised + issue_1082 > 1:
-        raise typer.BadParameter("--models, --customised and --issue-1082 are sets of cases: choose one.")
+    if models + customised + issue_1082 + (random is not None) > 1:
+        raise typer.BadParameter("--models, --customised, --issue-1082 and --random are sets of cases: choose one.")
     cases = MODEL_CASES if models else CUSTOMISED_CASES if customised else CASES
     if issue_1082:
         cases = ISSUE_1082_CASES
     with unpatched(), _quiet():
+        if random is not None:
+            raise typer.Exit(_run_random(random, seed, minutes, device, dtype, jobs, json_file))
         code = _run_parity(cases, case or [], list_cases, device, dtype, jobs, json_file, plot_file)
     raise typer.Exit(code)
 
@@ -102,10 +114,12 @@ def _run_parity(
     json_file: Path | None,
     plot_file: Path | None,
 ) -> int:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140  # a log has no width of its own, and the table does not fit into 80 columns
+    console = _console()
     known = {case.name: case for case in cases}
+    try:
+        known |= {name: random_case(name) for name in names if name.startswith(PREFIX)}
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     unknown = [name for name in names if name not in known]
     if unknown:
         raise typer.BadParameter(f"unknown case {', '.join(unknown)}. Known cases: {', '.join(known)}.")
@@ -114,13 +128,9 @@ def _run_parity(
         for case in cases:
             console.print(f"[bold]{case.name:{width}}[/]", case.description, markup=True, highlight=False)
         return 0
-    if device is Device.cuda and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda, but torch sees no CUDA device.")
-    chosen = "cuda" if device is not Device.cpu and torch.cuda.is_available() else "cpu"
-
     selected = [known[name] for name in dict.fromkeys(names)] or list(cases)
     with tempfile.TemporaryDirectory(prefix="trl-fused-grpo-") as folder:
-        settings = Settings(Path(folder), chosen, getattr(torch, dtype.value))
+        settings = Settings(Path(folder), _device_of(device), getattr(torch, dtype.value))
         with _progress(console) as progress:
             task = progress.add_task("", total=len(selected))
             results = []
@@ -136,6 +146,44 @@ def _run_parity(
     if plot_file:
         report.write_plot(results, settings, plot_file)
     return 0 if report.passed(results) else 1
+
+
+def _run_random(
+    count: int,
+    seed: int,
+    minutes: float | None,
+    device: Device,
+    dtype: Dtype,
+    jobs: int,
+    json_file: Path | None,
+) -> int:
+    console = _console()
+    with tempfile.TemporaryDirectory(prefix="trl-fused-grpo-") as folder:
+        settings = Settings(Path(folder), _device_of(device), getattr(torch, dtype.value))
+        with _progress(console) as progress:
+            task = progress.add_task("", total=count)
+            results = []
+            for result in fuzz(count, seed, settings, jobs, minutes, _silence):
+                results.append(result)
+                progress.update(task, description=result.name, advance=1)
+        print_summary(results, count, settings, console)
+        if json_file:
+            report.write_json(results, settings, json_file)
+        print_failures(results, settings, console)
+    return 0 if report.passed(results) else 1
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140  # a log has no width of its own, and the table does not fit into 80 columns
+    return console
+
+
+def _device_of(device: Device) -> str:
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda, but torch sees no CUDA device.")
+    return "cuda" if device is not Device.cpu and torch.cuda.is_available() else "cpu"
 
 
 def _progress(console: Console) -> Progress:

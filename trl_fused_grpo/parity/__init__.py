@@ -9,14 +9,18 @@ and compares loss, gradients and metrics. A map of the folder:
 - `tiny/` builds the inputs: tiny models of every family, a tokenizer, images, adapters, micro-batches, completions.
 - `trainers` builds the trainers of a case; `run_case` takes one trainer through its steps, `run_training` through a
   whole `train()`; `errors` and `training_errors` measure how far two results are apart.
-- `compare` runs a case on every trainer and gives the verdict, a [`Result`]; `jobs` spreads cases over processes.
+- `compare` runs a case on every trainer and gives the verdict, a [`Result`] (`result`); `judge` says which errors are
+  too large, `jobs` spreads cases over processes.
+- `random_cases` draws cases at random, `fuzz` runs them (`--random`); `rounding` tells ties and rounding from
+  differences, `shrink` finds what a failure needs.
 - `report` prints the table and writes the JSON file and the plot.
 """
 
 from . import report
 from .case import Batch, Case, Rollout
 from .cases import CASES, CUSTOMISED_CASES, ISSUE_1082_CASES, MODEL_CASES
-from .compare import Result, compare
+from .compare import compare
+from .result import Result
 from .trainers import Settings
 
 

@@ -87,6 +87,25 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """
+    How many sequences a case has, and of which lengths.
+
+    Attributes:
+        rows (`int`):
+            Completions in a micro-batch.
+        group (`int`):
+            Completions to a prompt.
+        lengths (`int`, *optional*):
+            Seed from which the lengths of prompts and completions are drawn. `None` takes those of the named cases.
+    """
+
+    rows: int = 6
+    group: int = 3
+    lengths: int | None = None
+
+
+@dataclass(frozen=True)
 class Customisation:
     """
     What a user changes about a trainer, before or while it trains. Stock's and the fused trainer get the same change.
@@ -178,6 +197,13 @@ class Case:
             Whether TRL's Liger loss is compared, where there is one.
         customised ([`Customisation`], *optional*):
             Compares whole runs of `trainer.train()` with this change made to both trainers, see [`run_training`].
+        shape ([`Shape`]):
+            How many sequences, and how long they are.
+        seed (`int`):
+            Of the tokens and of everything else that data is drawn from.
+        drawn (`bool`):
+            Whether the case was drawn at random, see [`random_cases`]. What stock cannot run, and a layout or backward
+            that the fused trainer refuses, is then skipped, and ties are told from differences.
     """
 
     name: str
@@ -202,6 +228,9 @@ class Case:
     compare_bf16: bool = True
     compare_liger: bool = True
     customised: Customisation | None = None
+    shape: Shape = Shape()
+    seed: int = 0
+    drawn: bool = False
 
     def config_class(self, default: type) -> Any:
         """The class of the trainers' arguments: the one that the customisation loads, or `default`."""

@@ -43,7 +43,7 @@ def _nan_as_inf(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Errors:
+def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome], loss_scale: float = 0.0) -> Errors:
     """
     Compare outcomes with their references, batch by batch.
 
@@ -52,6 +52,8 @@ def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Error
             What counts as right.
         outcomes (`Sequence[Outcome]`):
             As many, in the same order.
+        loss_scale (`float`):
+            A smaller loss is replaced by it as the divisor.
 
     Returns:
         [`Errors`]:
@@ -68,7 +70,9 @@ def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Error
         parameters[name] = _relative(distance, max(size, floor))
         distances.append(distance**2)
     return Errors(
-        loss=_relative(_root((o.loss - r.loss) ** 2 for r, o in pairs), _root(r.loss**2 for r in references)),
+        loss=_relative(
+            _root((o.loss - r.loss) ** 2 for r, o in pairs), max(_root(r.loss**2 for r in references), loss_scale)
+        ),
         gradient=_relative(_root(distances), whole),
         parameters=parameters,
     )

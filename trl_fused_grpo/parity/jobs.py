@@ -1,7 +1,7 @@
 """Runs cases one after the other in this process, or in several processes that each have checkpoints of their own."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -9,7 +9,9 @@ from pathlib import Path
 
 from .case import Case
 from .cases import CASES, CUSTOMISED_CASES, MODEL_CASES
-from .compare import Result, compare
+from .compare import compare
+from .random_cases import random_case
+from .result import Result
 from .trainers import Settings
 
 
@@ -18,13 +20,13 @@ _folder: tempfile.TemporaryDirectory[str] | None = None  # a worker process's ow
 
 def run_cases(
     cases: Sequence[Case], settings: Settings, jobs: int, prepare: Callable[[], None] | None = None
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """
     Run cases and yield their results in order.
 
     Args:
         cases (`Sequence[Case]`):
-            What to run. With several processes, cases of the named sets only.
+            What to run. With several processes, cases of the named sets or drawn ones.
         settings ([`Settings`]):
             Device and dtype.
         jobs (`int`):
@@ -37,8 +39,10 @@ def run_cases(
         return
     everything = _all_cases()
     # A process gets the place of a case: a customisation is made of nested functions, which cannot be pickled, and two
-    # sets may each have a case of the same name
-    places = [next(i for i, known in enumerate(everything) if known is case) for case in cases]
+    # sets may each have a case of the same name. The name of a drawn case says what it is made of
+    places = [
+        case.name if case.drawn else next(i for i, known in enumerate(everything) if known is case) for case in cases
+    ]
     with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (prepare,)) as pool:
         yield from pool.map(_compare, places, [settings] * len(places))
 
@@ -54,6 +58,7 @@ def _prepare(prepare: Callable[[], None] | None) -> None:
         prepare()
 
 
-def _compare(place: int, settings: Settings) -> Result:
+def _compare(place: int | str, settings: Settings) -> Result:
     assert _folder is not None, "see _prepare"
-    return compare(_all_cases()[place], replace(settings, folder=Path(_folder.name)))
+    case = random_case(place) if isinstance(place, str) else _all_cases()[place]
+    return compare(case, replace(settings, folder=Path(_folder.name)))

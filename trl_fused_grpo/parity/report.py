@@ -14,11 +14,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .compare import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE, Result
+from .judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE
+from .result import Result
 from .trainers import Settings, has_liger_loss
 
 
-_STYLES = {"equal": "green", "different": "bold red", "failed": "bold red", "skipped": "dim"}
+_STYLES = {
+    "equal": "green",
+    "different": "bold red",
+    "failed": "bold red",
+    "tie": "yellow",
+    "rounding": "yellow",
+    "skipped": "dim",
+}
 _SMALLEST = 1e-9  # where the plot puts an error of zero
 
 
@@ -51,7 +59,7 @@ def _version(distribution: str) -> str:
 
 def passed(results: Sequence[Result]) -> bool:
     """Whether nothing is out of tolerance and nothing failed."""
-    return all(result.verdict in ("equal", "skipped") for result in results)
+    return all(result.verdict in ("equal", "tie", "rounding", "skipped") for result in results)
 
 
 def print_report(
@@ -89,7 +97,7 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool, trainin
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("case", no_wrap=True)
+    table.add_column("case", no_wrap=True, max_width=48)  # a case drawn at random is named by all of its options
     if layouts:
         table.add_column("layout")
     headings = ["loss", "loss\nerror", f"worst {measured}\nerror", "metrics\ndiffer"]
@@ -171,12 +179,16 @@ def _pair(fused: float | None, stock: float | None) -> str:
     return f"{fused:.1e} / {stock:.1e}"
 
 
-def _summary(results: Sequence[Result]) -> str:
+def counts_of(results: Sequence[Result]) -> str:
+    """How many results have which verdict, in rich's markup."""
     counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in _STYLES}
-    parts = [f"[{_STYLES[v]}]{n} {v}[/]" for v, n in counts.items() if n]
+    return ", ".join(f"[{_STYLES[v]}]{n} {v}[/]" for v, n in counts.items() if n)
+
+
+def _summary(results: Sequence[Result]) -> str:
     reasons = sorted({r.reason for r in results if r.verdict == "skipped"})
     skipped = f" ({escape('; '.join(reasons))})" if reasons else ""
-    return f"{', '.join(parts)}{skipped} in {sum(r.seconds for r in results):.0f} s"
+    return f"{counts_of(results)}{skipped} in {sum(r.seconds for r in results):.0f} s"
 
 
 def write_json(results: Sequence[Result], settings: Settings, path: Path) -> None:

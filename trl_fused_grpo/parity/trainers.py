@@ -19,7 +19,6 @@ from trl_fused_grpo._compat import trl as trl_compat
 from .case import Batch, Case, Rollout, SkippedError, Trainer
 from .tiny import save_checkpoint, tokenizer
 from .tiny.adapters import adapter_config
-from .tiny.batches import GROUP, ROWS
 
 
 MAX_COMPLETION_LENGTH = 16
@@ -132,8 +131,8 @@ def _construct(
         report_to="none",
         disable_tqdm=True,
         use_cpu=settings.device == "cpu",
-        per_device_train_batch_size=ROWS,
-        num_generations=GROUP,
+        per_device_train_batch_size=case.shape.rows,
+        num_generations=case.shape.group,
         max_completion_length=MAX_COMPLETION_LENGTH,
         model_init_kwargs={"dtype": str(dtype).removeprefix("torch."), "device_map": None},
         **options,

@@ -1,19 +1,19 @@
 """Makes the data of a case: micro-batches and completions with padding on both sides, clipped ratios, masks."""
 
+import random
 from typing import Any
 
 import torch
 
 from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
-from trl_fused_grpo.parity.case import Batch, Case, Rollout, Trainer
+from trl_fused_grpo.parity.case import Batch, Case, Rollout, Shape, Trainer
 
 from .families import EOS_ID, FIRST_WORD_ID, IMAGE_ID, MARKER_ID, PAD_ID, VOCAB_SIZE
 from .images import IMAGES, REPEATED_IMAGES, image_inputs, with_images
 from .serve import copy_to
 
 
-ROWS = 6  # completions in a micro-batch
-GROUP = 3  # completions to a prompt
+ROWS, GROUP = Shape().rows, Shape().group
 # Of the rows of a micro-batch
 PROMPT_LENGTHS = (7, 4, 5, 7, 3, 6)
 COMPLETION_LENGTHS = (13, 9, 4, 1, 11, 7)
@@ -34,6 +34,22 @@ def _spread(levels: tuple[float, ...], shape: torch.Size, generator: torch.Gener
     """Levels in turn from a random start, so that every longer row has all of them."""
     start = int(torch.randint(len(levels), (), generator=generator))
     return torch.tensor(levels)[(torch.arange(shape.numel()) + start) % len(levels)].view(shape)
+
+
+def _in_turn(values: tuple[float, ...], count: int) -> torch.Tensor:
+    """As many values, from the first on again after the last."""
+    return torch.tensor([values[i % len(values)] for i in range(count)])
+
+
+def _lengths(shape: Shape, uneven: bool = False) -> tuple[list[int], list[int]]:
+    """Of the prompts and of the completions of a micro-batch."""
+    if shape.lengths is not None:
+        generator = random.Random(shape.lengths)
+        prompts = [generator.randint(2, 9) for _ in range(shape.rows)]
+        return prompts, [generator.randint(1, 14) for _ in range(shape.rows)]
+    prompts = UNEVEN_PROMPT_LENGTHS if uneven else PROMPT_LENGTHS
+    completions = UNEVEN_COMPLETION_LENGTHS if uneven else COMPLETION_LENGTHS
+    return [prompts[i % ROWS] for i in range(shape.rows)], [completions[i % ROWS] for i in range(shape.rows)]
 
 
 def _words(length: int, generator: torch.Generator, end: int = VOCAB_SIZE) -> list[int]:
@@ -96,7 +112,7 @@ def micro_batches(case: Case, trainer: Trainer, seed: int) -> list[dict[str, tor
     args = trainer.args
     generator = torch.Generator().manual_seed(seed)
     count = args.gradient_accumulation_steps * case.accumulation_windows
-    batches = [_micro_batch(spec, i, trainer, generator) for i in range(count)]
+    batches = [_micro_batch(case, i, trainer, generator) for i in range(count)]
     for start in range(0, count, args.steps_per_generation):
         members = batches[start : start + args.steps_per_generation]
         tokens = torch.stack([(b["completion_mask"] * b.get("tool_mask", 1)).sum() for b in members]).sum()
@@ -105,22 +121,24 @@ def micro_batches(case: Case, trainer: Trainer, seed: int) -> list[dict[str, tor
     return batches
 
 
-def _micro_batch(spec: Batch, index: int, trainer: Trainer, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    inputs = _tokens(spec, index, generator)
-    if trainer.args.top_entropy_quantile < 1.0:
+def _micro_batch(case: Case, index: int, trainer: Trainer, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    spec, rows = case.data, case.shape.rows
+    assert isinstance(spec, Batch)
+    inputs = _tokens(spec, case.shape, index, generator)
+    if trainer.args.top_entropy_quantile < 1.0 and not case.drawn:  # ties of drawn cases are recognised
         # Of several draws the one whose entropies lie furthest from the quantile: rounding must not move a token across
-        others = [_tokens(spec, index, generator) for _ in range(15)]
+        others = [_tokens(spec, case.shape, index, generator) for _ in range(15)]
         inputs = max(inputs, *others, key=lambda drawn: _entropy_gap(drawn, trainer))
     shape = inputs["completion_ids"].shape
 
-    advantages = torch.tensor(ADVANTAGES)
+    advantages = _in_turn(ADVANTAGES, rows)
     if spec.token_advantages:
         advantages = advantages.unsqueeze(1) * (1 + 0.5 * torch.rand(shape, generator=generator))
     inputs["advantages"] = advantages
 
     current, _ = log_probs(trainer, inputs)
     far = _spread(_OLD_LEVELS, shape, generator)
-    drifted = torch.tensor(_DRIFTS).unsqueeze(1) + _spread((-0.03, 0.03), shape, generator)
+    drifted = _in_turn(_DRIFTS, rows).unsqueeze(1) + _spread((-0.03, 0.03), shape, generator)
     if spec.old:
         moved = {"policy": torch.zeros(1), "far": far, "drifted": drifted}[spec.old]
         inputs["old_per_token_logps"] = current + moved
@@ -129,21 +147,23 @@ def _micro_batch(spec: Batch, index: int, trainer: Trainer, generator: torch.Gen
     if spec.sampling:
         inputs["sampling_per_token_logps"] = current + drifted
     if spec.ratio == "report":
-        inputs["importance_sampling_ratio"] = torch.linspace(-6.9, -4.2, ROWS).exp().unsqueeze(1)
+        inputs["importance_sampling_ratio"] = torch.linspace(-6.9, -4.2, rows).exp().unsqueeze(1)
     return inputs
 
 
-def _tokens(spec: Batch, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _tokens(spec: Batch, shape: Shape, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     inputs: dict[str, torch.Tensor] = {}
     end = IMAGE_ID if spec.images else VOCAB_SIZE
-    prompts = [_words(n, generator, end) for n in PROMPT_LENGTHS]
-    copies = GROUP if spec.repeated_prompts else 1
+    prompt_lengths, lengths = _lengths(shape)
+    prompts = [_words(n, generator, end) for n in prompt_lengths]
+    copies = min(GROUP, shape.rows) if spec.repeated_prompts else 1
     prompts[:copies] = prompts[:1] * copies
-    images = REPEATED_IMAGES if spec.repeated_prompts else IMAGES
+    counts = REPEATED_IMAGES if spec.repeated_prompts else IMAGES
+    images = [counts[i % ROWS] for i in range(shape.rows)]
     if spec.images:
         prompts = with_images(prompts, images, spec.images)
     inputs["prompt_ids"], inputs["prompt_mask"] = _padded(prompts, left=True)
-    completions = [_words(n, generator, end) for n in COMPLETION_LENGTHS]
+    completions = [_words(n, generator, end) for n in lengths]
     inputs["completion_ids"], inputs["completion_mask"] = _padded(completions, left=False)
     if spec.images:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -189,17 +209,18 @@ def rollout(case: Case, trainer: Trainer, seed: int) -> list[dict[str, Any]]:
     steps = trainer.args.steps_per_generation if case.mode == "train" else 1
     needed = trainer.args.gradient_accumulation_steps * case.accumulation_windows
     generations = -(-needed // steps)
-    return [_generation(spec, trainer, steps, generator) for _ in range(generations)]
+    return [_generation(spec, case.shape, trainer, steps, generator) for _ in range(generations)]
 
 
-def _generation(spec: Rollout, trainer: Trainer, steps: int, generator: torch.Generator) -> dict[str, Any]:
-    rows = ROWS * steps
+def _generation(
+    spec: Rollout, shape: Shape, trainer: Trainer, steps: int, generator: torch.Generator
+) -> dict[str, Any]:
+    rows = shape.rows
     prompts, completions = [], []
-    prompt_lengths = UNEVEN_PROMPT_LENGTHS if spec.uneven else PROMPT_LENGTHS
-    lengths = UNEVEN_COMPLETION_LENGTHS if spec.uneven else COMPLETION_LENGTHS
-    for i in range(rows):
-        prompts.append(prompts[-1] if i % GROUP else _words(prompt_lengths[i % ROWS], generator))
-        completion = _words(lengths[i % ROWS], generator)
+    prompt_lengths, lengths = _lengths(shape, spec.uneven)
+    for i in range(rows * steps):
+        prompts.append(prompts[-1] if i % shape.group else _words(prompt_lengths[i % rows], generator))
+        completion = _words(lengths[i % rows], generator)
         completions.append(completion if i in spec.truncated_rows else [*completion, EOS_ID])
     if spec.has_marker:
         prompts = [[*prompt[:-2], MARKER_ID, prompt[-1]] for prompt in prompts]
@@ -225,7 +246,7 @@ def _sampler_log_probs(
     if spec.sampling == "token":
         ahead = _spread(_TOKEN_LEVELS, current.shape, generator)
     else:
-        levels = torch.tensor(_SEQUENCE_LEVELS).repeat(len(prompts) // len(_SEQUENCE_LEVELS))
+        levels = _in_turn(_SEQUENCE_LEVELS, len(prompts))
         ahead = (levels / inputs["completion_mask"].sum(1)).unsqueeze(1).expand_as(current)
     rows: list[list[float | None]] = [
         row[: len(ids)].tolist() for row, ids in zip(current - ahead, completions, strict=True)

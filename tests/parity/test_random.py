@@ -1,0 +1,174 @@
+"""Cases drawn at random: what is drawn, what is told apart, what a failure is shrunk to."""
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS
+from trl_fused_grpo.cli import app
+from trl_fused_grpo.parity import Settings, compare
+from trl_fused_grpo.parity.random_cases import draw, name_of, options_of, random_case
+from trl_fused_grpo.parity.rounding import Compared, rounding_verdict
+from trl_fused_grpo.parity.run_case import make_data, run_case
+from trl_fused_grpo.parity.shrink import shrink
+from trl_fused_grpo.parity.trainers import load_weights, noisy_weights, stock_trainer
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    return Settings(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def parity(monkeypatch):
+    """Run the command on the CPU and return its result."""
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("TERM", "dumb")
+    return lambda *arguments: CliRunner().invoke(app, ["parity", "--device", "cpu", *arguments])
+
+
+def with_wrong_loss(option, factor):
+    """A trainer with a planted fault: its loss is wrong by a factor where an option is set."""
+
+    class Wrong(FusedGRPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * (factor if getattr(self.args, option) else 1.0)
+
+    return Wrong
+
+
+@pytest.mark.any_trl
+def test_a_seed_and_an_index_draw_the_same_options():
+    assert draw(3, 5) == draw(3, 5)
+    assert options_of("random:3:5").items() <= draw(3, 5).items()
+    assert len({name_of(draw(3, index)) for index in range(50)}) == 50
+    assert draw(3, 5) != draw(4, 5)
+
+
+@pytest.mark.any_trl
+def test_options_are_the_same_after_json():
+    for index in range(200):
+        options = draw(0, index)
+        assert options_of(name_of(options)) == options
+        case = random_case(name_of(options))
+        assert case.name == name_of(options)
+        assert case.seed == options["seed"]
+
+
+@pytest.mark.any_trl
+def test_every_option_goes_where_it_belongs():
+    case = random_case(
+        'random:{"model":"moe","rows":4,"rollout":true,"truncated_rows":[1],"beta":0.1,"fused_layout":"padded"}'
+    )
+    assert (case.model, case.shape.rows, case.data.truncated_rows) == ("moe", 4, (1,))
+    assert dict(case.fused) == {"fused_layout": "padded"}
+    assert dict(case.config) == {"beta": 0.1, **({"router_aux_loss_coef": 0.0} if RETURNS_AUX_LOSS else {})}
+
+
+@pytest.mark.any_trl
+@pytest.mark.parametrize("name", ["random:", "random:1", "random:a:b", "random:{beta}", "random:1:2:3"])
+def test_a_name_that_means_no_case_is_a_bad_argument(parity, name):
+    result = parity("--case", name)
+    assert result.exit_code == 2
+    assert "is neither" in " ".join(result.output.split())
+
+
+def test_drawn_cases_are_equal(parity, tmp_path):
+    file = tmp_path / "random.json"
+    result = parity("--random", "6", "--seed", "7", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert "6 cases drawn" in result.output
+    names = [case["name"] for case in json.loads(file.read_text())["cases"]]
+    assert names == [f"random:7:{index}" for index in range(6)]
+
+
+def test_minutes_end_a_run(parity):
+    result = parity("--random", "1000", "--seed", "7", "--minutes", "0")
+    assert result.exit_code == 0, result.output
+    assert "1 cases of 1000 drawn" in result.output
+
+
+def test_a_planted_fault_is_shrunk_to_a_command_that_repeats_it(parity, monkeypatch, settings):
+    options = {
+        "seed": 5,
+        "rollout": True,
+        "gradient_accumulation_steps": 2,
+        "beta": 0.04,
+        "truncated_rows": [1, 4],
+        "mask_truncated_completions": True,
+        "fused_share_prompts": False,
+    }
+    monkeypatch.setattr("trl_fused_grpo.parity.rounding.MOVES", 2)  # enough for what is no rounding
+    monkeypatch.setattr("trl_fused_grpo.parity.fuzz.random_case", lambda _: random_case(name_of(options)))
+    monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", with_wrong_loss("mask_truncated_completions", 1.001))
+    result = parity("--random", "1")
+    assert result.exit_code == 1, result.output
+    [command] = [line for line in result.output.splitlines() if line.strip().startswith("trl-fused-grpo parity")]
+    arguments = shlex.split(command)[2:]
+    assert options_of(arguments[-1]) == {"mask_truncated_completions": True}
+    assert parity(*arguments).exit_code == 1
+    monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", FusedGRPOTrainer)
+    assert parity(*arguments).exit_code == 0
+
+
+def test_shrinking_keeps_one_of_several_rows(settings, monkeypatch):
+    monkeypatch.setattr(
+        "trl_fused_grpo.parity.shrink.compare",
+        lambda case, _: replace(found, verdict="different" if 4 in getattr(case.data, "empty_rows", ()) else "equal"),
+    )
+    options = {"empty_rows": [1, 4], "beta": 0.1}
+    found = replace(compare(random_case("random:{}"), settings), verdict="different")
+    assert shrink(options, found, settings)[0] == {"empty_rows": [4]}
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1 + 3e-5, "different"), (1.0, "equal")])
+def test_a_small_fault_is_no_rounding(settings, monkeypatch, factor, verdict):
+    monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", with_wrong_loss("delta", factor))
+    name = 'random:{"delta":2.0,"old":"far","loss_type":"bnpo"}'
+    assert compare(random_case(name), settings).verdict == verdict
+
+
+def test_tokens_of_one_entropy_at_the_quantile_are_a_tie(settings):
+    """The first tokens of completions to one prompt have one entropy; stock counts all of them, or by rounding some."""
+    case = random_case(
+        'random:{"seed":952574,"rollout":true,"gradient_accumulation_steps":2,"rows":2,"lengths":974255,"group":4,'
+        '"top_entropy_quantile":0.37}'
+    )
+    stock = stock_trainer(case, settings)
+    start = noisy_weights(stock, case.noise)
+    data = make_data(case, load_weights(stock, start), case.seed)
+    outcome = run_case(stock, case, data, torch.float32)
+
+    def with_other_entropies(scale):
+        trainer = load_weights(stock_trainer(case, settings), start)
+        compute = trainer._get_per_token_logps_and_entropies
+
+        def moved(*args, **kwargs):
+            logps, entropies, *others = compute(*args, **kwargs)
+            rows = torch.arange(len(entropies)).unsqueeze(1)
+            return logps, entropies * (1 + scale * rows), *others
+
+        trainer._get_per_token_logps_and_entropies = moved
+        return Compared(start, data, outcome, run_case(trainer, case, data, torch.float32))
+
+    assert rounding_verdict(case, settings, with_other_entropies(1e-6)) == "tie"
+    assert rounding_verdict(case, settings, with_other_entropies(-0.2)) is None
+
+
+# What drawn cases have found, each with what was wrong
+FOUND = {
+    # A prompt-learning adapter that was switched off looked active, so that the reference's log-probs were left out
+    "prefix-tuning": {"adapter": "prefix-tuning", "rollout": True, "beta": 0.001, "sampling": "sequence"},
+    "prompt-tuning": {"adapter": "prompt-tuning", "rollout": True, "beta": 0.1, "sampling": "token"},
+}
+
+
+@pytest.mark.parametrize("options", FOUND.values(), ids=FOUND)
+def test_what_was_found_stays_mended(settings, options):
+    result = compare(random_case(name_of(options)), settings)
+    assert result.verdict == "equal", result.reason

@@ -1,0 +1,106 @@
+"""
+Tells rounding from differences, where a drawn case is out of tolerance. No tolerance is widened for a tie: stock runs
+again with its weights and log-probs moved by their rounding, and one of these runs must give what the fused trainer
+does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from .case import Case, Trainer
+from .errors import differing_metrics, measure
+from .judge import LOSS_SCALE, TOLERANCE, float32_problems
+from .result import Result
+from .run_case import Data, Outcome, run_case
+from .trainers import Settings, load_weights, stock_trainer
+
+
+MOVES = 16  # of stock; with k tokens on a bound, one in 2**k gives what the fused trainer does
+_EPS = torch.finfo(torch.float32).eps
+_LOGPS_NOISE = 4 * _EPS  # of a log-prob or an entropy, relative, and of smaller ones than 1 absolute
+# A sum that cancels: the fused trainer's may be so many times as far from stock's as the moved ones, which are no jumps
+_SPREAD, _JUMP = 3.0, 1e-3
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Weights before the first step by name, the data, and what came out of the stock and of the fused trainer."""
+
+    start: dict[str, torch.Tensor]
+    data: Data
+    stock: Outcome
+    fused: Outcome
+
+
+def rounding_verdict(case: Case, settings: Settings, compared: Compared) -> Literal["tie", "rounding"] | None:
+    """
+    Why a difference in float32 is rounding.
+
+    Args:
+        case ([`Case`]):
+            Drawn at random.
+        settings ([`Settings`]):
+            Device and dtype.
+        compared ([`Compared`]):
+            What is out of tolerance.
+
+    Returns:
+        `str`, *optional*:
+            `"tie"` when stock, moved by rounding, gives the same within the tolerance: a token lies on a clip bound or
+            an entropy quantile, or two experts are equally good. `"rounding"` when a sum cancels: all that is out of
+            tolerance is about as far from stock as stock moves by rounding, and that is little. `None` for a
+            difference.
+    """
+    moved = list(_moved_outcomes(case, settings, compared))
+    if _is_within_spread(compared, moved):
+        return "rounding"
+    return "tie" if any(not _problems(case, outcome, compared.fused) for outcome in moved) else None
+
+
+def _problems(case: Case, stock: Outcome, fused: Outcome) -> list[str]:
+    return float32_problems(case, stock, fused, Result(case.name, ""))
+
+
+def _is_within_spread(compared: Compared, moved: list[Outcome]) -> bool:
+    if differing_metrics(compared.stock.metrics, compared.fused.metrics):
+        return False
+    error = measure([compared.stock], [compared.fused], LOSS_SCALE)
+    spread = measure([compared.stock] * MOVES, moved, LOSS_SCALE)
+    pairs = [
+        (error.loss, spread.loss),
+        *((error.parameters[name], spread.parameters[name]) for name in error.parameters),
+    ]
+    return all(error <= TOLERANCE or error <= min(_SPREAD * spread, _JUMP) for error, spread in pairs)
+
+
+def _moved_outcomes(case: Case, settings: Settings, compared: Compared) -> Iterator[Outcome]:
+    generator = torch.Generator().manual_seed(case.seed)
+    for _ in range(MOVES):
+        moved = {name: weight * (1 + _EPS * _noise(weight, generator)) for name, weight in compared.start.items()}
+        trainer = load_weights(stock_trainer(case, settings), moved)
+        _move_logps(trainer, generator)
+        yield run_case(trainer, case, compared.data, settings.dtype)
+
+
+def _noise(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(like.shape, generator=generator).to(like)
+
+
+def _move_logps(trainer: Trainer, generator: torch.Generator) -> None:
+    """Move each log-prob and entropy by rounding, also those of equal rows, which equal weights give equal bits."""
+    compute = trainer._get_per_token_logps_and_entropies
+
+    def moved(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        logps, entropies, *others = compute(*args, **kwargs)
+        return _moved(logps, generator), _moved(entropies, generator), *others
+
+    trainer._get_per_token_logps_and_entropies = moved
+
+
+def _moved(values: torch.Tensor | None, generator: torch.Generator) -> torch.Tensor | None:
+    if values is None:
+        return None
+    return values + _LOGPS_NOISE * values.detach().abs().clamp(min=1.0) * _noise(values, generator)
