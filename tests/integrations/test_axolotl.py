@@ -112,12 +112,10 @@ def built_trainer(plugin, cfg, tmp_path):
     """The trainer that axolotl's builder makes: the model and the reward functions are not keywords."""
     plugin.register(cfg)
     trainer_cls = named(cfg["trainer_cls"])
-    options = {
-        **{"output_dir": str(tmp_path / "fused"), "use_cpu": True, "report_to": "none", "save_strategy": "no"},
-        **{"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "bf16": False},
-        **{"learning_rate": 1e-3, "gradient_checkpointing": False, "seed": 3, "logging_steps": 1, "disable_tqdm": True},
-    }
-    args = axolotl_config(plugin)(**options, **plugin.get_training_args(cfg))
+    options = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 3, "learning_rate": 1e-3}
+    options |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
+    options |= {"logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    args = axolotl_config(plugin)(output_dir=str(tmp_path / "fused"), **options, **plugin.get_training_args(cfg))
     return trainer_cls(
         str(save_checkpoint("llama", tmp_path, torch.float32)),
         [reward_length],
