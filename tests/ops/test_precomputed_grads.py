@@ -90,3 +90,12 @@ def test_each_backward_through_a_retained_graph_gives_its_own_gradient(backward,
     found = [torch.autograd.grad(loss * factor, problem.leaves(), retain_graph=True) for factor in factors]
     for factor, gradients in zip(factors, found, strict=True):
         assert_close(gradients, problem.truth(factor)[2:], 3e-6)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained-head", "frozen-head"])
+def test_a_gradient_of_entropies_that_nobody_announced_is_not_lost(frozen):
+    problem = Problem(frozen=frozen, entropy=True)
+    values, stats = problem.fused(None if frozen else KnownGradients(problem.grad_logps), entropy_grad=False)
+    assert_close(values, problem.truth(), 3e-6)
+    assert stats.backward == ("frozen" if frozen else "forecast")
+    assert stats.recomputed > 0
