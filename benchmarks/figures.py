@@ -133,6 +133,28 @@ def draw_step(name: str) -> plt.Figure:
     return figure
 
 
+def draw_micro_batches(name: str) -> plt.Figure:
+    """Loss and gradient norm over the size of a micro-batch, for each loss type."""
+    record = load(name)
+    figure, both = plt.subplots(1, 2, figsize=(10, 3.6))
+    for axes, key, title in zip(both, ("loss", "grad_norm"), ("loss", "gradient norm"), strict=True):
+        for loss_type in dict.fromkeys(entry["loss_type"] for entry in record["results"]):
+            entries = [entry for entry in record["results"] if entry["loss_type"] == loss_type]
+            sizes = [entry["micro_batch"] for entry in entries]
+            whole = abs(entries[-1]["stock"][key])
+            scale = whole if key == "grad_norm" else 1.0
+            [line] = axes.plot(sizes, [entry["stock"][key] / scale for entry in entries], label=loss_type)
+            axes.plot(sizes, [entry["ours"][key] / scale for entry in entries], "o", color=line.get_color(), ms=4)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="sequences in a micro-batch", ylabel=title)
+        axes.grid(alpha=0.3)
+    both[0].set_ylim(-0.2, 0.2)  # LUSPO's, a sum over tokens, is higher
+    both[1].set_ylabel("gradient norm, all at once = 1")
+    both[1].legend(fontsize=8, title="line: stock, dots: ours", title_fontsize=8)
+    figure.text(0.99, 0.01, source(record), ha="right", fontsize=8)
+    return figure
+
+
 def _find(record: dict[str, Any], start: str, key: str) -> float | None:
     """A figure of the first entry whose name begins with `start`."""
     return next((entry[key] for entry in record["results"] if entry["name"].startswith(start)), None)
@@ -147,6 +169,7 @@ def main() -> None:
         "curve": draw_curve("curve-h200.json"),
         "window": draw_windows(WINDOWS),
         "step": draw_step("step-h200.json"),
+        "micro-batches": draw_micro_batches("micro-batches-cpu.json"),
     }
     for name, figure in drawn.items():
         figure.tight_layout(rect=(0, 0.02, 1, 1))

@@ -53,6 +53,7 @@ def test_figures_are_drawn_from_the_records(benchmark_module):
     figures = benchmark_module("figures")
     drawn = [figures.draw_loss("loss-h200.json"), figures.draw_curve("curve-h200.json")]
     drawn += [figures.draw_windows(figures.WINDOWS), figures.draw_step("step-h200.json")]
+    drawn += [figures.draw_micro_batches("micro-batches-cpu.json")]
     assert all(axes.has_data() for figure in drawn for axes in figure.axes)
     pyplot.close("all")
 

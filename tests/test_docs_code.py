@@ -333,6 +333,15 @@ def test_time_and_memory_of_an_accumulation_window_are_those_of_the_record(name)
     assert f"| Qwen3-{name} | {of_window['stock']} | {of_window['ours']}" in page
 
 
+def test_what_goes_through_the_model_is_that_of_the_record():
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    for entry in json.loads((ROOT / "benchmarks/results/forwards-cpu.json").read_text())["results"]:
+        cells = [f"{calls}, {tokens}" for calls, tokens in zip(entry["forwards"], entry["tokens"], strict=True)]
+        name = entry["name"].removeprefix("ours, ")
+        shown = f"`{name}`" if "=" in name else name
+        assert f"| {shown} | {cells[0]} | {cells[1]} |" in page
+
+
 @pytest.mark.parametrize(
     ("case", "shown"),
     [

@@ -4,50 +4,18 @@ The options: `use_liger_loss` for TRL's `GRPOConfig` on every version, `FusedGRP
 """
 
 import functools
-import inspect
-from dataclasses import Field, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from trl import GRPOConfig
 from typing_extensions import Self
 
+from ._compat.dataclass_fields import add_field
 from .loss.objective import KL_ESTIMATORS
 
 
 _FIELD = "use_liger_loss"
 _HELP = "Whether FusedGRPOTrainer computes the loss through the fused linear function, at parity with TRL's own path."
-
-
-# The methods that `dataclass` generates. It does not generate one anew where the class has it already
-_GENERATED = ("__init__", "__repr__", "__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__")
-
-
-def _regenerate(cls: type) -> None:
-    """Apply `dataclass` to a class once more, in place, so that its methods know the fields that it has now."""
-    own, params = vars(cls)["__dataclass_fields__"], vars(cls)["__dataclass_params__"]
-    for name in inspect.get_annotations(cls):
-        if name in own and not isinstance(vars(cls).get(name), Field):
-            setattr(cls, name, own[name])
-    for name in _GENERATED:
-        method = vars(cls).get(name)
-        if name == "__repr__":
-            method = inspect.unwrap(method) if method else None  # `dataclass` wraps it in a guard against recursion
-        code = getattr(method, "__code__", None)
-        # A generated method has no source file. A hash of None was set by `dataclass`, which sets it again
-        if (code and code.co_filename == "<string>") or (name == "__hash__" and name in vars(cls) and method is None):
-            delattr(cls, name)
-    dataclass(**{name: getattr(params, name) for name in ("init", "repr", "eq", "order", "unsafe_hash")})(cls)
-
-
-def _descendants(cls: type) -> list[type]:
-    """Subclasses of every depth, each after those that it inherits from."""
-    descendants: set[type] = set()
-    to_visit = [cls]
-    while to_visit:
-        new = [sub for sub in to_visit.pop().__subclasses__() if sub not in descendants]
-        descendants.update(new)
-        to_visit += new
-    return sorted(descendants, key=lambda sub: len(sub.__mro__))  # a class has more ancestors than any of them
 
 
 def _keep_flag_through_post_init(cls: Any) -> None:
@@ -76,14 +44,9 @@ def install_use_liger_loss(cls: Any = GRPOConfig) -> None:
     if getattr(cls, "_has_fused_loss", False):
         return
     # `bool` as in TRL 0.27, which has the field: of `bool | None` a parser does not take `--use_liger_loss` alone
-    cls.__annotations__[_FIELD] = bool
-    setattr(cls, _FIELD, field(default=None, metadata={"help": _HELP}))
-    _regenerate(cls)
+    add_field(cls, _FIELD, bool, field(default=None, metadata={"help": _HELP}))
     _keep_flag_through_post_init(cls)
     cls._has_fused_loss = True
-    for subclass in _descendants(cls):
-        if "__dataclass_fields__" in vars(subclass):  # a subclass that is no dataclass inherits the methods
-            _regenerate(subclass)
 
 
 install_use_liger_loss()
@@ -116,6 +79,7 @@ class FusedOptions:
     fused_logits_mib: float | None = None
     fused_layout: str = "auto"
     fused_skip_old_logps: bool | None = None
+    fused_require_on_policy: bool = False
     fused_share_prompts: bool = True
     fused_lora: bool = True
     fused_balance: bool | None = None
@@ -195,6 +159,9 @@ class FusedGRPOConfig(GRPOConfig):
             With vLLM and on-policy steps, take the importance ratio from the training forward instead of computing old
             log-probs in a forward of their own. By default this happens where it is possible; `True` also logs where it
             is not, `False` turns it off.
+        fused_require_on_policy (`bool`, *optional*, defaults to `False`):
+            Raise, in the constructor where it is known there, when a training step would need old log-probs from a
+            forward of their own. The message says what stands against it.
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed forward through the model once. Has no effect in models
             with layers that carry a state, or whose attention knows no packed rows.
@@ -255,6 +222,10 @@ class FusedGRPOConfig(GRPOConfig):
     fused_skip_old_logps: bool | None = field(
         default=FusedOptions.fused_skip_old_logps,
         metadata={"help": "Take vLLM's importance ratio from the training forward (default: where it is possible)."},
+    )
+    fused_require_on_policy: bool = field(
+        default=FusedOptions.fused_require_on_policy,
+        metadata={"help": "Raise where old log-probs would need a forward of their own."},
     )
     fused_share_prompts: bool = field(
         default=FusedOptions.fused_share_prompts,

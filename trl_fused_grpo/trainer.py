@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
-from trl_fused_grpo.training.checks import check_kl_estimator
+from trl_fused_grpo.training.checks import check_options
 from trl_fused_grpo.training.customisation import has_objective_in_front, replaced_behind
 from trl_fused_grpo.training.logps_request import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
@@ -58,7 +58,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
             self._fused.engine.read_options()
-            check_kl_estimator(self)
+            check_options(self)
             return
         if isinstance(model, PreTrainedModel):
             output_projection(model)  # refuses with more to say than TRL's constructor

@@ -1,6 +1,7 @@
 """Options that are asked for: refused where they cannot hold, logged where they have no effect, kept otherwise."""
 
 import logging
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -141,6 +142,32 @@ def test_the_log_says_why_old_log_probs_are_not_skipped_where_that_was_asked_for
     make_trainer(tmp_path, fused_skip_old_logps=True)
     (line,) = [line for line in warnings_logged() if "fused_skip" in line]
     assert line.startswith("fused_skip_old_logps=True has no effect, because") and "vLLM" in line
+
+
+OFF_POLICY = {"num_iterations": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
+
+
+def test_a_schedule_that_needs_old_log_probs_is_refused_where_that_was_asked_for(tmp_path):
+    make_trainer(tmp_path, fused_require_on_policy=True)
+    with pytest.raises(ValueError, match="because the weights move while a generation batch is in use"):
+        make_trainer(tmp_path, fused_require_on_policy=True, **OFF_POLICY)
+
+
+@pytest.mark.parametrize(
+    ("window", "options", "reason"),
+    [
+        ("on-policy", {}, None),
+        ("misaligned", {}, "the weights move"),
+        ("on-policy", {"fused_skip_old_logps": False}, "fused_skip_old_logps=False"),
+    ],
+)
+def test_old_log_probs_for_vllms_ratio_are_refused_before_generation(tmp_path, window, options, reason):
+    trainer = trainer_of(tmp_path, "dapo", window, "token_truncate")
+    trainer.args.fused_require_on_policy = True
+    for name, value in options.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(ValueError, match=f"because {reason}") if reason else nullcontext():
+        trainer.train()
 
 
 def test_the_log_says_that_the_schedule_needs_old_log_probs(tmp_path, warnings_logged):

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo.parity.tiny import tokenizer
-from trl_fused_grpo.training.checks import check_kl_estimator
+from trl_fused_grpo.training.checks import check_options
 from trl_fused_grpo.training.summary_table import Summary, SummaryLine, device_line, versions, versions_line
 
 from .parity import _quiet
@@ -150,7 +150,7 @@ def _trainer(name: str, args: Any, model_args: Any) -> Any:
     )
     args.use_vllm, args.beta = use_vllm, beta
     trainer.use_vllm, trainer.beta = use_vllm, beta
-    check_kl_estimator(trainer)
+    check_options(trainer)
     trainer.model.train()
     return trainer
 

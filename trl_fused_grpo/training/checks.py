@@ -18,8 +18,13 @@ from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
 
 from .customisation import MICRO_BATCH_METHODS, liger_loss_in_front, replaced_method
-from .eligibility import replaced_objective, why_old_logps_are_not_skipped
-from .forecastable import why_no_forecast, why_zero_grad_sequences_are_not_skipped
+from .eligibility import (
+    corrects_sampling,
+    replaced_objective,
+    why_old_logps_are_needed,
+    why_old_logps_are_not_skipped,
+)
+from .forecastable import has_old_logps, why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .kl import estimator_in_force
 from .loss_request import objective_of
 from .memory import why_no_memory_budget
@@ -44,6 +49,35 @@ def check_backward(trainer: GRPOTrainer, backward: str) -> None:
         raise ValueError(
             f"fused_backward='forecast' needs a gradient that follows from each token's own log-prob, but {reason}; "
             "or set fused_backward='auto', which forecasts where it can."
+        )
+
+
+def check_on_policy(trainer: Any, steps_left: int | None = None) -> None:
+    """
+    Raise when `fused_require_on_policy` is asked for and old log-probs would need a forward of their own.
+
+    Args:
+        trainer (`GRPOTrainer`): at the end of its construction, or before it generates.
+        steps_left (`int`, *optional*): micro-batches until the weights move; by default those of a whole window.
+
+    Raises:
+        `ValueError`: naming the reason, and the options to change.
+    """
+    options = trainer._fused.engine.options_asked_for()
+    if not options.fused_require_on_policy or not has_old_logps(trainer):
+        return
+    if not corrects_sampling(trainer):
+        reason: str | None = "the weights move while a generation batch is in use"
+    elif options.fused_skip_old_logps is False or not trainer.use_liger_loss:
+        reason = "fused_skip_old_logps=False" if trainer.use_liger_loss else "use_liger_loss=False"
+    else:
+        steps = trainer.args.gradient_accumulation_steps if steps_left is None else steps_left
+        reason = why_old_logps_are_needed(trainer, steps)
+    if reason is not None:
+        raise ValueError(
+            f"fused_require_on_policy=True allows no forward for old log-probs, but there is one, because {reason}. A "
+            "step is on-policy with num_iterations=1 and a gradient_accumulation_steps that steps_per_generation "
+            "divides. Change that, or leave fused_require_on_policy out."
         )
 
 
@@ -105,6 +139,12 @@ def check_kl_estimator(trainer: Any) -> None:
             f"use_bias_correction_kl=True multiplies the KL term by the importance ratio: kl_estimator={name!r} then "
             f"is {computed!r} and is logged as kl/{computed}. For {name!r} itself set use_bias_correction_kl=False."
         )
+
+
+def check_options(trainer: Any) -> None:
+    """Raise `ValueError` when an option cannot be, with the fused loss or without, and say what to change."""
+    check_kl_estimator(trainer)
+    check_on_policy(trainer)
 
 
 def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:

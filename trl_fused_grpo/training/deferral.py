@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import trl as trl_compat
 
+from .checks import check_on_policy
 from .eligibility import why_generation_is_seen, why_not_fused, why_old_logps_are_needed, why_reference_is_not_regrouped
 from .engine import LogpsEngine
 from .logps_request import LogpsArgs, LogpsRequest
@@ -53,6 +54,8 @@ class LogpsDeferral:
             steps_left (`int`): micro-batches until the weights move; zero outside a training step.
         """
         trainer = self.trainer
+        if trainer.model.training:
+            check_on_policy(trainer, steps_left)
         is_training, may_skip_old = trainer.model.training, self.engine.options.fused_skip_old_logps is not False
         layout = self.engine.layout(trainer.model)
         reason = why_generation_is_seen(trainer)

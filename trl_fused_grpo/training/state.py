@@ -92,7 +92,7 @@ class FusedState:
         checks.check_aux_loss(trainer, causal_lm)
         checks.check_sharding(trainer, causal_lm)
         checks.check_liger_loss(trainer)
-        checks.check_kl_estimator(trainer)
+        checks.check_options(trainer)
         if layer_kernels and trainer.accelerator.device.type == "cpu":
             trl_compat.leave_layers(trainer.args)
         elif layer_kernels:

@@ -1,0 +1,55 @@
+"""Adds a field to a dataclass of another library, in place."""
+
+import inspect
+from dataclasses import Field, dataclass
+from typing import Any
+
+
+# The methods that `dataclass` generates. It does not generate one anew where the class has it already
+_GENERATED = ("__init__", "__repr__", "__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__")
+
+
+def _regenerate(cls: type) -> None:
+    """Apply `dataclass` to a class once more, in place, so that its methods know the fields that it has now."""
+    own, params = vars(cls)["__dataclass_fields__"], vars(cls)["__dataclass_params__"]
+    for name in inspect.get_annotations(cls):
+        if name in own and not isinstance(vars(cls).get(name), Field):
+            setattr(cls, name, own[name])
+    for name in _GENERATED:
+        method = vars(cls).get(name)
+        if name == "__repr__":
+            method = inspect.unwrap(method) if method else None  # `dataclass` wraps it in a guard against recursion
+        code = getattr(method, "__code__", None)
+        # A generated method has no source file. A hash of None was set by `dataclass`, which sets it again
+        if (code and code.co_filename == "<string>") or (name == "__hash__" and name in vars(cls) and method is None):
+            delattr(cls, name)
+    dataclass(**{name: getattr(params, name) for name in ("init", "repr", "eq", "order", "unsafe_hash")})(cls)
+
+
+def _descendants(cls: type) -> list[type]:
+    """Subclasses of every depth, each after those that it inherits from."""
+    descendants: set[type] = set()
+    to_visit = [cls]
+    while to_visit:
+        new = [sub for sub in to_visit.pop().__subclasses__() if sub not in descendants]
+        descendants.update(new)
+        to_visit += new
+    return sorted(descendants, key=lambda sub: len(sub.__mro__))  # a class has more ancestors than any of them
+
+
+def add_field(cls: Any, name: str, of_type: Any, new: Any) -> None:
+    """
+    Add a field to a dataclass in place, and to the dataclasses that inherit from it.
+
+    Args:
+        cls (`type`): a dataclass.
+        name (`str`): of the field; one that the class has is replaced.
+        of_type (`type`): of its value, as argument parsers see it.
+        new (`dataclasses.Field`): its default and metadata.
+    """
+    cls.__annotations__[name] = of_type
+    setattr(cls, name, new)
+    _regenerate(cls)
+    for subclass in _descendants(cls):
+        if "__dataclass_fields__" in vars(subclass):  # a subclass that is no dataclass inherits the methods
+            _regenerate(subclass)
