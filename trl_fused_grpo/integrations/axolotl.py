@@ -8,9 +8,9 @@ here and not imported.
 
 from collections.abc import Mapping
 from dataclasses import field, fields, make_dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
-from axolotl.integrations.base import BasePlugin  # ty: ignore[unresolved-import]
+from axolotl.integrations.base import BasePlugin  # ty: ignore[import-not-found]
 from pydantic import BaseModel, create_model, model_validator
 from typing_extensions import Self
 
@@ -36,7 +36,8 @@ class _Checked(BaseModel):
         return self
 
 
-_inputs: Any = {option.name: (option.type | None, None) for option in _OPTIONS}
+_types: dict[str, Any] = get_type_hints(FusedGRPOConfig)
+_inputs: Any = {option.name: (_types[option.name] | None, None) for option in _OPTIONS}
 # Fields of axolotl's YAML file. An option that is not in it has its own default
 FusedInputArgs = create_model("FusedInputArgs", __base__=_Checked, __module__=__name__, **_inputs)
 
