@@ -10,7 +10,10 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(
 # Tests on tensors and modules. In one process: a second one spends more on its imports than it saves
 QUICK_TESTS := tests/ops tests/loss tests/test_architecture.py tests/test_versions.py
 
-.PHONY: demo quick test test-vllm matrix oldest newest parity lint format clean
+# The share of mutants below which `make mutants` fails; the goal is 0.9 (docs/reliability.md)
+LEAST_NOTICED ?= 0.8
+
+.PHONY: demo quick test test-vllm matrix mutants oldest newest parity lint format clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("The pinned set needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -43,6 +46,12 @@ newest: $(INSTALLED)  ## Parity and tests with the newest torch, transformers, T
 
 test-vllm: $(INSTALLED)  ## Real vLLM on the CPU, in an environment of its own
 	$(BIN)/nox --session vllm
+
+mutants: $(INSTALLED)  ## Faults in the tensor-only folders, one after the other: how many do tests notice? Hours
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(JOBS)
+	$(BIN)/mutmut export-cicd-stats
+	$(BIN)/python -c 'import json; s = json.load(open("mutants/mutmut-cicd-stats.json")); n = s["killed"] + s["timeout"]; \
+		share = n / (n + s["survived"]); print(f"{share:.1%} noticed"); raise SystemExit(share < $(LEAST_NOTICED))'
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "trainer": {"defaults", "training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
     "patching": {"trainer", "defaults"},
     "fusing": {"trainer", "config", "_compat"},
+    "integrations": {"config", "fusing"},
     "parity": {"", "_compat"},
     "cli": {"", "parity", "training", "patching", "defaults", "config", "_compat"},
     "__main__": {"cli"},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from tests.attention_oracle import packed_attention
+from tests.attention_oracle import packed_attention, visible
 from tests.layout_pairs import from_config, short_rows
 from tests.modeling.test_layout_refusals import NO_AUX_LOSS, config_of
 from tests.oracle import relative_error
@@ -145,6 +145,25 @@ def test_flex_attention_is_compiled_once_for_all_lengths(kernels_only):
     for count in (250, 400, 480):
         run(count)
     assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["flash", "memory-efficient"])
+@pytest.mark.parametrize("window", [1, 2, 50])
+def test_a_window_has_its_tokens_and_no_other(kernels_only, window, dtype):
+    """Each token's value is a column of its own, so that the output and the values' gradient tell which were seen."""
+    count, lengths = 128, [60, 1, 67]
+    query, key = (torch.zeros(1, 1, count, count, device="cuda", dtype=dtype) for _ in range(2))
+    value = torch.eye(count, device="cuda", dtype=dtype)[None, None].requires_grad_()
+    options = {**cu_seqlens_arguments(lengths, lengths, None, torch.device("cuda")), "sliding_window": window}
+    output = varlen_attention(None, query, key, value, **options)[0, :, 0]  # [S, S]
+    expected = torch.block_diag(*(visible(length, length, window).float() for length in lengths)).bool()
+    assert torch.equal((output != 0).cpu(), expected)
+    (grad,) = torch.autograd.grad((output * torch.eye(count, device="cuda", dtype=dtype)).sum(), value)
+    seen_by_itself = output.detach().diagonal()
+    assert torch.equal(grad[0, 0].diagonal(), seen_by_itself)
+    (grad,) = torch.autograd.grad(varlen_attention(None, query, key, value, **options).sum(), value)
+    expected = expected.float() / expected.sum(1, keepdim=True)  # each token spreads over what it sees
+    assert relative_error(grad[0, 0, :, 0].cpu(), expected.sum(0)) < 1e-2
 
 
 WIDE = {  # widths of queries and keys, and of values; the type

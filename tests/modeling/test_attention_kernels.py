@@ -133,6 +133,19 @@ def test_sinks_on_flash_attention_s_log_sum_exp(emulated_flash, sequences, windo
     assert_same_with_gradients(output, expected, [*inputs, sinks])
 
 
+@pytest.mark.parametrize("keeps_results", [False, True], ids=["torch-backward", "own-backward"])
+@WINDOWS
+@SEQUENCES
+def test_flash_attention(emulated_flash, monkeypatch, sequences, window, keeps_results):
+    """A window counts the query among its tokens, FlashAttention those on its left."""
+    monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention.flash_takes", lambda query, value: True)
+    monkeypatch.setattr("trl_fused_grpo.modeling.attention_kernels.is_recalled", lambda: keeps_results)
+    inputs = random_tensors(20)
+    output = varlen_attention(None, *inputs, **arguments(*sequences, 20), scaling=0.3, sliding_window=window)
+    expected = packed_attention(*inputs, *sequences, scaling=0.3, window=window)
+    assert_same_with_gradients(output, expected, inputs)
+
+
 def test_a_frozen_sink_gets_no_gradient(emulated_flash):
     inputs = random_tensors(20)
     options = arguments(*APART, 20)
