@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import trl as trl_compat
@@ -20,6 +20,7 @@ from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_p
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import choose_backward
 
+from .customisation import loss_type_of
 from .eligibility import (
     why_forwards_are_not_shared,
     why_not_exchanged,
@@ -48,7 +49,8 @@ def print_summary(engine: LogpsEngine) -> None:
     """
     is_quiet = not logger.isEnabledFor(logging.WARNING) or logging.get_verbosity() > logging.WARNING
     if engine.trainer.accelerator.is_main_process and not is_quiet:
-        print(f"What FusedGRPOTrainer does in this training:\n{summary_of(engine)}", flush=True)
+        name = "FusedRLOOTrainer" if trainers.is_rloo(engine.trainer) else "FusedGRPOTrainer"
+        print(f"What {name} does in this training:\n{summary_of(engine)}", flush=True)
 
 
 def summary_of(engine: LogpsEngine) -> Summary:
@@ -103,7 +105,7 @@ class _Lines:
         reason = why_not_fused(self.trainer, self.model, self.causal_lm)
         if reason is not None:
             return SummaryLine("loss", "TRL's own log-prob method", reason, "remove what was replaced")
-        return SummaryLine("loss", f"fused: no logits of whole batches ({self.trainer.loss_type})")
+        return SummaryLine("loss", f"fused: no logits of whole batches ({loss_type_of(self.trainer)})")
 
     def backward(self) -> SummaryLine:
         asked, no_forecast = self.options.fused_backward, why_no_forecast(self.trainer)
