@@ -70,8 +70,8 @@ def fuse(trainer_class: Class) -> Class:
     if trainer_class in TRAINERS:
         return FUSED_TRAINERS[trainer_class]
     if not issubclass(trainer_class, TRAINERS):
-        bases = " or ".join(cls.__name__ for cls in TRAINERS)
-        raise TypeError(f"fuse takes {bases} or a subclass of it, but {trainer_class.__name__} is none.")
+        bases = ", ".join(cls.__name__ for cls in TRAINERS)
+        raise TypeError(f"fuse takes {bases} or a subclass of one, but {trainer_class.__name__} is none.")
     if issubclass(trainer_class, FUSED_TRAINERS[trl_class(trainer_class)]):
         return trainer_class
     made: list[Any] = [cls for cls in type.__subclasses__(trainer_class) if _Fused in cls.__bases__]
@@ -155,8 +155,8 @@ def fuse_config(config_class: Class) -> Class:
         not `dataclass`'s.
     """
     if not (isinstance(config_class, type) and issubclass(config_class, CONFIGS)):
-        bases = " or ".join(cls.__name__ for cls in CONFIGS)
-        raise TypeError(f"fuse_config takes {bases} or a subclass of it, not {config_class!r}.")
+        bases = ", ".join(cls.__name__ for cls in CONFIGS)
+        raise TypeError(f"fuse_config takes {bases} or a subclass of one, not {config_class!r}.")
     if config_class is GRPOConfig:
         return FusedGRPOConfig  # ty: ignore[invalid-explicit-return]
     if issubclass(config_class, (FusedGRPOConfig, _FusedConfig)):
