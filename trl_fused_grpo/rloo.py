@@ -7,7 +7,7 @@ from trl import RLOOConfig, RLOOTrainer
 from .trainer import FusedTrainerMixin
 
 
-class FusedRLOOTrainer(FusedTrainerMixin, RLOOTrainer):
+class FusedRLOOTrainer(FusedTrainerMixin, RLOOTrainer):  # ty: ignore[lost-keyword-for-regular-parameter] - TRL's name
     """
     Drop-in for [`~trl.RLOOTrainer`]: the same constructor, objective and metrics, without `[batch, length, vocab]`
     logits. What stands at [`FusedGRPOTrainer`] holds here too.

@@ -2,7 +2,7 @@
 
 import inspect
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ from .defaults import fused_loss_of
 
 
 # The overrides stand in front of a trainer of TRL, whose methods their `super()` finds
-_Trainer: Any = GRPOTrainer if TYPE_CHECKING else object
+_Trainer: Any = object
 
 
 class FusedTrainerMixin(_Trainer):
@@ -120,7 +120,7 @@ class FusedTrainerMixin(_Trainer):
         with self._fused.training_step():
             return super().training_step(model, inputs, num_items_in_batch)
 
-    def _prepare_inputs(self, generation_batch):  # ty: ignore[lost-keyword-for-regular-parameter] - TRL's name
+    def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if not self.use_liger_loss or not self.model.training:
@@ -173,7 +173,7 @@ class FusedTrainerMixin(_Trainer):
         return self._fused.per_token_logps(call, trl_method)
 
 
-class FusedGRPOTrainer(FusedTrainerMixin, GRPOTrainer):
+class FusedGRPOTrainer(FusedTrainerMixin, GRPOTrainer):  # ty: ignore[lost-keyword-for-regular-parameter] - TRL's name
     """
     Drop-in for [`~trl.GRPOTrainer`]: the same constructor, objective and metrics, without `[batch, length, vocab]`
     logits.

@@ -45,7 +45,7 @@ class RLOOForecast(SequenceForecast):
 
 def rloo_forecast(
     objective: GRPOObjective, mask: Tensor, advantages: Tensor, old_logps: Tensor | None
-) -> BatchForecast | RLOOForecast:
+) -> BatchForecast | SequenceForecast:
     """
     Forecast the gradient of every position of a micro-batch, up to one common factor.
 
