@@ -1,5 +1,5 @@
 """
-What the variable `TRL_FUSED_GRPO` starts: `trl_fused_grpo`, imported as soon as TRL's GRPO trainer has been loaded.
+What the variable `TRL_FUSED_GRPO` starts: `trl_fused_grpo`, imported as soon as TRL's GRPO or RLOO trainer is loaded.
 
 `trl_fused_grpo.pth` lies in site-packages, beside this module. Python reads it when it starts, and imports this module
 where the variable is set, before any other. So nothing but what Python has loaded anyway is imported here. The package
@@ -10,14 +10,14 @@ import os
 import sys
 
 
-_TRAINER = "trl.trainer.grpo_trainer"
+_TRAINERS = {"trl.trainer.grpo_trainer": "GRPOTrainer", "trl.trainer.rloo_trainer": "RLOOTrainer"}
 
 
 class _Finder:
-    """Finds TRL's trainer as Python does, and has the package imported at the end of its import."""
+    """Finds TRL's trainers as Python does, and has the package imported at the end of its import."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != _TRAINER:
+        if name not in _TRAINERS:
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
@@ -27,14 +27,14 @@ class _Finder:
 
         def exec_module(module):
             load(module)
-            _import_package(module)
+            _import_package()
 
         spec.loader.exec_module = exec_module  # of this loader alone
         return spec
 
 
-def _import_package(module):
-    """Import the package. Where that fails, TRL's trainer can be imported, but not be made: it would not be fused."""
+def _import_package():
+    """Import the package. Where that fails, TRL's trainers can be imported, but not be made: none would be fused."""
     try:
         import trl_fused_grpo  # noqa: F401
     except Exception as error:
@@ -46,7 +46,9 @@ def _import_package(module):
             raise RuntimeError(message) from cause
 
         print(f"WARNING: {message}", file=sys.stderr)
-        module.GRPOTrainer.__new__ = staticmethod(refuse)
+        for module, trainer in _TRAINERS.items():  # the package itself has loaded the other one
+            if hasattr(sys.modules.get(module), trainer):
+                getattr(sys.modules[module], trainer).__new__ = staticmethod(refuse)
 
 
 sys.meta_path.insert(0, _Finder())

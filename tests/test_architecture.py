@@ -24,13 +24,14 @@ MAY_IMPORT = {
     "config": {"loss", "_compat"},
     "defaults": {"config"},
     "trainer": {"defaults", "training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
-    "patching": {"trainer", "defaults"},
-    "fusing": {"trainer", "config", "_compat"},
     "integrations": {"config", "fusing"},
+    "rloo": {"trainer"},
+    "patching": {"trainer", "rloo", "defaults", "_compat"},
+    "fusing": {"trainer", "rloo", "config", "_compat"},
     "parity": {"", "_compat"},
     "cli": {"", "parity", "training", "patching", "defaults", "config", "_compat"},
     "__main__": {"cli"},
-    "": {"config", "trainer", "patching", "fusing", "loss", "modeling", "ops", "_compat"},
+    "": {"config", "trainer", "rloo", "patching", "fusing", "loss", "modeling", "ops", "_compat"},
 }
 # Libraries that a part may know of, beside Python's own; a part that is not listed may know of all
 LIBRARIES = {

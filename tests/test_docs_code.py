@@ -17,7 +17,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 from typer.testing import CliRunner
 
-from trl_fused_grpo import FusedGRPOConfig
+from trl_fused_grpo import FusedGRPOConfig, FusedRLOOConfig
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
 from trl_fused_grpo.cli import app as cli
 from trl_fused_grpo.cli.run import command_line as run_parser
@@ -135,7 +135,7 @@ def checkpoint(tmp_path_factory):
 def small_machine(tmp_path, monkeypatch):
     """A temporary folder, and arguments of a trainer that fit a CPU where a block does not give them."""
     monkeypatch.chdir(tmp_path)
-    for config in (GRPOConfig, FusedGRPOConfig):
+    for config in (GRPOConfig, FusedGRPOConfig, FusedRLOOConfig):
 
         @functools.wraps(config.__init__)
         def small(self, *args, _original=config.__init__, **options):

@@ -1,13 +1,13 @@
 """
-The options: `use_liger_loss` for TRL's `GRPOConfig` on every version, `FusedGRPOConfig` with the further ones, and
-`FusedOptions`, in which the trainer reads them.
+The options: `use_liger_loss` for TRL's `GRPOConfig` and `RLOOConfig` on every version, `FusedGRPOConfig` with the
+further ones, and `FusedOptions`, in which the trainer reads them.
 """
 
 import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from trl import GRPOConfig
+from trl import GRPOConfig, RLOOConfig
 from typing_extensions import Self
 
 from ._compat.dataclass_fields import add_field
@@ -37,9 +37,9 @@ def _keep_flag_through_post_init(cls: Any) -> None:
 
 def install_use_liger_loss(cls: Any = GRPOConfig) -> None:
     """
-    Make `use_liger_loss` a dataclass field of `GRPOConfig`. Its default, `None`, says nothing: the fused loss is off
-    unless `patch()` switches it on. The class itself is changed, so that it does not matter how or when it was
-    imported. Argument parsers, `to_dict` and saved arguments see the field. Idempotent.
+    Make `use_liger_loss` a dataclass field of a class of TRL's arguments. Its default, `None`, says nothing: the fused
+    loss is off unless `patch()` switches it on. The class itself is changed, so that it does not matter how or when it
+    was imported. Argument parsers, `to_dict` and saved arguments see the field. Idempotent.
     """
     if getattr(cls, "_has_fused_loss", False):
         return
@@ -50,6 +50,7 @@ def install_use_liger_loss(cls: Any = GRPOConfig) -> None:
 
 
 install_use_liger_loss()
+install_use_liger_loss(RLOOConfig)
 
 
 LAYOUTS = ("auto", "packed", "aligned", "padded")

@@ -1,10 +1,10 @@
 """
-`fuse(TrainerClass)`: the fused subclass of any `GRPOTrainer` subclass, TRL's experimental ones and your own.
-`fuse_config(ConfigClass)`: its configuration with the fused options.
+`fuse(TrainerClass)`: the fused subclass of any subclass of `GRPOTrainer` or `RLOOTrainer`, TRL's experimental ones and
+your own. `fuse_config(ConfigClass)`: its configuration with the fused options.
 
-The new class has the bases `(TrainerClass, FusedGRPOTrainer)`. So methods run in the order `TrainerClass`,
-`FusedGRPOTrainer`, `GRPOTrainer`: an override runs first, as in the class it was written for, and what it calls with
-`super()` is the fused trainer's method, then TRL's.
+The new class has the bases `(TrainerClass, FusedGRPOTrainer)`, or `FusedRLOOTrainer`. So methods run in the order
+`TrainerClass`, `FusedGRPOTrainer`, `GRPOTrainer`: an override runs first, as in the class it was written for, and what
+it calls with `super()` is the fused trainer's method, then TRL's.
 """
 
 import inspect
@@ -14,14 +14,17 @@ from functools import wraps
 from types import new_class
 from typing import Any, TypeVar
 
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from ._compat.trainers import TRAINERS
+from ._compat.trainers import CONFIGS, TRAINERS, trl_class
 from .config import FusedGRPOConfig, FusedOptions
+from .rloo import FusedRLOOTrainer
 from .trainer import FusedGRPOTrainer
 
 
 Class = TypeVar("Class", bound=type)
+
+FUSED_TRAINERS: dict[type, Any] = {GRPOTrainer: FusedGRPOTrainer, RLOOTrainer: FusedRLOOTrainer}
 
 
 class _Fused:
@@ -51,12 +54,12 @@ def fuse(trainer_class: Class) -> Class:
     What the overrides forbid is left, and said once: see `docs/faster-paths.md`.
 
     Args:
-        trainer_class (`type`): [`~trl.GRPOTrainer`] or a subclass of it.
+        trainer_class (`type`): [`~trl.GRPOTrainer`], [`~trl.RLOOTrainer`] or a subclass of one.
 
     Returns:
-        `type`: [`FusedGRPOTrainer`] for `GRPOTrainer`; the class itself if it is a subclass of `FusedGRPOTrainer`; else
-        a subclass of `trainer_class` and `FusedGRPOTrainer`, the same one at each call. As a decorator it keeps the
-        class's name.
+        `type`: [`FusedGRPOTrainer`] or [`FusedRLOOTrainer`] for TRL's own; the class itself if it is a subclass of one
+        of these; else a subclass of `trainer_class` and of the one for it, the same at each call. As a decorator it
+        keeps the class's name.
 
     Raises:
         `TypeError`: for anything else; and in the constructor, where that of a base class is called by its name.
@@ -65,11 +68,11 @@ def fuse(trainer_class: Class) -> Class:
         hint = f": pass its class, {type(trainer_class).__name__}" if isinstance(trainer_class, TRAINERS) else ""
         raise TypeError(f"fuse takes a class, not {trainer_class!r}{hint}.")
     if trainer_class in TRAINERS:
-        return FusedGRPOTrainer  # ty: ignore[invalid-explicit-return]
+        return FUSED_TRAINERS[trainer_class]
     if not issubclass(trainer_class, TRAINERS):
-        bases = " or ".join(cls.__name__ for cls in TRAINERS)
-        raise TypeError(f"fuse takes {bases} or a subclass of it, but {trainer_class.__name__} is none.")
-    if issubclass(trainer_class, FusedGRPOTrainer):
+        bases = ", ".join(cls.__name__ for cls in TRAINERS)
+        raise TypeError(f"fuse takes {bases} or a subclass of one, but {trainer_class.__name__} is none.")
+    if issubclass(trainer_class, FUSED_TRAINERS[trl_class(trainer_class)]):
         return trainer_class
     made: list[Any] = [cls for cls in type.__subclasses__(trainer_class) if _Fused in cls.__bases__]
     return made[0] if made else _fused_subclass(trainer_class, sys._getframe(1).f_globals["__name__"])
@@ -80,6 +83,7 @@ def _fused_subclass(trainer_class: Any, caller: str) -> Any:
     Make the class. So that it can be pickled, it has the name under which it is most likely to be found: that of the
     class where it replaces it, as a decorator's does, else `Fused...` in the module that asks for it.
     """
+    fused_base = FUSED_TRAINERS[trl_class(trainer_class)]
     name, module = trainer_class.__qualname__, trainer_class.__module__
     if getattr(sys.modules.get(module), name, None) is trainer_class:
         name, module = f"Fused{trainer_class.__name__}", caller
@@ -90,18 +94,18 @@ def _fused_subclass(trainer_class: Any, caller: str) -> Any:
         if "_fused" not in vars(self):
             raise TypeError(
                 f"{trainer_class.__name__}.__init__ calls the constructor of TRL's class by its name, so that "
-                "FusedGRPOTrainer's does not run: call super().__init__ instead."
+                f"{fused_base.__name__}'s does not run: call super().__init__ instead."
             )
 
     namespace = {
         "__init__": constructor,
         "__module__": module,
         "__qualname__": name,
-        "__doc__": f"Fused subclass of `{trainer_class.__name__}`, see `FusedGRPOTrainer`.\n\n"
+        "__doc__": f"Fused subclass of `{trainer_class.__name__}`, see `{fused_base.__name__}`.\n\n"
         f"{inspect.getdoc(trainer_class) or ''}",
-        "_tag_names": [*getattr(trainer_class, "_tag_names", []), FusedGRPOTrainer._tag_names[-1]],
+        "_tag_names": [*getattr(trainer_class, "_tag_names", []), fused_base._tag_names[-1]],
     }
-    bases = (_Fused, trainer_class, FusedGRPOTrainer)
+    bases = (_Fused, trainer_class, fused_base)
     fused_class = new_class(name.rpartition(".")[2], bases, exec_body=lambda body: body.update(namespace))
     return fused_class
 
@@ -140,7 +144,7 @@ def fuse_config(config_class: Class) -> Class:
     ```
 
     Args:
-        config_class (`type`): [`~trl.GRPOConfig`] or a subclass of it, a dataclass.
+        config_class (`type`): [`~trl.GRPOConfig`], [`~trl.RLOOConfig`] or a subclass of one, a dataclass.
 
     Returns:
         `type`: [`FusedGRPOConfig`] for `GRPOConfig`; the class itself if it has the options; else a subclass of it, the
@@ -150,8 +154,9 @@ def fuse_config(config_class: Class) -> Class:
         `TypeError`: for anything else, where a field of its own has the name of an option, and where its constructor is
         not `dataclass`'s.
     """
-    if not (isinstance(config_class, type) and issubclass(config_class, GRPOConfig)):
-        raise TypeError(f"fuse_config takes GRPOConfig or a subclass of it, not {config_class!r}.")
+    if not (isinstance(config_class, type) and issubclass(config_class, CONFIGS)):
+        bases = ", ".join(cls.__name__ for cls in CONFIGS)
+        raise TypeError(f"fuse_config takes {bases} or a subclass of one, not {config_class!r}.")
     if config_class is GRPOConfig:
         return FusedGRPOConfig  # ty: ignore[invalid-explicit-return]
     if issubclass(config_class, (FusedGRPOConfig, _FusedConfig)):
@@ -192,3 +197,6 @@ def _fused_config(config_class: Any) -> Any:
         if own_method and not _is_generated(inspect.unwrap(own_method)):
             namespace[method] = own_method
     return make_dataclass(name, added, bases=(_FusedConfig, config_class), namespace=namespace)
+
+
+FusedRLOOConfig = fuse_config(RLOOConfig)

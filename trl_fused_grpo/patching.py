@@ -1,8 +1,8 @@
 """
-`patch()`: every `GRPOTrainer` that is made gets the fused loss, until it is undone.
+`patch()`: every `GRPOTrainer` and `RLOOTrainer` that is made gets the fused loss, until it is undone.
 
-TRL's class has a `__new__` of this module for good, which no instance keeps. It makes the fused trainer of what was
-imported as `GRPOTrainer` before a patch, and says where `use_liger_loss` is not heeded.
+TRL's classes have a `__new__` of this module for good, which no instance keeps. It makes the fused trainer of what was
+imported from TRL before a patch, and says where `use_liger_loss` is not heeded.
 """
 
 import inspect
@@ -10,15 +10,17 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import trl
 from transformers.utils import logging
-from trl import GRPOConfig
 from typing_extensions import Self
 
+from ._compat.trainers import CONFIGS, trl_class
 from .defaults import PATCHES, checked_options, fused_loss_of, read_options
-from .trainer import FusedGRPOTrainer
+from .rloo import FusedRLOOTrainer
+from .trainer import FusedGRPOTrainer, FusedTrainerMixin
 
 
 logger = logging.get_logger(__name__)
@@ -26,15 +28,17 @@ logger = logging.get_logger(__name__)
 # What switches the patch on in processes that nobody can edit; `startup/` reads it too
 VARIABLE = "TRL_FUSED_GRPO"
 
-_STOCK: Any = next(cls for cls in FusedGRPOTrainer.__mro__ if cls.__module__.startswith("trl."))
-_MODULES: list[Any] = [trl, sys.modules["trl.trainer"], sys.modules[_STOCK.__module__]]
+# TRL's trainers, each with the fused one
+_FUSED: dict[Any, type] = {trl_class(cls): cls for cls in (FusedGRPOTrainer, FusedRLOOTrainer)}
 
 
-def _rename(old: type, new: type) -> None:
-    """Let TRL's name for its trainer stand for another class, where nobody else has replaced it."""
-    for module in _MODULES:
-        if module.GRPOTrainer is old:
-            module.GRPOTrainer = new
+def _rename(is_patched: bool) -> None:
+    """Let TRL's names for its trainers stand for the fused ones or its own, where nobody else has replaced them."""
+    for stock, fused in _FUSED.items():
+        old, new = (stock, fused) if is_patched else (fused, stock)
+        for module in (trl, sys.modules["trl.trainer"], sys.modules[stock.__module__]):
+            if getattr(module, stock.__name__) is old:
+                setattr(module, stock.__name__, new)
 
 
 class Patch:
@@ -46,18 +50,20 @@ class Patch:
     def __init__(self, options: dict[str, Any]):
         self._options = checked_options(options)
         PATCHES.append(self._options)
-        _rename(_STOCK, FusedGRPOTrainer)
-        if trl.GRPOTrainer is not FusedGRPOTrainer:
-            logger.warning_once(
-                f"patch() leaves trl.GRPOTrainer as it is: it was replaced by {trl.GRPOTrainer.__module__}."
-                f"{trl.GRPOTrainer.__qualname__} before. Patch before that."
-            )
+        _rename(is_patched=True)
+        for stock, fused in _FUSED.items():
+            found = getattr(trl, stock.__name__)
+            if found is not fused:
+                logger.warning_once(
+                    f"patch() leaves trl.{stock.__name__} as it is: it was replaced by {found.__module__}."
+                    f"{found.__qualname__} before. Patch before that."
+                )
 
     def undo(self) -> None:
-        """Take the patch back; with the last one, TRL's name is TRL's trainer again. Idempotent."""
+        """Take the patch back; with the last one, TRL's names are TRL's trainers again. Idempotent."""
         PATCHES[:] = [options for options in PATCHES if options is not self._options]
         if not PATCHES:
-            _rename(FusedGRPOTrainer, _STOCK)
+            _rename(is_patched=False)
 
     def __enter__(self) -> Self:
         return self
@@ -68,13 +74,15 @@ class Patch:
 
 def patch(**options: Any) -> Patch:
     """
-    Give every `GRPOTrainer` that is made from now on the fused loss, also one with TRL's plain `GRPOConfig`.
+    Give every `GRPOTrainer` and `RLOOTrainer` that is made from now on the fused loss, also one with TRL's plain
+    `GRPOConfig` or `RLOOConfig`.
 
-    `trl.GRPOTrainer` is [`FusedGRPOTrainer`] while the patch lasts, and TRL's own class, where code has imported it
-    before, makes instances of it. What the arguments say themselves wins: `use_liger_loss=False`, and options of a
-    config that has them. A subclass that was defined before the patch trains as stock, which is logged once; one that
-    is defined meanwhile stays a subclass of the fused trainer, whose loss is off after the patch. A trainer keeps what
-    it got when it was made. What it did to its models is undone by [`FusedGRPOTrainer.detach`].
+    `trl.GRPOTrainer` is [`FusedGRPOTrainer`] while the patch lasts, `trl.RLOOTrainer` is [`FusedRLOOTrainer`], and
+    TRL's own classes, where code has imported them before, make instances of these. What the arguments say themselves
+    wins: `use_liger_loss=False`, and options of a config that has them. A subclass that was defined before the patch
+    trains as stock, which is logged once; one that is defined meanwhile stays a subclass of the fused trainer, whose
+    loss is off after the patch. A trainer keeps what it got when it was made. What it did to its models is undone by
+    [`FusedGRPOTrainer.detach`].
 
     Args:
         options:
@@ -92,15 +100,15 @@ def patch(**options: Any) -> Patch:
 
 @contextmanager
 def unpatched() -> Generator[None, None, None]:
-    """With TRL's own trainer under its name, whatever patches are in force around it."""
+    """With TRL's own trainers under their names, whatever patches are in force around it."""
     kept, PATCHES[:] = [*PATCHES], []
-    _rename(FusedGRPOTrainer, _STOCK)
+    _rename(is_patched=False)
     try:
         yield
     finally:
         PATCHES[:] = kept
         if kept:
-            _rename(_STOCK, FusedGRPOTrainer)
+            _rename(is_patched=True)
 
 
 def patch_from_environment() -> Patch | None:
@@ -120,32 +128,34 @@ def patch_from_environment() -> Patch | None:
         raise ValueError(f"{VARIABLE}={text!r}: {error} Set it to 1, to options or to 0.") from None
 
 
-def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """`GRPOTrainer.__new__`: the fused trainer where a patch asks for it."""
-    config: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, GRPOConfig)), None)
-    is_fused = any(base.__module__ == FusedGRPOTrainer.__module__ for base in cls.__mro__)
-    if (args or kwargs) and not is_fused:  # a copy of a trainer is made without arguments
+def _new(stock: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
+    """`__new__` of a trainer of TRL: the fused trainer where a patch asks for it."""
+    config: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, CONFIGS)), None)
+    fused = _FUSED[stock]
+    if (args or kwargs) and not issubclass(cls, FusedTrainerMixin):  # a copy of a trainer is made without arguments
         if PATCHES and fused_loss_of(config)[0]:
-            if cls is _STOCK:
-                cls = FusedGRPOTrainer
+            if cls is stock:
+                cls = fused
             else:
                 logger.warning_once(
                     f"{cls.__name__} was defined before trl_fused_grpo.patch() and trains with TRL's own loss: patch "
-                    "before the class is defined, or derive it from FusedGRPOTrainer."
+                    f"before the class is defined, or derive it from {fused.__name__}."
                 )
         elif getattr(config, "use_liger_loss", None):
             logger.warning_once(
-                f"use_liger_loss=True has no effect on {cls.__name__}: FusedGRPOTrainer alone heeds it. Make that one, "
+                f"use_liger_loss=True has no effect on {cls.__name__}: {fused.__name__} alone heeds it. Make that one, "
                 "or call trl_fused_grpo.patch() before."
             )
-    make = super(_STOCK, cls).__new__
+    make = super(stock, cls).__new__
     return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
 
 
 def _install_new() -> None:
-    """Give TRL's class its `__new__`, for good: Python cannot take a `__new__` away from a class."""
-    _new.__signature__ = inspect.signature(_STOCK.__init__)  # ty: ignore[missing-attribute] - what a class shows
-    _STOCK.__new__ = staticmethod(_new)
+    """Give TRL's classes their `__new__`, for good: Python cannot take a `__new__` away from a class."""
+    for stock in _FUSED:
+        new: Any = partial(_new, stock)
+        new.__signature__ = inspect.signature(stock.__init__)  # what a class shows
+        stock.__new__ = staticmethod(new)
 
 
 _install_new()

@@ -17,38 +17,22 @@ from trl_fused_grpo.training.state import FusedState
 from trl_fused_grpo.training.summary import Summary, summary_of
 
 from ._compat import trl as trl_compat
+from ._compat.trainers import trl_class
 from .defaults import fused_loss_of
 
 
-class FusedGRPOTrainer(GRPOTrainer):
-    """
-    Drop-in for [`~trl.GRPOTrainer`]: the same constructor, objective and metrics, without `[batch, length, vocab]`
-    logits.
+# The overrides stand in front of a trainer of TRL, whose methods their `super()` finds
+_Trainer: Any = object
 
-    With `use_liger_loss=True` in its arguments, every log-probability (policy, old policy, reference) comes from the
-    fused linear function; TRL's own `_compute_loss` turns them into the loss. With `use_liger_loss=False` it is the
-    stock trainer, and so it is where they say neither, unless [`patch`] switches the loss on. `use_liger_kernel=True`
-    alone means the fused loss and Liger's layer kernels.
 
-    Micro-batches of an accumulation window may share a forward of the model (`fused_max_tokens_per_forward`). Each has
-    its loss in its own training step. The gradients of all come with the last of them.
+class FusedTrainerMixin(_Trainer):
+    """The overrides that every fused trainer has. See [`FusedGRPOTrainer`]."""
 
-    Methods that you override, hooks and replaced forwards work as in stock. Where a faster path cannot keep that up, it
-    is left, and the reason is logged once (`docs/faster-paths.md`).
-
-    Beside TRL's metrics it logs `fused/rows_recomputed`, the fraction of rows whose gradient was not as forecast.
-
-    Raises:
-        `ValueError`: in the constructor, when model or options cannot be fused; the message says what to change.
-    """
-
-    args: GRPOConfig
     model: nn.Module
-    _tag_names: ClassVar[list[str]] = [*getattr(GRPOTrainer, "_tag_names", []), "fused-grpo"]  # ty: ignore[incompatible-attribute-override]
 
     def __init__(self, *args: Any, **kwargs: Any):
         # A class of the user's between this one and TRL's may take further arguments
-        names = [*inspect.signature(GRPOTrainer.__init__).parameters][1:]
+        names = [*inspect.signature(trl_class(type(self)).__init__).parameters][1:]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         config: Any = arguments.get("args")
         model = arguments.get("model")
@@ -136,7 +120,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         with self._fused.training_step():
             return super().training_step(model, inputs, num_items_in_batch)
 
-    def _prepare_inputs(self, generation_batch):  # ty: ignore[lost-keyword-for-regular-parameter] - TRL's name
+    def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if not self.use_liger_loss or not self.model.training:
@@ -189,3 +173,29 @@ class FusedGRPOTrainer(GRPOTrainer):
         if not self.use_liger_loss:
             return trl_compat.logps_result(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         return self._fused.per_token_logps(call, trl_method)
+
+
+class FusedGRPOTrainer(FusedTrainerMixin, GRPOTrainer):  # ty: ignore[lost-keyword-for-regular-parameter] - TRL's name
+    """
+    Drop-in for [`~trl.GRPOTrainer`]: the same constructor, objective and metrics, without `[batch, length, vocab]`
+    logits.
+
+    With `use_liger_loss=True` in its arguments, every log-probability (policy, old policy, reference) comes from the
+    fused linear function; TRL's own `_compute_loss` turns them into the loss. With `use_liger_loss=False` it is the
+    stock trainer, and so it is where they say neither, unless [`patch`] switches the loss on. `use_liger_kernel=True`
+    alone means the fused loss and Liger's layer kernels.
+
+    Micro-batches of an accumulation window may share a forward of the model (`fused_max_tokens_per_forward`). Each has
+    its loss in its own training step. The gradients of all come with the last of them.
+
+    Methods that you override, hooks and replaced forwards work as in stock. Where a faster path cannot keep that up, it
+    is left, and the reason is logged once (`docs/faster-paths.md`).
+
+    Beside TRL's metrics it logs `fused/rows_recomputed`, the fraction of rows whose gradient was not as forecast.
+
+    Raises:
+        `ValueError`: in the constructor, when model or options cannot be fused; the message says what to change.
+    """
+
+    args: GRPOConfig
+    _tag_names: ClassVar[list[str]] = [*getattr(GRPOTrainer, "_tag_names", []), "fused-grpo"]  # ty: ignore[incompatible-attribute-override]

@@ -58,6 +58,11 @@ ATTRIBUTES = {
     "1.7.0": ("aux_loss_enabled", "router_aux_loss_coef"),
     "1.8.0": ("_entropy_bonus_enabled", "entropy_coef", "use_adaptive_entropy", "_last_world_entropy"),
 }
+# What an `RLOOTrainer` must have beside the methods
+RLOO_ATTRIBUTES = (
+    *("_metrics", "_step", "_buffered_inputs", "current_gradient_accumulation_steps", "accelerator", "args", "model"),
+    *("ref_model", "num_iterations", "epsilon_low", "epsilon_high", "beta", "temperature", "use_vllm"),
+)
 OPTIONS = {
     "0.27.2": (
         *("use_liger_kernel", "liger_kernel_config", "cast_lm_head_to_fp32", "gradient_accumulation_steps"),
@@ -174,8 +179,14 @@ def _missing(trainer_class: type, version: Version) -> list[str]:
         "GRPOTrainer": [name for name in METHODS if not hasattr(trainer_class, name)]
         # A trainer sets its attributes when it is made: here its code is asked whether it knows them
         + [name for name in expected(ATTRIBUTES) if used and name not in used],
+        "trl": [name for name in ("RLOOTrainer", "RLOOConfig") if not hasattr(trl, name)],
         "GRPOConfig": [name for name in expected(OPTIONS) if name not in GRPOConfig.__dataclass_fields__],
     }
+    if not gone["trl"]:
+        known = _names_used(trl.RLOOTrainer)
+        gone["RLOOTrainer"] = [
+            name for name in (*METHODS, *RLOO_ATTRIBUTES) if not hasattr(trl.RLOOTrainer, name) and name not in known
+        ]
     for owner, (home, names) in NAMES.items():
         gone[owner] = [name for name in names if not hasattr(home, name)]
     for owner, (function, names) in VARIABLES.items():

@@ -1,12 +1,18 @@
-"""The trainers of TRL that have a fused subclass here, and what is known of TRL's own subclasses of them."""
+"""
+The trainers of TRL that have a fused subclass here, how they differ, and what is known of TRL's own subclasses of them.
+"""
 
+import inspect
 from typing import Any
 
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from . import trl as trl_compat
 
 
-# The trainers of TRL whose methods `FusedGRPOTrainer` and its like override
-TRAINERS: tuple[type, ...] = (GRPOTrainer,)
+# The trainers of TRL whose methods the fused trainers override, and the classes of their arguments
+TRAINERS: tuple[type, ...] = (GRPOTrainer, RLOOTrainer)
+CONFIGS: tuple[type, ...] = (GRPOConfig, RLOOConfig)
 
 # The methods of transformers' Trainer between `train` and `training_step`: the second since transformers 5
 LOOP_METHODS = ("_inner_training_loop", "_run_epoch")
@@ -27,3 +33,53 @@ def experimental_objective(method: Any) -> str | None:
     """
     names = getattr(method, "__globals__", {}).get("__name__"), getattr(method, "__qualname__", None)
     return _OBJECTIVES.get(names)
+
+
+# RLOO: one ratio for each sequence, of which micro-batches keep the sum of the old log-probs. Its KL term is a part of
+# the reward. It has one loss, the mean over the sequences of a micro-batch, and no correction of vLLM's sampling
+
+
+def is_rloo(trainer: Any) -> bool:
+    """Whether a trainer is an `RLOOTrainer`."""
+    return isinstance(trainer, RLOOTrainer)
+
+
+def loss_type(trainer: Any) -> str:
+    """The loss type that TRL's own `_compute_loss` computes; RLOO has no option for it."""
+    return "rloo" if is_rloo(trainer) else trainer.loss_type
+
+
+def beta_of_loss(trainer: Any) -> float:
+    """Coefficient of the KL term in the loss."""
+    return 0.0 if is_rloo(trainer) else trainer.beta
+
+
+def top_entropy_quantile(trainer: Any) -> float:
+    """The fraction of tokens, those of highest entropy, that the loss counts."""
+    return 1.0 if is_rloo(trainer) else trainer.top_entropy_quantile
+
+
+def accumulation_in_loss(trainer: Any) -> int:
+    """What TRL's `_compute_loss` divides by in training: GRPO's by the accumulation steps, RLOO's leaves that to HF."""
+    return 1 if is_rloo(trainer) else trainer.current_gradient_accumulation_steps
+
+
+_RLOO_COUNTS_ALL_PROCESSES = "entropy_stats" in inspect.unwrap(RLOOTrainer._compute_loss).__code__.co_varnames
+
+
+def metrics_count_all_processes(trainer: Any) -> bool:
+    """
+    Whether metrics do not depend on which process has which sequences of a micro-batch. RLOO's: from some TRL on that
+    is newer than 1.8, at the latest 1.13.
+    """
+    return _RLOO_COUNTS_ALL_PROCESSES if is_rloo(trainer) else trl_compat.METRICS_COUNT_ALL_PROCESSES
+
+
+def corrects_sampling(trainer: Any) -> bool:
+    """Whether TRL multiplies the loss by vLLM's importance ratio."""
+    return trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False)
+
+
+def casts_head(trainer: Any) -> bool:
+    """Whether the output projection runs in float32; RLOO has no option for it."""
+    return getattr(trainer.args, "cast_lm_head_to_fp32", False)

@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
 
 from .required import SAMPLING_CLIP_MAX as SAMPLING_CLIP_MAX
@@ -34,9 +34,10 @@ RETURNS_AUX_LOSS = "compute_aux_loss" in inspect.signature(GRPOTrainer._get_per_
 _LOGPS_PARAMETERS = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters.values())[1:]
 LOGPS_ARGUMENTS = tuple(p.name for p in _LOGPS_PARAMETERS if p.kind is p.POSITIONAL_OR_KEYWORD)
 if "input_ids" not in LOGPS_ARGUMENTS:
-    LOGPS_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep")
+    LOGPS_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")  # RLOO's has names
 
-_GENERATION_CODE = inspect.unwrap(GRPOTrainer._generate_and_score_completions).__code__
+_TRAINERS: tuple[Any, ...] = (GRPOTrainer, RLOOTrainer)
+_GENERATION_CODES = [inspect.unwrap(cls._generate_and_score_completions).__code__ for cls in _TRAINERS]
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -48,7 +49,7 @@ def is_asked_by_generation() -> bool:
         if module != profiling_decorator.__module__ and not is_own_module(module):
             break
         frame = frame.f_back
-    return frame is not None and frame.f_code is _GENERATION_CODE
+    return frame is not None and frame.f_code in _GENERATION_CODES
 
 
 def is_own_module(name: str) -> bool:
@@ -258,13 +259,15 @@ def adapter_on_head_allowed() -> Generator[None, None, None]:
     if not REFUSES_ADAPTER_ON_HEAD:
         yield
         return
-    module: Any = sys.modules[GRPOTrainer.__module__]
-    tuner_layer = module.BaseTunerLayer
-    module.BaseTunerLayer = ()  # nothing is an instance of it
+    modules: list[Any] = [sys.modules[cls.__module__] for cls in _TRAINERS]
+    tuner_layer = modules[0].BaseTunerLayer
+    for module in modules:
+        module.BaseTunerLayer = ()  # nothing is an instance of it
     try:
         yield
     finally:
-        module.BaseTunerLayer = tuner_layer
+        for module in modules:
+            module.BaseTunerLayer = tuner_layer
 
 
 def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:

@@ -6,5 +6,6 @@ The GRPO objective, the forecast of its gradients, and a loss for training loops
 - `forecast` says which gradient each token will receive; `sequence_forecast` where that depends on its sequence.
 - `importance_sampling` computes vLLM's ratios from the training forward, `deferred_forecast` what goes with those of
   tokens.
+- `rloo` has RLOO's loss in these terms, and its forecast.
 - `liger_loss` puts these together as `FusedLinearGRPOLoss`; `selected_logps` computes its log-probabilities.
 """

@@ -118,7 +118,7 @@ class SequenceForecast:
             places (`Tensor`): `[n]`: flat positions in `[k, T]`.
             logps (`Tensor`): `[n]`, nats.
         """
-        batch, weights = _selected(self.batch, sequences), self.weights[sequences]  # [k, T]
+        batch, weights = selected(self.batch, sequences), self.weights[sequences]  # [k, T]
         # As the trainer fills positions that are not projected
         base = torch.zeros_like(weights) if batch.old_per_token_logps is None else batch.old_per_token_logps
         leaf = base.to(logps.dtype).flatten().index_put((places,), logps).view(weights.shape)  # [k, T]
@@ -162,7 +162,7 @@ class SequenceRowForecast:
         return grads, self.forecast.entropy_grads[self.sequences[first:last]].flatten()[places]
 
 
-def _selected(batch: GRPOBatch, sequences: Tensor) -> GRPOBatch:
+def selected(batch: GRPOBatch, sequences: Tensor) -> GRPOBatch:
     """Some sequences `[k]` of a micro-batch. Its normalizers stay: they are in the weights already."""
     return replace(batch, **{name: values[sequences] for name, values in _per_sequence(batch).items()})
 

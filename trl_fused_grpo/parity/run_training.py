@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 from transformers import PrinterCallback, set_seed
 
+from trl_fused_grpo._compat.trainers import trl_class
+
 from .case import Case, Customisation, SkippedError, Trainer
 from .run_case import Outcome
 from .tiny import batches
@@ -132,7 +134,8 @@ def run_both(case: Case, settings: Settings) -> Pair:
         customised=Customisation(load_model=custom.load_model, load_config=custom.load_config),
         accumulation_windows=case.accumulation_windows + _SPARE_GENERATIONS,
     )
-    first = stock_trainer(plain, settings)
+    # A class of the arguments of another trainer of TRL is of no use to `GRPOTrainer`
+    first = stock_trainer(plain, settings, trl_class(_class_for(custom, StockGRPOTrainer)))
     start = noisy_weights(first, case.noise)
     data = batches.rollout(plain, load_weights(first, start), seed=0)
 

@@ -119,7 +119,7 @@ def _construct(
     except ImportError as missing:
         raise SkippedError(str(missing)) from missing
     options: dict[str, Any] = {
-        "loss_type": "dapo",
+        **({"loss_type": "dapo"} if issubclass(config, GRPOConfig) else {}),
         "beta": 0.0,
         "gradient_checkpointing": False,
         "bf16": dtype == torch.bfloat16,

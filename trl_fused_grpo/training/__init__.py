@@ -15,6 +15,7 @@ the folder, in the order in which a training comes through it:
 - `memory` has what a training may take of the device's memory for speed.
 - `verification` compares micro-batches with TRL's own path (`fused_verify`).
 - `summary` says what a training does and why not a faster way, in the lines of `summary_table`.
+- `rloo` has what is different for an `RLOOTrainer`: what its loss asks for, its old log-probs.
 - `kl` adds another KL estimator than TRL's.
 - `eligibility` and `forecastable` have the predicates `why_...`: may a faster path be taken? They ask `customisation`
   (what the user replaced on the trainer) and `customised_model` (what on the model).

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.moe import why_no_aux_loss
@@ -118,8 +119,11 @@ def check_kl_estimator(trainer: Any) -> None:
     name = trainer._fused.engine.options_asked_for().kl_estimator
     if name == "k3":
         return
-    if trainer.beta == 0.0:
-        logger.warning_once(f"kl_estimator={name!r} has no effect, because beta=0.0 leaves the KL term out.")
+    if trainers.beta_of_loss(trainer) == 0.0:
+        reason = (
+            "RLOO has its KL term in the reward" if trainers.is_rloo(trainer) else "beta=0.0 leaves the KL term out"
+        )
+        logger.warning_once(f"kl_estimator={name!r} has no effect, because {reason}.")
     elif not trainer.use_liger_loss:
         raise ValueError(
             f"use_liger_loss=False trains with TRL's own KL term, not with kl_estimator={name!r}: set "
@@ -208,8 +212,7 @@ def check_head(trainer: GRPOTrainer, head: nn.Module) -> None:
     Raises:
         `ValueError`: naming the options to change.
     """
-    args: Any = trainer.args
-    if has_adapter(head) and args.cast_lm_head_to_fp32:
+    if has_adapter(head) and trainers.casts_head(trainer):
         raise ValueError(
             "cast_lm_head_to_fp32=True does not go with a PEFT adapter on lm_head: remove 'lm_head' from "
             "target_modules, or set cast_lm_head_to_fp32=False."
@@ -230,7 +233,7 @@ def check_micro_batch(inputs: dict[str, Any]) -> None:
     check_shapes(
         inputs["completion_ids"],
         per_token={name: inputs.get(name) for name in per_token},
-        per_sequence={"advantages": inputs.get("advantages")},
+        per_sequence={name: inputs.get(name) for name in ("advantages", "old_logps")},
         broadcast={"importance_sampling_ratio": inputs.get("importance_sampling_ratio")},
         ids_name="completion_ids",
     )

@@ -68,7 +68,7 @@ def is_library_function(function: Any, stop: Any = None) -> bool:
 
 
 def _is_fused_trainer(cls: type) -> bool:
-    return cls.__module__ == f"{_PACKAGE}.trainer"
+    return cls.__module__ in (f"{_PACKAGE}.trainer", f"{_PACKAGE}.rloo")
 
 
 def _is_trls(trainer: Any, cls: type, name: str) -> bool:
@@ -82,8 +82,8 @@ def loss_type_of(trainer: Any) -> str:
     """The loss type that the trainer's `_compute_loss` computes: its own option, or the one of TRL's subclass."""
     for cls in type(trainer).__mro__:
         if "_compute_loss" in vars(cls) and not _is_fused_trainer(cls):
-            return trainers.experimental_objective(vars(cls)["_compute_loss"]) or trainer.loss_type
-    return trainer.loss_type
+            return trainers.experimental_objective(vars(cls)["_compute_loss"]) or trainers.loss_type(trainer)
+    return trainers.loss_type(trainer)
 
 
 def has_objective_in_front(trainer: Any) -> bool:
@@ -112,11 +112,11 @@ def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
 
 def replaced_behind(trainer: Any, name: str) -> str | None:
     """
-    What `super()` finds for a method in `FusedGRPOTrainer`, as `Class.method`, if that is not TRL's; `None` if it is.
+    What `super()` finds for a method of the fused trainer, as `Class.method`, if that is not TRL's; `None` if it is.
     Either TRL's own class was patched, or a class of the user's comes between the two in the method resolution order.
     """
     classes = type(trainer).__mro__
-    fused = next((place for place, cls in enumerate(classes) if _is_fused_trainer(cls)), -1)
+    fused = max((place for place, cls in enumerate(classes) if _is_fused_trainer(cls)), default=-1)
     cls = next(cls for cls in classes[fused + 1 :] if name in vars(cls))
     is_known = _is_trls(trainer, cls, name) and is_library_function(vars(cls)[name])
     return None if is_known else f"{cls.__name__}.{name}"

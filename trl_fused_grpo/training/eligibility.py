@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.layout_choice import depends_on_width, traits
 from trl_fused_grpo.modeling.output_projection import has_adapter, layer_before_head
@@ -194,11 +195,6 @@ def _noise_option(config: dict[str, Any]) -> str | None:
     return None
 
 
-def corrects_sampling(trainer: Any) -> bool:
-    """Whether TRL multiplies the loss by vLLM's importance ratio."""
-    return trainer.use_vllm and trainer.vllm_importance_sampling_correction
-
-
 def why_old_logps_are_needed(trainer: Any, steps_left: int) -> str | None:
     """
     Why old log-probs must be computed after generation; `None` where the training forward gives the same numbers,
@@ -208,7 +204,9 @@ def why_old_logps_are_needed(trainer: Any, steps_left: int) -> str | None:
         trainer (`GRPOTrainer`): before it generates.
         steps_left (`int`): micro-batches until the weights move; zero where that is not known.
     """
-    if not corrects_sampling(trainer):
+    if trainers.is_rloo(trainer) and trainer.beta != 0.0:
+        return f"with beta={trainer.beta} RLOO's KL penalty in the reward reads them"
+    if not trainers.is_rloo(trainer) and not trainers.corrects_sampling(trainer):
         return "vLLM's importance-sampling correction is off"  # TRL leaves them out itself where it can
     reason = (
         why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer) or why_forwards_differ(trainer.model)
@@ -239,6 +237,8 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
     """
     if trainer.beta == 0.0:
         return "there is no reference"
+    if trainers.is_rloo(trainer):
+        return "RLOO's KL penalty in the reward reads its log-probs"
     if layout == "padded":
         return "rows have TRL's padding, in which all micro-batches have one shape"
     return why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer)
@@ -252,9 +252,9 @@ def why_not_balanced(trainer: Any) -> str | None:
         return reason
     if args.gradient_accumulation_steps % args.steps_per_generation != 0:
         return "an accumulation window covers part of a generation batch"
-    if trainer.loss_type == "bnpo":
+    if trainers.loss_type(trainer) == "bnpo":
         return "bnpo divides by the tokens of each micro-batch"
-    if trainer.top_entropy_quantile < 1.0:
+    if trainers.top_entropy_quantile(trainer) < 1.0:
         return "the entropy quantile is taken in each micro-batch"
     if trl_compat.has_entropy_bonus(trainer):
         return "the entropy bonus is a mean over each micro-batch"
@@ -274,7 +274,7 @@ def why_not_exchanged(trainer: Any, causal_lm: PreTrainedModel, layout: str, cou
         layout (`str`): the layout of the policy's rows.
         counts_means (`bool`): whether logged means must stay the same too.
     """
-    reason = why_micro_batches_are_seen(trainer)
+    reason, loss_type = why_micro_batches_are_seen(trainer), trainers.loss_type(trainer)
     if reason is not None:
         return reason
     if layout != "packed":
@@ -283,17 +283,17 @@ def why_not_exchanged(trainer: Any, causal_lm: PreTrainedModel, layout: str, cou
         return "several processes train on the same sequences"
     if traits(causal_lm).needs_last_column or depends_on_width(causal_lm):
         return "what the model computes depends on the padding of each process"
-    if trainer.loss_type == "bnpo":
+    if loss_type == "bnpo":
         return "bnpo divides by the tokens of each micro-batch"
-    if trainer.loss_type == "luspo" and trl_compat.LUSPO_COUNTS_PADDING:
+    if loss_type == "luspo" and trl_compat.LUSPO_COUNTS_PADDING:
         return "this TRL's luspo counts padding"
-    has_token_ratios = corrects_sampling(trainer) and trainer.vllm_importance_sampling_mode.startswith("token")
-    if trainer.loss_type == "vespo" and has_token_ratios:
+    has_token_ratios = trainers.corrects_sampling(trainer) and trainer.vllm_importance_sampling_mode.startswith("token")
+    if loss_type == "vespo" and has_token_ratios:
         return "vespo counts the importance ratios of padding"
     if trl_compat.has_entropy_bonus(trainer):
         return "the entropy bonus is a mean over each micro-batch"
     if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss is computed in each micro-batch"
-    if counts_means and not trl_compat.METRICS_COUNT_ALL_PROCESSES:
+    if counts_means and not trainers.metrics_count_all_processes(trainer):
         return "this version of TRL logs the means of each process"
     return None

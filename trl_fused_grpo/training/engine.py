@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
@@ -253,7 +254,7 @@ class LogpsEngine:
         return LogpsOptions(
             causal_lm=causal_lm,
             temperature=trl_compat.temperature_of(self.trainer, self.temperature_when_made),
-            fp32=self.trainer.args.cast_lm_head_to_fp32,
+            fp32=trainers.casts_head(self.trainer),
             backward=self.options.fused_backward,
             logits_mib=self.options.fused_logits_mib,
             layout=layout,

@@ -7,9 +7,10 @@ reason why not, as in `eligibility.py`, and after a colon what to change.
 
 from typing import Any
 
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 
-from .eligibility import corrects_sampling, replaced_objective
+from .eligibility import replaced_objective
 from .loss_request import objective_of, padding_counts
 
 
@@ -31,14 +32,14 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, layout: str) -> str | 
     """Why `fused_skip_zero_grad_sequences` cannot leave a sequence out of the model, or `None`."""
     if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss counts every sequence"
-    if trainer.beta != 0.0:
+    if trainers.beta_of_loss(trainer) != 0.0:
         return f"with beta={trainer.beta} every sequence receives a gradient from the KL term"
     if trl_compat.has_entropy_bonus(trainer):
         return "every sequence receives a gradient from the entropy bonus"
     reason = why_no_forecast(trainer)
     if reason is not None:
         return f"it needs to know which sequences receive a gradient, and {reason}"
-    if trainer.loss_type == "vespo" and has_old_logps(trainer):
+    if trainers.loss_type(trainer) == "vespo" and has_old_logps(trainer):
         return "vespo logs a weight of every sequence"
     if layout != "packed":
         return f"the layout of the rows is {layout!r}, not 'packed': only the head leaves them out"
@@ -48,4 +49,6 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, layout: str) -> str | 
 def has_old_logps(trainer: Any) -> bool:
     """Whether batches have old log-probs, of generation or of the training forward."""
     steps = trainer.args.steps_per_generation * trainer.num_iterations
-    return corrects_sampling(trainer) or trainer.args.gradient_accumulation_steps % steps != 0
+    if trainers.is_rloo(trainer):
+        return True
+    return trainers.corrects_sampling(trainer) or trainer.args.gradient_accumulation_steps % steps != 0

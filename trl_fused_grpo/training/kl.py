@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss.batch import GRPOBatch, as_columns
 from trl_fused_grpo.loss.objective import GRPOObjective, token_terms
@@ -27,7 +28,7 @@ def replaces_kl(trainer: GRPOTrainer) -> bool:
         `ValueError`: when TRL's objective was replaced since the trainer was constructed.
     """
     name = objective_of(trainer).kl_estimator
-    if trainer.beta == 0.0 or name == "k3":
+    if trainers.beta_of_loss(trainer) == 0.0 or name == "k3":
         return False
     method = replaced_objective(trainer)
     if method is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import kl_estimator_of
 from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
@@ -14,10 +15,12 @@ from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.liger_loss import FusedLinearGRPOLoss
 from trl_fused_grpo.loss.objective import GRPOObjective
 from trl_fused_grpo.loss.reduction import luspo_counts_padding
+from trl_fused_grpo.loss.rloo import rloo_objective
 
 from .customisation import loss_type_of
 from .deferred_ratio import DEFERRED, sampling_correction
 from .logps_request import LogpsArgs, LogpsRequest
+from .rloo import build_rloo_request
 
 
 # Options of the objective that stand in the arguments. Older TRL has fewer
@@ -76,6 +79,8 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | 
         beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
     """
     loss_type = loss_type_of(trainer)
+    if loss_type == "rloo":
+        return rloo_objective(trainer.epsilon_low, trainer.epsilon_high)
     if loss_type == "gmpo":  # GMPOTrainer leaves the other options of a GRPOConfig out
         return GRPOObjective(
             loss_type=loss_type,
@@ -130,6 +135,8 @@ def build_loss_request(
         skip_zero_grad (`bool`): whether sequences that can receive no gradient may be left out.
         beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
     """
+    if trainers.is_rloo(trainer):
+        return build_rloo_request(trainer, inputs, skip_zero_grad)
     mask = trl_compat.loss_mask(trainer, inputs)  # [B, T]
     old_logps = inputs.get("old_per_token_logps")
     entropy_coef = _entropy_coef_in_force(trainer)
@@ -141,7 +148,7 @@ def build_loss_request(
     deferred = DEFERRED in inputs
     objective = objective_of(trainer, entropy_coef, beta)
     takes_ratio = objective.loss_type != "gmpo"
-    corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not deferred and takes_ratio
+    corrected = trainers.corrects_sampling(trainer) and not deferred and takes_ratio
     normalizer = trl_compat.global_normalizer(trainer, inputs) if objective.uses_global_normalizer else None
     correction = sampling_correction(trainer) if deferred and takes_ratio else None
     # A ratio that multiplies each token's own term keeps the tokens apart

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 from trl import GRPOTrainer
 
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.config import FusedOptions
@@ -33,6 +34,7 @@ from .kl import kl_term, replaces_kl
 from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps
 from .loss_request import LossCall, build_call_request, build_loss_request, padding_counts
 from .merging import MicroBatchMerger, reducing_gradients
+from .rloo import DeferredOldLogps
 from .summary import print_summary
 from .verification import Verification
 
@@ -62,9 +64,8 @@ class FusedState:
     def __init__(self, trainer: GRPOTrainer, defaults: FusedOptions):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.engine = LogpsEngine(trainer, defaults)
-        self.merger = MicroBatchMerger(trainer, self.engine)
-        self.deferral = LogpsDeferral(trainer, self.engine)
-        self.ratio = DeferredRatio(trainer)
+        self.merger, self.deferral = MicroBatchMerger(trainer, self.engine), LogpsDeferral(trainer, self.engine)
+        self.ratio = DeferredOldLogps(trainer) if trainers.is_rloo(trainer) else DeferredRatio(trainer)
         self.verification = Verification(trainer, self.engine)
         self.stats: list[FusedStats] = []
         self.micro_batch: dict[str, Any] = {}
@@ -213,7 +214,7 @@ class FusedState:
         return loss
 
     def _loss_of(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
-        loss_call = LossCall(micro_batch, dict(micro_batch), self.trainer.beta)
+        loss_call = LossCall(micro_batch, dict(micro_batch), trainers.beta_of_loss(self.trainer))
         with temporary_attr(self, "_loss", loss_call):
             if not replaces_kl(self.trainer):
                 return trl_loss(loss_call.inputs)
@@ -239,8 +240,7 @@ class FusedState:
         reason = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model))
         if reason is not None:
             logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
-            result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
-        elif self.verification.asks_trl:
+        if reason is not None or self.verification.asks_trl:
             result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         elif loss_call is not None:
             result = self._logps_of_loss(loss_call, call, trl_method)

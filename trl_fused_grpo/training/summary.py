@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import trl as trl_compat
@@ -20,6 +20,7 @@ from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_p
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import choose_backward
 
+from .customisation import loss_type_of
 from .eligibility import (
     why_forwards_are_not_shared,
     why_not_exchanged,
@@ -50,7 +51,8 @@ def print_summary(engine: LogpsEngine) -> None:
     if not engine.trainer.accelerator.is_main_process or is_quiet:
         return
     try:
-        print(f"What FusedGRPOTrainer does in this training:\n{summary_of(engine)}", flush=True)
+        name = "FusedRLOOTrainer" if trainers.is_rloo(engine.trainer) else "FusedGRPOTrainer"
+        print(f"What {name} does in this training:\n{summary_of(engine)}", flush=True)
     except Exception as error:  # a model that is like none before, or an output that takes no such text
         logger.warning(f"The summary of this training is left out, because {type(error).__name__}: {error}")
 
@@ -107,7 +109,7 @@ class _Lines:
         reason = why_not_fused(self.trainer, self.model, self.causal_lm)
         if reason is not None:
             return SummaryLine("loss", "TRL's own log-prob method", reason, "remove what was replaced")
-        return SummaryLine("loss", f"fused: no logits of whole batches ({self.trainer.loss_type})")
+        return SummaryLine("loss", f"fused: no logits of whole batches ({loss_type_of(self.trainer)})")
 
     def backward(self) -> SummaryLine:
         asked, no_forecast = self.options.fused_backward, why_no_forecast(self.trainer)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
@@ -197,7 +197,7 @@ class Verification:
         How far the loss that was trained is from TRL's own, relative to it. On-policy it is a sum that cancels: then
         relative to the mean size of the advantages. NaN where these are all zero, which tells nothing.
         """
-        size = micro_batch["advantages"].abs().mean().item() / self.trainer.current_gradient_accumulation_steps
+        size = micro_batch["advantages"].abs().mean().item() / trainers.accumulation_in_loss(self.trainer)
         return abs(float(loss) - float(expected)) / max(abs(float(expected)), size) if size else math.nan
 
     def _log(self, loss_error: float, gradient_error: float, causal_lm: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.trainers import CONFIGS, TRAINERS
 from trl_fused_grpo.parity.case import Customisation, SkippedError
 
 from .methods import Method, squares, subclass
@@ -29,6 +30,12 @@ def experimental(module: str, trainer: str, config: str | None = None, make: Any
         load_config=None if config is None else lambda: load(config),
         uses_fuse=True,
     )
+
+
+def rloo() -> Customisation:
+    """TRL's `RLOOTrainer`, itself no `GRPOTrainer`."""
+    stock, config = TRAINERS[1], CONFIGS[1]
+    return Customisation(make_class=lambda _: stock, load_config=lambda: config, uses_fuse=True)
 
 
 def fused(custom: Customisation) -> Customisation:

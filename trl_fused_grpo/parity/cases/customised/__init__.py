@@ -22,6 +22,7 @@ CUSTOMISED_CASES: tuple[Case, ...] = (
     *model.models(),
     *model.adapters(),
     *around_the_trainer.around(),
+    *fused_classes.of_rloo(),
     *fused_classes.of_trl(),
     *fused_classes.of_users(),
 )

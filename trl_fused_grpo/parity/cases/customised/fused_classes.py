@@ -1,4 +1,6 @@
-"""Cases of `fuse`: TRL's experimental trainers, where the installed TRL has them, and classes of users."""
+"""Cases of `fuse`: RLOO, TRL's experimental trainers, where the installed TRL has them, and classes of users."""
+
+from dataclasses import replace
 
 from trl_fused_grpo.parity.case import Case
 from trl_fused_grpo.parity.customisations import fused_classes as f
@@ -29,6 +31,25 @@ def of_trl() -> list[Case]:
         _case("fuse-gfpo", "fuse(GFPOTrainer)", filtered, {"num_remains_in_group": 2}),
         _case("fuse-replay-buffer", "fuse(GRPOWithReplayBufferTrainer)", replay, OFF_POLICY),
         _case("fuse-dppo", "fuse(DPPOTrainer)", dppo, data=SAMPLED),
+    ]
+
+
+def of_rloo() -> list[Case]:
+    plain = f.rloo()
+    merged, free = f.merging(plain), replace(plain, forwards="grad-only")
+    # At a high temperature the update is far from the rounding of the ratio, which is that of a sum over a sequence
+    warm = {"temperature": 3.0, "learning_rate": 1.0}
+    off_policy = {**warm, **OFF_POLICY}
+    rewards = {"normalize_advantages": True, "reward_clip_range": (0.3, 1.2)}
+    zero_grad = {"fused_skip_zero_grad_sequences": True}
+    lora = {**warm, **KL, "learning_rate": 0.5}
+    return [
+        _case("rloo", "RLOOTrainer, on-policy without a KL penalty", free, warm),
+        _case("rloo-off-policy", "the same with two iterations", merged, {**warm, "num_iterations": 2}),
+        _case("rloo-options", "the same with other advantages", merged, {**off_policy, **rewards}),
+        _case("rloo-kl", "the same with a KL penalty in the reward", merged, {**off_policy, **KL}),
+        _case("rloo-kl-lora", "the same with LoRA", merged, lora, adapter="attention"),
+        _case("rloo-zero-grad", "zero-grad sequences left out", plain, off_policy, fused=zero_grad),
     ]
 
 
