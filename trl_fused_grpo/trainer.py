@@ -34,8 +34,7 @@ class FusedTrainerMixin(_Trainer):
         # A class of the user's between this one and TRL's may take further arguments
         names = [*inspect.signature(trl_class(type(self)).__init__).parameters][1:]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        config: Any = arguments.get("args")
-        model = arguments.get("model")
+        config, model = arguments.get("args"), arguments.get("model")
         layer_kernels = getattr(config, "use_liger_kernel", False)
         self.use_liger_loss, defaults = fused_loss_of(config)
         self._fused = FusedState(self, defaults)
@@ -155,7 +154,7 @@ class FusedTrainerMixin(_Trainer):
         [`FusedLinearGRPOLoss`] forecasts from importance ratios, tool mask, normalizer and the options of the loss.
         """
         if not self.use_liger_loss:  # TRL < 1.15 has one of its own, for `use_liger_kernel=True`
-            return super().compute_liger_loss(model, inputs)  # ty: ignore[missing-attribute]
+            return super().compute_liger_loss(model, inputs)
         if has_objective_in_front(self):
             return self._fused.compute_loss(inputs, partial(self._compute_loss, model))
         return self._compute_loss(model, inputs)
