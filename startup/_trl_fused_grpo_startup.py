@@ -48,8 +48,9 @@ def _import_package(module):
         print(f"WARNING: {message}", file=sys.stderr)
         for loaded in (module, *map(sys.modules.get, _TRAINERS)):  # the package itself may have loaded the other one
             for trainer in _TRAINERS.values():
-                if trainer in getattr(loaded, "__dict__", {}):
-                    getattr(loaded, trainer).__new__ = staticmethod(refuse)
+                cls = getattr(loaded, "__dict__", {}).get(trainer)
+                if cls is not None and (loaded is module or cls.__new__ is object.__new__):  # not the package's
+                    cls.__new__ = staticmethod(refuse)
 
 
 sys.meta_path.insert(0, _Finder())
