@@ -27,13 +27,13 @@ class _Finder:
 
         def exec_module(module):
             load(module)
-            _import_package()
+            _import_package(module)
 
         spec.loader.exec_module = exec_module  # of this loader alone
         return spec
 
 
-def _import_package():
+def _import_package(module):
     """Import the package. Where that fails, TRL's trainers can be imported, but not be made: none would be fused."""
     try:
         import trl_fused_grpo  # noqa: F401
@@ -46,9 +46,11 @@ def _import_package():
             raise RuntimeError(message) from cause
 
         print(f"WARNING: {message}", file=sys.stderr)
-        for module, trainer in _TRAINERS.items():  # the package itself has loaded the other one
-            if hasattr(sys.modules.get(module), trainer):
-                getattr(sys.modules[module], trainer).__new__ = staticmethod(refuse)
+        for loaded in (module, *map(sys.modules.get, _TRAINERS)):  # the package itself may have loaded the other one
+            for trainer in _TRAINERS.values():
+                cls = getattr(loaded, "__dict__", {}).get(trainer)
+                if cls is not None and (loaded is module or cls.__new__ is object.__new__):  # not the package's
+                    cls.__new__ = staticmethod(refuse)
 
 
 sys.meta_path.insert(0, _Finder())
