@@ -48,6 +48,7 @@ test-vllm: $(INSTALLED)  ## Real vLLM on the CPU, in an environment of its own
 	$(BIN)/nox --session vllm
 
 mutants: $(INSTALLED)  ## Faults in the tensor-only folders, one after the other: how many do tests notice? Hours
+	$(PIP_INSTALL) --editable ".[mutants]"
 	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(JOBS)
 	$(BIN)/mutmut export-cicd-stats
 	$(BIN)/python -c 'import json; s = json.load(open("mutants/mutmut-cicd-stats.json")); n = s["killed"] + s["timeout"]; \
