@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset
 from trl import GRPOConfig
@@ -108,7 +109,16 @@ def name_of(page):
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_is_in_a_language_that_is_run_or_is_no_code(block):
-    assert block.language in ("python", "diff", "bash", "text")
+    assert block.language in ("python", "diff", "bash", "yaml", "text")
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
+def test_the_options_and_plugins_of_a_configuration_exist(block):
+    content = yaml.safe_load(block.code)
+    assert {name for name in content if name.startswith("fused_")} <= FusedOptions.__dataclass_fields__.keys()
+    for plugin in content.get("plugins", ()):
+        module, _, name = plugin.rpartition(".")
+        assert name in (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -195,7 +205,10 @@ def check_cli(words, monkeypatch):
         launch = {action.dest for action in launch_command_parser()._actions}
         assert names <= FusedGRPOConfig.__dataclass_fields__.keys() | launch
         return
-    is_short = {"--help", "--list", "--case", "doctor"} & set(words)
+    if "--random" in words:
+        place = words.index("--random") + 1
+        words = [*words[:place], "1", *words[place + 1 :]]
+    is_short = {"--help", "--list", "--case", "--random", "doctor"} & set(words)
     result = CliRunner().invoke(cli, words if is_short else [*words, "--list"])
     assert result.exit_code == 0, result.output
 
