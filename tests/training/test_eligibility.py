@@ -15,9 +15,9 @@ from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
-from trl_fused_grpo.parity.tiny import VOCAB_SIZE
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
 from trl_fused_grpo.training.deferred_ratio import DEFERRED
-from trl_fused_grpo.training.eligibility import why_not_balanced, why_old_logps_are_needed
+from trl_fused_grpo.training.eligibility import why_forwards_differ, why_not_balanced, why_old_logps_are_needed
 from trl_fused_grpo.training.partitioning import rebalance
 
 from .sampler import use_sampler
@@ -226,3 +226,11 @@ def test_old_log_probs_are_computed_where_two_forwards_draw_different_random_num
     plain.use_vllm = True
     plain.model.train()
     assert why_old_logps_are_needed(plain, steps_left=8) is None
+
+
+@pytest.mark.parametrize(("kind", "differs"), [("phimoe", True), ("mixtral", False)])
+def test_forwards_differ_where_a_router_samples(kind, differs):
+    model = tiny_model(kind).train()
+    reason = "the sampling of its router makes two forwards differ" if differs else None
+    assert why_forwards_differ(model) == reason
+    assert why_forwards_differ(model.eval()) is None

@@ -175,6 +175,14 @@ def why_adapter_reads_rows(model: Any) -> str | None:
     return None
 
 
+def noise_of(module: nn.Module) -> str | None:
+    """What a module adds of random numbers by itself, without an option for it, in words; or `None`."""
+    if getattr(module, "neftune_noise_alpha", None):
+        return "NEFTune's noise"
+    # PhiMoE's router samples experts in training, whatever its jitter is
+    return "the sampling of its router" if module.training and hasattr(module, "router_jitter_noise") else None
+
+
 def neftune_noise(causal_lm: PreTrainedModel) -> float | None:
     """NEFTune's factor while it adds noise to the input embeddings, else `None`: Trainer leaves it at the module."""
     embeddings: Any = causal_lm.get_input_embeddings()

@@ -172,8 +172,8 @@ def why_forwards_differ(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, torch_compat.Dropout) and module.training and module.p > 0:
             return f"dropout ({name}) makes two forwards differ"
-        if getattr(module, "neftune_noise_alpha", None):
-            return "NEFTune's noise makes two forwards differ"
+        if (noise := model_compat.noise_of(module)) is not None:
+            return f"{noise} makes two forwards differ"
     config = getattr(model, "config", None)
     option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
     return f"dropout ({option}) makes two forwards differ" if option else None
