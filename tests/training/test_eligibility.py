@@ -228,7 +228,7 @@ def test_old_log_probs_are_computed_where_two_forwards_draw_different_random_num
     assert why_old_logps_are_needed(plain, steps_left=8) is None
 
 
-@pytest.mark.parametrize(("kind", "differs"), [("phimoe", True), ("mixtral", False)])
+@pytest.mark.parametrize(("kind", "differs"), [("phimoe", True), ("moe", False)])
 def test_forwards_differ_where_a_router_samples(kind, differs):
     model = tiny_model(kind).train()
     reason = "the sampling of its router makes two forwards differ" if differs else None
