@@ -135,7 +135,8 @@ def run_both(case: Case, settings: Settings) -> Pair:
         accumulation_windows=case.accumulation_windows + _SPARE_GENERATIONS,
     )
     # A class of the arguments of another trainer of TRL is of no use to `GRPOTrainer`
-    first = stock_trainer(plain, settings, trl_class(_class_for(custom, StockGRPOTrainer)))
+    own = _class_for(custom, StockGRPOTrainer)  # or a function that makes its objects
+    first = stock_trainer(plain, settings, trl_class(own) if isinstance(own, type) else StockGRPOTrainer)
     start = noisy_weights(first, case.noise)
     data = batches.rollout(plain, load_weights(first, start), seed=0)
 
