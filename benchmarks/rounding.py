@@ -19,7 +19,7 @@ import typer
 from _measure import environment
 from _rollout import Lengths, Rollout
 from _step_cases import Case
-from _trainers import SHAPES, clear_memory
+from _trainers import SHAPES, clear_memory, distance, norm
 from records import write_record
 from rich.console import Console
 from rich.table import Table
@@ -47,11 +47,13 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called once the gradients of a window are there."""
-        self.kept = [p.grad.detach().double().cpu() for p in self.model.parameters() if p.grad is not None]
+        self.kept = [p.grad.detach().float().cpu() for p in self.model.parameters() if p.grad is not None]
 
 
-def one_step(case: Case, fused: bool, attention: str | None, rollout: Rollout, device: str, extra: dict) -> Any:
-    """The gradients of one step and its trainer."""
+def one_step(
+    case: Case, fused: bool, attention: str | None, rollout: Rollout, device: str, extra: dict
+) -> list[torch.Tensor]:
+    """The gradients of one step, outside the device."""
     trainer = sharper_trainer(case, fused, rollout, device, {"max_grad_norm": 0.0, **extra})
     if attention is not None:
         trainer.model.set_attn_implementation(attention)
@@ -59,7 +61,7 @@ def one_step(case: Case, fused: bool, attention: str | None, rollout: Rollout, d
     gradients.model = trainer.model
     trainer.add_callback(gradients)
     trainer.train()
-    return gradients.kept, trainer
+    return gradients.kept
 
 
 def sharper_trainer(case: Case, fused: bool, rollout: Rollout, device: str, options: dict[str, Any]) -> Any:
@@ -71,24 +73,16 @@ def sharper_trainer(case: Case, fused: bool, rollout: Rollout, device: str, opti
     return trainer
 
 
-def norm(tensors: list[torch.Tensor]) -> float:
-    """The norm of all entries of some tensors."""
-    return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
-
-
 def errors_of_seed(case: Case, seed: int, device: str) -> dict[str, float]:
     """The distance of each contender's gradients from float32, relative to their norm."""
     rollout = Rollout.make(case.lengths, 2, 8, SHAPES[case.model][-1], seed)
     sampler = sharper_trainer(case, False, rollout, device, {"bf16": False})
     rollout.add_sampler_logps(sampler, seed)
     del sampler
-    truth, trainer = one_step(case, False, None, rollout, device, {"bf16": False})
-    size = norm(truth)
-    errors = {"norm": size}
+    truth = one_step(case, False, None, rollout, device, {"bf16": False})
+    errors = {"norm": norm(truth)}
     for name, (fused, attention, extra) in ARMS.items():
-        got, trainer = one_step(case, fused, attention, rollout, device, {"bf16": True, **extra})
-        errors[name] = norm([a - b for a, b in zip(got, truth, strict=True)]) / size
-        del trainer, got
+        errors[name] = distance(one_step(case, fused, attention, rollout, device, {"bf16": True, **extra}), truth)
         clear_memory()
     return errors
 
