@@ -238,8 +238,7 @@ def choose(
     Raises:
         `ValueError`: when the one asked for is not allowed, with the reason.
     """
-    reasons: dict[Any, str | None] = {}
-    reasons |= why_layouts_are_refused(model, causal_lm, is_multimodal, reads_padding, refusal)
+    reasons: Any = why_layouts_are_refused(model, causal_lm, is_multimodal, reads_padding, refusal)
     if wanted != "auto" and reasons[wanted] is not None:
         raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
     names: tuple[LayoutName, ...] = ("packed", "aligned", "padded")

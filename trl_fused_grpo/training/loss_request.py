@@ -81,26 +81,22 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | 
     loss_type = loss_type_of(trainer)
     if loss_type == "rloo":
         return rloo_objective(trainer.epsilon_low, trainer.epsilon_high)
+    options: dict[str, Any] = {
+        "loss_type": loss_type,
+        "epsilon_low": trainer.epsilon_low,
+        "epsilon_high": trainer.epsilon_high,
+        "beta": trainer.beta if beta is None else beta,
+        "top_entropy_quantile": trainer.top_entropy_quantile,
+        "kl_estimator": kl_estimator_of(trainer.args),
+    }
     if loss_type == "gmpo":  # GMPOTrainer leaves the other options of a GRPOConfig out
-        return GRPOObjective(
-            loss_type=loss_type,
-            epsilon_low=trainer.epsilon_low,
-            epsilon_high=trainer.epsilon_high,
-            beta=trainer.beta if beta is None else beta,
-            top_entropy_quantile=trainer.top_entropy_quantile,
-            kl_estimator=kl_estimator_of(trainer.args),
-        )
+        return GRPOObjective(**options)
     return GRPOObjective(
-        loss_type=loss_type,
-        epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high,
-        beta=trainer.beta if beta is None else beta,
+        **options,
         importance_sampling_level=trainer.importance_sampling_level,
         entropy_coef=entropy_coef,
         max_completion_length=trainer.max_completion_length,
         off_policy_mask_threshold=trainer.off_policy_mask_threshold,
-        top_entropy_quantile=trainer.top_entropy_quantile,
-        kl_estimator=kl_estimator_of(trainer.args),
         **{name: getattr(trainer.args, name) for name in _OPTIONS_IN_ARGS if hasattr(trainer.args, name)},
     )
 
