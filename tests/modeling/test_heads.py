@@ -415,6 +415,14 @@ def test_layers_between_hidden_states_and_head_are_found(family, layer):
     assert layer_before_head(AutoModelForCausalLM.from_config(config)) == layer
 
 
+def test_a_layer_that_the_user_puts_before_the_head_later_is_found():
+    model = tiny_model("llama")
+    assert layer_before_head(model) is None
+    model.lm_head = nn.ModuleDict({"dense": nn.Linear(8, 8), "decoder": model.lm_head})
+    model.get_output_embeddings = lambda: model.lm_head["decoder"]
+    assert layer_before_head(model) == "lm_head.dense"
+
+
 @pytest.mark.parametrize("kind", ["llama", "tied", "qwen3-vl"])
 def test_a_head_that_follows_the_hidden_states_has_no_layer_before_it(kind):
     assert layer_before_head(tiny_model(kind)) is None

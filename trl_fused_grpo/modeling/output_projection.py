@@ -11,8 +11,6 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.ops.lm_head import LMHead, LowRank
 
-from .layer_memo import LayerMemo
-
 
 _ADVICE = "train with use_liger_loss=False"
 
@@ -78,13 +76,14 @@ def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
     return module
 
 
-@LayerMemo
 def layer_before_head(causal_lm: PreTrainedModel) -> str | None:
     """
     The name of a layer that a model runs between its backbone and its output projection, as BERT's relatives do, or
     `None`. Found by its parameters, which stand beside those of the projection.
     """
     head = causal_lm.get_output_embeddings()
+    if any(child is head for child in causal_lm.children()):  # nearly always, and without a walk over all modules
+        return None
     name = next((name for name, module in causal_lm.named_modules() if module is head), "")
     beside: Any = causal_lm.get_submodule(name.rpartition(".")[0])
     if beside is causal_lm:
