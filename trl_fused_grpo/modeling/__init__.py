@@ -18,5 +18,6 @@ the folder:
   functions of modules, `mlp_activations` of what MLPs compute between projections, `as_read` tells when these hold no
   longer, `compiled_functions` compiles functions for each kind of input.
 - `adapters` has LoRA's low-rank products computed within those of the layers that carry them.
+- `out_of_memory` has all processes hear of memory that runs out in a forward on one.
 - `checkpointing` is gradient checkpointing with less bookkeeping; `kept_activations` is what it keeps all the same.
 """

@@ -214,6 +214,7 @@ def _fused_request(
         tokens=micro_batch * call.input_ids.shape[1],
         entropy=call.compute_entropy,
         entropy_grad=logps_request.entropy_grad,
+        watch=None if logps_request.watch is None else logps_request.watch(),
     )
 
 
@@ -241,6 +242,8 @@ def run_model(model: nn.Module, layout: Layout, request: FusedRequest | HiddenSt
             raise RowsRefusedError(call.reason)
         if call.needs_own_prompts:
             raise PromptsNotSharedError
+    if isinstance(request, FusedRequest) and request.watch is not None:
+        request.watch.check()
     return tuple(result.real for result in results)
 
 

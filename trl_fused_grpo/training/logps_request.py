@@ -1,5 +1,6 @@
 """What is asked of a log-prob computation and what comes back: request, arguments, options, result."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.sequence_forecast import SequenceForecast
 from trl_fused_grpo.modeling.layout import LayoutName
+from trl_fused_grpo.modeling.out_of_memory import MemoryWatch
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
 
@@ -33,6 +35,7 @@ class LogpsRequest:
         skip_zero_grad (`bool`): whether sequences that can receive no gradient are left out of the model.
         reads_padding (`bool`): whether TRL's objective reads padding, so that every row keeps it.
         micro_batch (`int`, *optional*): sequences in each of the micro-batches that are joined here.
+        watch (`Callable`, *optional*): makes a [`MemoryWatch`] for a forward of these.
     """
 
     mask: Tensor
@@ -42,6 +45,7 @@ class LogpsRequest:
     skip_zero_grad: bool = False
     reads_padding: bool = False
     micro_batch: int | None = None
+    watch: Callable[[], MemoryWatch] | None = None
 
     @classmethod
     def joined(cls, parts: list["LogpsRequest"]) -> "LogpsRequest":

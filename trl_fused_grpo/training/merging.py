@@ -6,6 +6,7 @@ training step of its own. The backward of all runs with the last of them.
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from trl import GRPOTrainer
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import traits
+from trl_fused_grpo.modeling.out_of_memory import MemoryWatch, SharedOutOfMemoryError
 
-from .agreement import of_all_processes, with_images_anywhere
+from .agreement import memory_watch, of_all_processes, why_not_split, with_images_anywhere
 from .checks import is_possible
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
 from .engine import LogpsEngine
 from .exchange import exchanged
-from .logps_request import PerTokenLogps, images_of
+from .logps_request import LogpsRequest, PerTokenLogps, images_of
 from .memory import free_memory, token_budget
 from .merge_plan import plan_merges
 from .partitioning import rebalance
@@ -52,12 +54,23 @@ class MicroBatchMerger:
         self.engine = engine
         self.is_rebalanced = False
         self._most_together = sys.maxsize  # micro-batches in a forward
+        self._watch: Callable[[], MemoryWatch] | None = None  # of a forward that is split where memory runs out
+        self._why_not_split: str | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget all micro-batches, as at the start of a training."""
         self.set_plan([], [])
         self._losses: list[Tensor] = []
+
+    @contextmanager
+    def training(self) -> Generator[None, None, None]:
+        """While it lasts, TRL trains. Before, and in the end, however it comes, all micro-batches are forgotten."""
+        self.reset()
+        try:
+            yield
+        finally:
+            self.reset()  # an exception leaves losses that wait; their graphs keep memory, and attention replaced
 
     def plan_generation(self, batches: list[dict[str, Any]], steps_left: int) -> list[dict[str, Any]]:
         """
@@ -87,10 +100,13 @@ class MicroBatchMerger:
             rebalanced = rebalance(batches, layout, shares_prompts)
             self.is_rebalanced, batches = rebalanced is not batches, rebalanced
         if is_shared:
+            processes = trainer.accelerator.num_processes
+            self._why_not_split = why_not_split(trainer, causal_lm)
+            is_watched = processes > 1 and self._why_not_split is None
+            self._watch = memory_watch(trainer, causal_lm) if is_watched else None
             if max_tokens is None:
                 max_tokens = token_budget(batches, self.engine.memory, trainer.model)
             needs_last_column = traits(causal_lm).needs_last_column
-            processes = trainer.accelerator.num_processes
             in_one_width = needs_last_column or processes > 1
             ends = plan_merges(batches, max_tokens, shares_prompts, layout, needs_last_column, in_one_width)
             # Every process must call the model at the same steps
@@ -151,20 +167,32 @@ class MicroBatchMerger:
             steps_left -= len(groups[-1])
         return groups
 
+    def joined(self, parts: list[LogpsRequest]) -> LogpsRequest:
+        """The request of micro-batches that share a forward: where memory runs out in it, all processes hear of it."""
+        request = LogpsRequest.joined(parts)
+        return replace(request, watch=self._watch) if len(parts) > 1 else request
+
     def fitting(
         self, group: list[dict[str, Any]], compute: Callable[[list[dict[str, Any]]], PerTokenLogps]
     ) -> tuple[list[dict[str, Any]], PerTokenLogps]:
         """
-        The first micro-batches of a group that fit into the device's memory together, from now on at most so many, and
-        what `compute` returns for them.
+        The first micro-batches of a group that fit into the device's memory together, on all processes, from now on at
+        most so many, and what `compute` returns for them.
         """
         while True:
             before = RandomStates(group[0]["completion_ids"])
             try:
                 return group, compute(group)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 # Other processes would wait for the forward that this one did not run
-                if len(group) == 1 or self.trainer.accelerator.num_processes > 1:
+                is_alone = self.trainer.accelerator.num_processes > 1 and not isinstance(error, SharedOutOfMemoryError)
+                if len(group) > 1 and is_alone:
+                    reason = self._why_not_split or "other processes wait within it"
+                    logger.warning(
+                        f"Memory ran out in a forward of {len(group)} micro-batches, which cannot be split here, "
+                        f"because {reason}: fused_max_tokens_per_forward sets how many tokens may share one."
+                    )
+                if len(group) == 1 or is_alone:
                     raise
             group = group[: len(group) // 2]
             self._most_together = len(group)

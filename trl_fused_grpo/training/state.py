@@ -115,10 +115,9 @@ class FusedState:
         if self.trainer.use_liger_loss:
             self.engine.read_options()
             self.ratio.resolve()
-            self.merger.reset()
             self.verification.reset()
             self._has_summary_to_print = True
-        with temporary_attr(self, "is_in_train", True):
+        with temporary_attr(self, "is_in_train", True), self.merger.training():
             yield
 
     def begin_accumulation(self) -> None:
@@ -272,7 +271,7 @@ class FusedState:
         is_multimodal = self.merger.is_multimodal(micro_batch)
 
         def compute(group: list[dict[str, Any]]) -> PerTokenLogps:
-            logps_request = LogpsRequest.joined([self._loss_request(batch) for batch in group])
+            logps_request = self.merger.joined([self._loss_request(batch) for batch in group])
             joined = call if len(group) == 1 else call.with_batches(group)
             moves_weights = 1 < len(group) == self.steps_left
             with reducing_gradients(call.model) if moves_weights else nullcontext():
