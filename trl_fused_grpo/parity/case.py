@@ -1,7 +1,7 @@
 """What a comparison is made of: a configuration, the data that goes in, and what a user changes about the trainer."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -197,6 +197,8 @@ class Case:
             Whether TRL's Liger loss is compared, where there is one.
         customised ([`Customisation`], *optional*):
             Compares whole runs of `trainer.train()` with this change made to both trainers, see [`run_training`].
+        stepwise ([`Customisation`], *optional*):
+            A change that is made to both trainers of a case that is not about whole trainings.
         shape ([`Shape`]):
             How many sequences, and how long they are.
         seed (`int`):
@@ -228,9 +230,24 @@ class Case:
     compare_bf16: bool = True
     compare_liger: bool = True
     customised: Customisation | None = None
+    stepwise: Customisation | None = None
     shape: Shape = Shape()
     seed: int = 0
     drawn: bool = False
+
+    def trainer_class(self, cls: Any) -> Callable[..., Trainer]:
+        """The trainer's class with what the user changes in it, see `stepwise`."""
+        make = None if self.stepwise is None else self.stepwise.make_class
+        return cls if make is None else make(cls)
+
+    @contextmanager
+    def changed(self, trainer: Trainer) -> Generator[None, None, None]:
+        """While it lasts, a trainer that is built has what the user changes in it, see `stepwise`."""
+        change = None if self.stepwise is None else self.stepwise.change_trainer
+        trainer.seen.clear()
+        context = None if change is None else change(trainer)
+        with nullcontext() if context is None else context:
+            yield
 
     def config_class(self, default: type) -> Any:
         """The class of the trainers' arguments: the one that the customisation loads, or `default`."""

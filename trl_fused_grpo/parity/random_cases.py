@@ -14,6 +14,7 @@ from trl import GRPOConfig
 from trl_fused_grpo._compat import trl as trl_compat
 
 from .case import Batch, Case, Rollout, Shape
+from .stepwise import CUSTOMISATIONS
 from .tiny.families import FAMILIES, VARIANTS
 
 
@@ -88,6 +89,7 @@ def draw(seed: int, index: int) -> Options:
     draw_data = _draw_rollout if drawing.options.get("rollout") else _draw_batch
     draw_data(drawing)
     _draw_fused_options(drawing)
+    _draw_customisation(drawing)
     return drawing.options
 
 
@@ -198,6 +200,13 @@ def _draw_fused_options(drawing: _Draw) -> None:
     drawing.maybe(0.2, "fused_balance", True, False)
     drawing.maybe(0.2, "fused_skip_old_logps", True, False)
     drawing.maybe(0.1, "fused_memory", 0.5)
+    drawing.maybe(0.02, "fused_compile", True)  # takes seconds
+
+
+def _draw_customisation(drawing: _Draw) -> None:
+    # With LoRA on the head, TRL has no output of its own for hooks to see
+    if drawing.options.get("adapter") != "head" and drawing.maybe(0.15, "stepwise", *CUSTOMISATIONS):
+        drawing.options.pop("fused_layout", None)  # who asks for one says that nobody sees how rows are laid out
 
 
 def name_of(options: Options) -> str:
@@ -260,6 +269,7 @@ def case_of(name: str, options: Mapping[str, Any]) -> Case:
         given.setdefault("router_aux_loss_coef", 0.0)
     else:
         given.pop("router_aux_loss_coef", None)
+    customisation: Any = given.pop("stepwise", None)
     return Case(
         name,
         ", ".join(f"{option}={value}" for option, value in options.items()),
@@ -273,6 +283,7 @@ def case_of(name: str, options: Mapping[str, Any]) -> Case:
         fused=fused,
         compare_bf16=not _has_experts(model),
         compare_liger=False,
+        stepwise=CUSTOMISATIONS[customisation] if customisation else None,
         drawn=True,
     )
 

@@ -1,6 +1,7 @@
 """Takes one trainer through a case by its own training, evaluation or log-prob step, and collects the outcome."""
 
 import math
+import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -111,13 +112,21 @@ def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Ou
         serve_rollouts(trainer, data)
     elif case.mode != "log-probs":
         serve_batches(trainer, data)
-    if case.mode == "train":
-        outcome = _train(trainer, case, dtype)
-    elif case.mode == "eval":
-        outcome = _evaluate(trainer)
-    else:
-        outcome = _log_probs(trainer, data)
+    with case.changed(trainer):
+        if case.mode == "train":
+            outcome = _train(trainer, case, dtype)
+        elif case.mode == "eval":
+            outcome = _evaluate(trainer)
+        else:
+            outcome = _log_probs(trainer, data)
+    if trainer.seen:
+        outcome.metrics["what the user's code saw"] = [_as_number(value) for value in trainer.seen]
     return outcome
+
+
+def _as_number(value: Any) -> float:
+    """A number as it is, and of anything else one that equal things have in common."""
+    return float(value) if isinstance(value, (int, float)) else float(zlib.crc32(repr(value).encode()))
 
 
 def _collect_metrics(trainer: Trainer, mode: str, outcome: Outcome) -> None:

@@ -141,7 +141,7 @@ def _construct(
     model: Any = str(checkpoint)
     if case.customised is not None and case.customised.load_model is not None:
         model, args.model_init_kwargs = case.customised.load_model(checkpoint), None
-    return cls(
+    return case.trainer_class(cls)(
         model=model,
         reward_funcs=reward,
         args=args,
@@ -157,7 +157,7 @@ def _prepare(trainer: Trainer, case: Case) -> Trainer:
     for name, parameter in trainer.model.named_parameters():
         if name.endswith(case.frozen):
             parameter.requires_grad_(False)
-    data = case.data
+    data, trainer.seen = case.data, []  # by customisations
     if (isinstance(data, Batch) and data.ratio) or (isinstance(data, Rollout) and data.sampling):
         trainer.use_vllm = True  # the constructor would start vLLM
         trainer._last_loaded_step = trainer.state.global_step
