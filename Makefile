@@ -13,7 +13,7 @@ QUICK_TESTS := tests/ops tests/loss tests/test_architecture.py tests/test_versio
 # The share of mutants below which `make mutants` fails; the goal is 0.9 (docs/reliability.md)
 LEAST_NOTICED ?= 0.8
 
-.PHONY: demo quick test test-vllm matrix mutants oldest newest parity lint format clean
+.PHONY: demo quick test nightly test-vllm matrix mutants oldest newest parity lint format clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("The pinned set needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -29,8 +29,11 @@ quick: $(INSTALLED)  ## Tests that need no trainer, in under 40 seconds
 	$(BIN)/python -m pytest -m "not slow" $(QUICK_TESTS)
 
 test: $(INSTALLED)  ## Every test that runs on this machine with the newest TRL
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not distributed and not example"
-	$(BIN)/python -m pytest -m "distributed or example"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not distributed and not example and not nightly"
+	$(BIN)/python -m pytest -m "(distributed or example) and not nightly"
+
+nightly: $(INSTALLED)  ## Longer tests: every engine with every feature, kills, hours of steps
+	$(BIN)/python -m pytest -m nightly
 
 parity: $(INSTALLED)  ## Compare with stock TRL, case by case
 	$(BIN)/trl-fused-grpo parity

@@ -3,6 +3,7 @@ Environments beside that of `make test`: `make matrix` is every supported TRL, e
 real vLLM; `make oldest` and `make newest` are the two ends of what pip may choose.
 """
 
+from datetime import date
 from pathlib import Path
 
 import nox
@@ -19,7 +20,7 @@ TRL_VERSIONS = sorted(
     (path.stem.removeprefix("trl-") for path in CONSTRAINTS.glob("trl-[0-9]*.txt")),
     key=lambda version: [int(number) for number in version.split(".")],
 )
-ONE_PROCESS = "not distributed and not example and not vllm and not parity"
+ONE_PROCESS = "not distributed and not example and not vllm and not parity and not nightly"
 
 
 def install(session: nox.Session, pins: str | None, *packages: str) -> None:
@@ -43,7 +44,7 @@ def trl(session: nox.Session, trl: str) -> None:
     oldest, newest = TRL_VERSIONS[0], TRL_VERSIONS[-1]
     is_short = "short" in session.posargs
     install(session, f"trl-{trl}")
-    drawn = ("--random", "100" if is_short else "300", "--seed", "1")
+    drawn = ("--random", "60" if is_short else "300", "--seed", "1")
     for cases in ((), ("--models",), ("--customised",), drawn):
         if cases != ("--customised",) or not is_short or trl in (oldest, TRL_VERSIONS[len(TRL_VERSIONS) // 2], newest):
             session.run("trl-fused-grpo", "parity", "--jobs", "2", *cases)
@@ -71,9 +72,14 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session
 def newest(session: nox.Session) -> None:
-    """Parity and tests with the newest torch, transformers and TRL that pip finds today."""
+    """
+    Parity and tests with the newest torch, transformers, TRL, PEFT and Liger that pip finds today. Cases are drawn from
+    the date: every night others.
+    """
     install(session, None)
-    session.run("trl-fused-grpo", "parity", "--jobs", "2")
+    session.run("python", "-m", "pip", "freeze")  # what to pin, and what to look at when something fails
+    for cases in ((), ("--models",), ("--random", "100", "--seed", str(date.today().toordinal()))):
+        session.run("trl-fused-grpo", "parity", "--jobs", "2", *cases)
     run_tests(session, ONE_PROCESS)
 
 

@@ -28,7 +28,6 @@ import transformers
 import trl
 import typer
 from datasets import Dataset
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -245,6 +244,8 @@ def train(
 
 def draw_curve(runs: list[Run], path: Path) -> None:
     """Draws the mean reward of each run against the training step."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for run, color, style in zip(runs, ("tab:blue", "tab:orange"), ("-", "--"), strict=False):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.table import FEATURES
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling import (
@@ -109,3 +110,9 @@ def test_the_table_of_faster_paths_names_no_predicate_that_is_gone():
     places = (eligibility, forecastable, engine.LogpsEngine)
     for name in re.findall(r"why_\w+", eligibility.__doc__):
         assert any(hasattr(place, name) for place in places), name
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_page_has_every_feature_that_is_trained_in_every_engine(feature):
+    page = (Path(__file__).parents[1] / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\|[^|]*\| `{feature}` \|( [^|?]+ \|){{5}}$", page, re.MULTILINE)

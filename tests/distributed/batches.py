@@ -1,6 +1,6 @@
 """Micro-batches for two ranks, and the same rows as one process would get them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -23,14 +23,18 @@ _DRIFT = (-0.6, -0.3, -0.1, -0.03, 0.05, 0.1, 0.5)
 _RATIOS = (0.4, 0.9, 1.0, 1.3, 2.0)
 
 
-def make(checkpoint: Path, lengths: Sequence[tuple[int, int]] = ((3, 13),) * RANKS) -> list[list[Batch]]:
+def make(
+    checkpoint: Path,
+    lengths: Sequence[tuple[int, int]] = ((3, 13),) * RANKS,
+    masked: Collection[tuple[int, int]] = MASKED,
+) -> list[list[Batch]]:
     """
     Micro-batches `[rank][index]` with log-probs near those of the checkpoint's model. `lengths` has the fewest tokens
     of a completion of each rank, and the first number that is too many.
     """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
-    return of_each_rank(lambda rank, i: _micro_batch(model, generator, lengths[rank], (rank, i) in MASKED))
+    return of_each_rank(lambda rank, i: _micro_batch(model, generator, lengths[rank], (rank, i) in masked))
 
 
 def of_each_rank(make_one: Callable[[int, int], Batch]) -> list[list[Batch]]:
@@ -55,7 +59,7 @@ def join(batches: Sequence[Batch]) -> Batch:
     joined = {}
     for name in batches[0].keys() - {"num_items_in_batch"}:
         rows = [row for batch in batches for row in batch[name]]
-        is_padded = name.startswith(("prompt", "completion", "old"))
+        is_padded = name.startswith(("prompt", "completion", "old", "tool"))
         joined[name] = padded(rows, left=name.startswith("prompt")) if is_padded else torch.stack(rows)
     return {**joined, "num_items_in_batch": batches[0]["num_items_in_batch"]}  # TRL takes that of the first
 

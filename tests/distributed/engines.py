@@ -1,6 +1,7 @@
-"""What a launcher's configuration would say for each engine, and parameters gathered from what the engine shards."""
+"""What a launcher's configuration would say for each engine, what it makes of a model, and parameters it shards."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,18 +10,18 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from .runs import Run
 
-
-def launcher_options(run: Run) -> dict[str, Any]:
+def launcher_options(
+    backend: str, mixed_precision: str = "no", is_flat: bool = False, layers: Sequence[str] = ()
+) -> dict[str, Any]:
     """
-    What a launcher's configuration would say.
+    What a launcher's configuration would say; for FSDP1 also whether it trains flat parameters, and for FSDP the
+    classes of layers that it shards one by one, where the model does not name them.
 
     Accelerate uses DDP whenever it knows that a process is on the CPU. So its state is made here, with the kind of
     device left open.
     """
-    backend = run.backend
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if run.case == "bf16" else "no"
+    os.environ["ACCELERATE_MIXED_PRECISION"] = mixed_precision
     if backend == "ddp":
         return {"use_cpu": True}
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -31,14 +32,49 @@ def launcher_options(run: Run) -> dict[str, Any]:
         deepspeed.ops.__compatible_ops__ = {}  # else it compiles an all-reduce of its own
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
-        return {"deepspeed": _deepspeed_config(int(backend[-1])), **options}
+        config = _deepspeed_config(int(backend[-1]))
+        if mixed_precision == "fp16":
+            # It would not: it asks for a processor that is fast at float16, torch does not
+            deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported = lambda _: True
+            config["fp16"] = {"enabled": True, "auto_cast": True, "initial_scale_power": 10}
+            options["fp16"] = True
+        return {"deepspeed": config, **options}
     PartialState(backend="gloo")
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     # FSDP1 synchronises module states on accelerators only
-    fsdp = {"version": 1, "sync_module_states": False} if backend == "fsdp1" else {"version": 2}
-    if run.head and run.head.flat:
+    fsdp: dict[str, Any] = {"version": 1, "sync_module_states": False} if backend == "fsdp1" else {"version": 2}
+    if is_flat:
         fsdp["use_orig_params"] = False
+    os.environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
+    if layers:
+        fsdp["transformer_layer_cls_to_wrap"] = list(layers)
+        os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(layers)  # which PEFT reads
     return {"fsdp": True, "fsdp_config": fsdp, **options}
+
+
+def plain_sgd() -> dict[str, Any]:
+    """Arguments of a trainer with SGD, without clipping, that logs every step and saves nothing."""
+    return {
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e6,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "model_init_kwargs": {"dtype": "float32", "device_map": None},
+    }
+
+
+def wrapper_and_parameters(backend: str, model: str) -> tuple[str, list[str]]:
+    """The class that an engine makes of a model's class, and the kinds of its parameters, see [`parameter_kind`]."""
+    return {
+        "ddp": ("DistributedDataParallel", ["Parameter"]),
+        "fsdp1": ("FullyShardedDataParallel", ["Parameter"]),
+        "fsdp2": (f"FSDP{model}", ["DTensor"]),
+        "zero2": ("DeepSpeedEngine", ["Parameter"]),
+        "zero3": ("DeepSpeedEngine", ["zero3"]),
+    }[backend]
 
 
 def _deepspeed_config(stage: int) -> dict[str, Any]:

@@ -39,8 +39,8 @@ class Run:
             [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, `"misled"`: fused, and
-            rank 1 alone is given a wrong forecast, `"compiled"`: fused, with `fused_compile`, or `"verified"`: fused,
-            with `fused_verify`.
+            rank 1 alone is given a wrong forecast, `"compiled"`: fused, with `fused_compile`, `"verified"`: fused,
+            with `fused_verify`, or `"out-of-memory"`: fused, and memory runs out on rank 1.
     """
 
     backend: str
@@ -62,6 +62,21 @@ class Run:
     @property
     def shares_forwards(self) -> bool:
         return self.case in (*SHARED, "exchanged", "wide")
+
+    @property
+    def most_tokens(self) -> int:
+        """In a forward that micro-batches share."""
+        return 1000
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether processes exchange sequences."""
+        return self.case == "exchanged"
+
+    @property
+    def adapted(self) -> str:
+        """Which adapter is trained, see [`adapters.adapter`]."""
+        return self.case
 
     @property
     def data(self) -> str:
@@ -114,6 +129,7 @@ LAUNCHES = {
         *_fused("ddp", "lora-head", "saved-head"),
         *_compiled("ddp", "untied"),
         *_verified("ddp", "lora", "shared-forward"),
+        Run("ddp", "shared-forward", "out-of-memory"),
         *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, "exchanged", misled=("untied", "tied")),
         *_fused("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
         *_compiled("fsdp2", "reference", "lora"),

@@ -4,9 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,6 +20,8 @@ from trl_fused_grpo.parity.tiny import save_checkpoint
 from . import architectures, batches
 from .adapters import HEADS, TOGETHER, adapter, oracle
 from .batches import Batch
+from .engines import wrapper_and_parameters
+from .launching import launch
 from .runs import ACCUMULATION, ARCHITECTURES, LAUNCHES, RANKS, REFUSED, SHARED, STEPS, Run
 from .worker import build, train
 
@@ -30,7 +29,6 @@ from .worker import build, train
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 TOLERANCE = 1e-5  # relative, float32
-LAUNCH_SECONDS = 240
 
 _CLASSES = {
     "tied": "Qwen3ForCausalLM",
@@ -49,8 +47,8 @@ def _each(trainers: tuple[str, ...], *cases: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "run",
         [
-            pytest.param(run, id=run.name, marks=_NEEDS_DEEPSPEED if launch == "deepspeed" else ())
-            for launch, runs in LAUNCHES.items()
+            pytest.param(run, id=run.name, marks=_NEEDS_DEEPSPEED if name == "deepspeed" else ())
+            for name, runs in LAUNCHES.items()
             for run in runs
             if run.trainer in trainers and run.case in (cases or (run.case,)) and run not in REFUSED
         ],
@@ -86,42 +84,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcome(folder: Path) -> Callable[..., Outcome]:
     """Outcome of one run. The first one of a launch starts the launch with all of its runs."""
-    start = cache(lambda launch: _launch(launch, folder))
+    start = cache(lambda name: launch(["tests.distributed.worker", name, str(folder)], RANKS))
 
     def of(run: Run, trainer: str | None = None) -> Outcome:
         run = Run(run.backend, run.case, trainer or run.trainer)
-        printed = start(next(launch for launch, runs in LAUNCHES.items() if run in runs))
+        printed = start(next(name for name, runs in LAUNCHES.items() if run in runs))
         if not (folder / f"{run.name}.json").exists():
             pytest.fail(f"{run.name} did not finish:\n{printed[-6000:]}")
         return Outcome(folder, run)
 
     return of
-
-
-def _launch(launch: str, folder: Path) -> str:
-    """Start the worker on two processes and return what they printed. Nothing outlives the call."""
-    root = str(Path(__file__).parents[2])
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
-    }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    process = subprocess.Popen(
-        [*torchrun, "-m", "tests.distributed.worker", launch, str(folder)],
-        cwd=root,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        return process.communicate(timeout=LAUNCH_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # torchrun ends its workers
-        return process.communicate()[0] + f"\nstopped after {LAUNCH_SECONDS} s"
 
 
 @pytest.fixture(scope="module")
@@ -161,13 +133,7 @@ def test_two_processes_train_under_the_wrapper_that_was_asked_for(run: Run, outc
     result = outcome(run)
     bare = _CLASSES.get(run.model, "LlamaForCausalLM")
     model = bare if adapter(run.case) is None else "PeftModelForCausalLM"
-    wrapper, parameters = {
-        "ddp": ("DistributedDataParallel", ["Parameter"]),
-        "fsdp1": ("FullyShardedDataParallel", ["Parameter"]),
-        "fsdp2": (f"FSDP{model}", ["DTensor"]),
-        "zero2": ("DeepSpeedEngine", ["Parameter"]),
-        "zero3": ("DeepSpeedEngine", ["zero3"]),
-    }[run.backend]
+    wrapper, parameters = wrapper_and_parameters(run.backend, model)
     assert result.each_rank("world") == [RANKS] * RANKS
     assert result.each_rank("wrapper") == [wrapper] * RANKS
     assert result.each_rank("parameters") == [parameters] * RANKS
@@ -258,6 +224,19 @@ def test_micro_batches_that_share_a_forward_train_what_stock_trains(run: Run, ou
             assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
             assert my_log.keys() - stock_log.keys() == {"fused/rows_recomputed"}
             assert my_log["fused/rows_recomputed"] == 0.0
+
+
+@_each(("out-of-memory",))
+def test_memory_that_runs_out_on_one_process_splits_the_forward_on_all(run: Run, outcome):
+    """No process waits for another; loss, logs and gradients are those of micro-batches that share no forward."""
+    split, stock = outcome(run), outcome(run, "stock")
+    distances = _distances(split.moved, stock.moved)
+    assert max(distances.values()) <= TOLERANCE, distances
+    for mine, stocks in zip(split.ranks, stock.ranks, strict=True):
+        assert mine["losses"] == _close(stocks["losses"])
+        assert not any(mine["waited"])
+        for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
+            assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
 
 
 @_each(("fused",), "untied", "tied")

@@ -32,7 +32,8 @@ from .adapters import adapter, adapters_disabled, dense_log_probs
 from .architectures import deafen, limit_width
 from .batches import Batch, join
 from .compiled import compiled_calls
-from .engines import launcher_options, parameter_kind, whole_parameters
+from .engines import launcher_options, parameter_kind, plain_sgd, whole_parameters
+from .out_of_memory import memory_runs_out
 from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, STEPS, Run
 from .wrong_forecast import misled
 
@@ -116,14 +117,14 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     The optimizer is plain SGD without clipping. The last step is so long that the movement of the parameters is its
     gradient, beside which their rounding is nothing.
     """
-    shares_forwards = run.shares_forwards and run.trainer in ("fused", "verified")
-    options |= {"fused_max_tokens_per_forward": 1000} if shares_forwards else {}
-    options |= {"fused_balance": False} if shares_forwards and run.case != "exchanged" else {}
+    shares_forwards = run.shares_forwards and run.trainer not in ("stock", "dense")
+    options |= {"fused_max_tokens_per_forward": run.most_tokens} if shares_forwards else {}
+    options |= {"fused_balance": False} if shares_forwards and not run.exchanges else {}
     options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-aligned" else {}
     options |= {"importance_sampling_level": "sequence"} if run.case == "shared-forward" else {}
     options |= {"fused_compile": True} if run.trainer == "compiled" else {}
     options |= {"fused_verify": 2} if run.trainer == "verified" else {}
-    has_options = shares_forwards or run.trainer in ("compiled", "verified")
+    has_options = shares_forwards or run.trainer not in ("stock", "dense", "fused", "misled")
     args = (FusedGRPOConfig if has_options else GRPOConfig)(
         output_dir=str(folder / "output"),
         per_device_train_batch_size=len(batches[0]["completion_ids"]),
@@ -134,20 +135,13 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
         loss_type="dapo",
         beta=0.5 if run.refers else 0.0,
         bf16=False,
-        optim="sgd",
         learning_rate=0.01,
-        lr_scheduler_type="constant",
-        max_grad_norm=1e6,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **plain_sgd(),
         use_liger_loss=run.trainer not in ("stock", "dense"),
         # Without it DDP looks for parameters that get no gradient
         gradient_checkpointing=not (
             (run.head and run.head.keeps_activations) or run.case in ("shared-aligned", "images-on-one")
         ),
-        model_init_kwargs={"dtype": "float32", "device_map": None},
         **options,
     )
     torch.manual_seed(0)
@@ -159,7 +153,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
             args=args,
             train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * 24}),
             processing_class=tokenizer(),
-            peft_config=adapter(run.case),
+            peft_config=adapter(run.adapted),
         )
     if run.case.startswith("deaf"):
         deafen(trainer.model)
@@ -196,12 +190,17 @@ def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
     batches = torch.load(folder / f"{run.data}.pt")[rank]
     trainer = None
     try:
-        trainer = build(run, folder, batches, **launcher_options(run))
+        options = launcher_options(
+            run.backend, "bf16" if run.case == "bf16" else "no", bool(run.head and run.head.flat)
+        )
+        trainer = build(run, folder, batches, **options)
         shared = mock.patch.object(eligibility, "why_micro_batches_are_seen", return_value=None)
         with ExitStack() as stack:
             warning = stack.enter_context(mock.patch.object(engine.logger, "warning"))
             if run.trainer == "misled" and rank == 1:
                 stack.enter_context(misled())
+            if run.trainer == "out-of-memory" and rank == 1:
+                stack.enter_context(memory_runs_out())
             compiled = stack.enter_context(compiled_calls()) if run.trainer == "compiled" else {}
             if run.shares_forwards:  # the methods that feed the trainer count as replaced, but read no micro-batch
                 stack.enter_context(shared)

@@ -30,6 +30,11 @@ class _WrongForecast:
     def at(self, index: torch.Tensor, grad_rows: int) -> _Rows:
         return _Rows(self.right.at(index, grad_rows))
 
+    @classmethod
+    def joined(cls, parts: list["_WrongForecast"]) -> "_WrongForecast":
+        rights = [part.right for part in parts]
+        return cls(type(rights[0]).joined(rights))
+
 
 @contextmanager
 def misled() -> Iterator[None]:
