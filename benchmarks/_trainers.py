@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
-from transformers.integrations.liger import apply_liger_kernel
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
@@ -27,6 +27,7 @@ SHAPES = {
     "0.6b": (1024, 28, 16, 8, 128, 3072, 151_936),
     "1.7b": (2048, 28, 16, 8, 128, 6144, 151_936),
     "4b": (2560, 36, 32, 8, 128, 9728, 151_936),
+    "8b": (4096, 36, 32, 8, 128, 12_288, 151_936),
 }
 
 
@@ -36,7 +37,7 @@ LORA_ON_ATTENTION: dict[str, Any] = {"target_modules": ["q_proj", "k_proj", "v_p
 
 def make_model(shape: str, device: str, dtype: torch.dtype, lora: dict[str, Any] | None = None) -> Any:
     """
-    A Qwen3 model with seeded random weights and tied embeddings.
+    A Qwen3 model with seeded random weights and tied embeddings; at 8b the head has weights of its own.
 
     Args:
         shape (`str`): a key of `SHAPES`.
@@ -54,7 +55,7 @@ def make_model(shape: str, device: str, dtype: torch.dtype, lora: dict[str, Any]
         num_key_value_heads=key_heads,
         head_dim=head_dim,
         max_position_embeddings=40_960,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape != "8b",
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
         bos_token_id=None,
@@ -126,7 +127,9 @@ class SharedModel:
             processing_class=tokenizer(),
         )
         # What `Trainer.train` does before its first step
-        if args.use_liger_kernel:
+        if args.use_liger_kernel and version("transformers") >= "5":  # before, the constructor did it
+            from transformers.integrations.liger import apply_liger_kernel
+
             apply_liger_kernel(trainer.model, args.liger_kernel_config)
         trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         if args.gradient_checkpointing and not self.model.is_gradient_checkpointing:

@@ -1,16 +1,18 @@
 """
 Draw the records in `results/`: time and memory of the loss by case, over the size of the chunk of logits, and of
-accumulation windows and whole steps.
+accumulation windows and whole steps; what stock and ours learn, and how far their weights drift apart.
 
     python benchmarks/figures.py
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import typer
+from _memory_figure import draw_memory
 from matplotlib.axes import Axes
 
 
@@ -26,6 +28,20 @@ STEP_ARMS = {
     "stock": ("stock TRL", "0.65"),
     "ours": ("trl-fused-grpo", "C0"),
     "ours, fused_compile=True": ("compiled", "C2"),
+}
+LEARNING_ARMS = {
+    "stock": ("stock TRL", "0.35", "-"),
+    "null": ("stock TRL, other attention", "C1", ":"),
+    "ours": ("trl-fused-grpo", "C0", "-"),
+    "ours, in chunks": ("trl-fused-grpo, small chunks", "C2", "--"),
+}
+LEARNING_PANELS = {
+    "accuracy": "accuracy on held-out sums",
+    "reward": "mean reward",
+    "entropy": "entropy, nats",
+    "kl": "KL from the start, nats",
+    "grad_norm": "gradient norm",
+    "clipped": "share of clipped ratios",
 }
 WINDOWS = {"window-0.6b-h200.json": "0.6B", "window-4b-h200.json": "4B", "window-4b-lora-h200.json": "4B LoRA"}
 
@@ -155,9 +171,77 @@ def draw_micro_batches(name: str) -> plt.Figure:
     return figure
 
 
+def draw_learning(name: str, panels: tuple[str, ...] = tuple(LEARNING_PANELS)) -> plt.Figure:
+    """What each arm learns: the mean over the seeds against the step, and a band from their 10th to 90th percentile."""
+    record = load(name)
+    columns = min(3, len(panels))
+    figure, grid = plt.subplots(
+        -(-len(panels) // columns), columns, squeeze=False, figsize=(4 * columns, 3.1 * -(-len(panels) // columns))
+    )
+    for axes, key in zip(grid.flat, panels, strict=False):
+        for arm, (label, color, style) in LEARNING_ARMS.items():
+            curves = [entry[key] for entry in record["results"] if entry["arm"] == arm]
+            if curves:
+                steps = steps_of(key, record, len(curves[0]))
+                mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
+                draw_band(axes, steps, curves, color)
+                axes.plot(steps, mean, style, color=color, label=label)
+        axes.set(xlabel="optimizer step", title=LEARNING_PANELS[key])
+        axes.grid(alpha=0.3)
+    grid[0][0].legend(fontsize=8)
+    seeds = len({entry["seed"] for entry in record["results"]})
+    about = f"{seeds} seeds: mean, 10th to 90th percentile; {source(record)}"
+    figure.text(0.99, 0.01, about, ha="right", fontsize=7)
+    return figure
+
+
+def steps_of(key: str, record: dict[str, Any], points: int) -> list[float]:
+    """The steps at which the points of a curve of `learning.py` stand."""
+    every, last = record["evaluated_every" if key == "accuracy" else "steps_of_a_point"], record["setting"]["steps"]
+    if key == "accuracy":
+        return [min(every * (point + 1), last) for point in range(points)]
+    return [(every * point + 1 + min(every * (point + 1), last)) / 2 for point in range(points)]
+
+
+def draw_band(axes: Axes, steps: list[float], curves: list[list[float]], color: str) -> None:
+    """A band from the 10th to the 90th percentile of curves."""
+    points = [sorted(values) for values in zip(*curves, strict=True)]
+    tenth = len(curves) // 10
+    low, high = ([values[place] for values in points] for place in (tenth, -1 - tenth))
+    axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def draw_replay(name: str) -> plt.Figure:
+    """How far the weights of each arm drift from stock's on the same tokens, seed by seed and in the mean."""
+    record = load(name)
+    figure, axes = plt.subplots(figsize=(6, 3.8))
+    for arm, (label, color, style) in LEARNING_ARMS.items():
+        lines = [line for line in record["comparison"] if line["arm"] == arm]
+        drifts = [list(entry["drift"].values()) for entry in record["results"] if entry["arm"] == arm]
+        if lines:
+            steps = [line["step"] for line in lines]
+            draw_band(axes, steps, drifts, color)
+            axes.plot(steps, [line["drift"] for line in lines], style, marker="o", ms=4, color=color, label=label)
+    axes.set(xlabel="generation batch of a recorded training of stock", ylim=(0, None))
+    axes.set_ylabel("distance from stock's weights,\nrelative to stock's from the start")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    seeds = len({entry["seed"] for entry in record["results"]})
+    figure.text(0.99, 0.01, f"{seeds} seeds; {source(record)}", ha="right", fontsize=7)
+    return figure
+
+
 def _find(record: dict[str, Any], start: str, key: str) -> float | None:
     """A figure of the first entry whose name begins with `start`."""
     return next((entry[key] for entry in record["results"] if entry["name"].startswith(start)), None)
+
+
+# Those whose record may not be there yet
+LATER = {
+    "learning": (draw_learning, "learning-h200.json"),
+    "learning-short": (partial(draw_learning, panels=("accuracy", "entropy")), "learning-h200.json"),
+    "replay": (draw_replay, "replay-h200.json"),
+}
 
 
 def main() -> None:
@@ -170,7 +254,9 @@ def main() -> None:
         "window": draw_windows(WINDOWS),
         "step": draw_step("step-h200.json"),
         "micro-batches": draw_micro_batches("micro-batches-cpu.json"),
+        "memory": draw_memory(load("memory-h200.json")),
     }
+    drawn |= {name: draw(record) for name, (draw, record) in LATER.items() if (HERE / "results" / record).exists()}
     for name, figure in drawn.items():
         figure.tight_layout(rect=(0, 0.02, 1, 1))
         figure.savefig(folder / f"{name}.png", dpi=110)

@@ -6,8 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from tests.tiny_training import make_trainer
+from trl_fused_grpo.training import eligibility
 
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -79,3 +83,95 @@ def test_long_sequences_are_compared_and_large_tensors_seen(tmp_path):
     one_row = [entry for entry in results if entry["name"] == "one row"]
     assert [entry["case"] for entry in one_row] == ["wide-mlp", "wide-heads"]
     assert all(entry["exceeding"] and entry["distance"] < 1e-5 for entry in one_row)
+
+
+def test_a_stopwatch_keeps_no_faster_path_from_a_trainer(benchmark_module, tmp_path):
+    importers = [
+        name
+        for name, module in sys.modules.items()
+        if name.startswith("trl_fused_grpo.") and hasattr(module, "replaced_method")
+    ]
+    trainer = make_trainer(tmp_path)
+    try:
+        benchmark_module("_accumulation").Stopwatch(trainer, "cpu")
+        assert "_get_per_token_logps_and_entropies" in vars(trainer)
+        assert eligibility.why_micro_batches_are_seen(trainer) is None
+        assert [name for name in importers if not isinstance(sys.modules[name].replaced_method, mock.Mock)] == []
+    finally:
+        mock.patch.stopall()
+
+
+def test_the_largest_batch_that_fits_is_found(benchmark_module):
+    memory = benchmark_module("memory")
+    peaks, largest = memory.peaks_and_largest(lambda rows: float(rows) if rows <= 21 else None, 512)
+    assert peaks == {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0, 16: 16.0} and largest == 21
+    assert memory.peaks_and_largest(lambda rows: 1.0, 4) == ({1: 1.0, 2: 1.0, 4: 1.0}, 4)
+    assert memory.peaks_and_largest(lambda rows: None, 4) == ({}, 0)
+
+
+def test_memory_is_compared_at_the_largest_common_batch(benchmark_module):
+    dense = {"case": "a", "name": "dense, TRL 0.27.2", "peaks": {"1": 10.0, "2": 20.0}, "largest": 2}
+    stock = {"case": "a", "name": "stock", "peaks": {"1": 10.0, "2": 12.0, "4": 16.0}, "largest": 5}
+    other = {"case": "b", "name": "stock", "peaks": {"1": 1.0}, "largest": 1}
+    ours = {"case": "a", "name": "ours", "peaks": {"1": 10.0, "2": 11.0, "4": 12.0}, "largest": 9}
+    benchmark_module("memory").judge([dense, stock, other, ours])
+    assert ours["peak_ratio"] == {"dense, TRL 0.27.2": [2, 0.55], "stock": [4, 0.75]}
+    assert ours["largest_ratio"] == {"dense, TRL 0.27.2": 4.5, "stock": 1.8}
+    assert ours["met"]
+
+
+def test_every_batch_holds_the_longest_completion(benchmark_module):
+    rollout_module, memory = benchmark_module("_rollout"), benchmark_module("memory")
+    rollout = rollout_module.Rollout.make(rollout_module.Lengths(), 4, 8, 1000, 0)
+    sorted_rows = memory.longest_first(rollout)
+    assert len(sorted_rows.completions[0]) == max(map(len, rollout.completions))
+    assert sorted(map(tuple, sorted_rows.completions)) == sorted(map(tuple, rollout.completions))
+    groups = [sorted_rows.prompts[row : row + 8] for row in range(0, 32, 8)]
+    assert all(group == group[:1] * 8 for group in groups)
+
+
+def test_a_series_that_grows_is_told_from_one_that_varies(benchmark_module):
+    growth = benchmark_module("_growth")
+    flat = {"seconds": 0.2, "graphs": 3, "compilations": 0, "caches": 7, "tensors": 90, "objects": 1000}
+
+    def judged(**series):
+        samples = [
+            {"step": step, **flat, "rss_mib": 600 + step % 7, **{name: of(step) for name, of in series.items()}}
+            for step in range(10, 1001, 10)
+        ]
+        return growth.judged(samples, warm_up=200)
+
+    assert judged()["right"]
+    assert not judged(rss_mib=lambda step: 600 + 0.02 * step)["right"]
+    assert not judged(graphs=lambda step: 3 + (step > 900))["right"]
+    assert not judged(tensors=lambda step: 90 + step // 100)["right"]
+    assert not judged(seconds=lambda step: 0.2 + 1e-4 * step)["right"]
+    assert judged(seconds=lambda step: 0.2 + 0.1 * (step % 70 == 0))["right"]
+
+
+def test_a_matrix_records_what_each_job_did(benchmark_module, tmp_path):
+    matrix = benchmark_module("gpu_matrix")
+
+    def job(name, code, **more):
+        return matrix.Job(name, [sys.executable, "-c", code], **more)
+
+    running = matrix.Matrix(tmp_path, threads=1)
+    passed = running.run(job("one", "print('3 passed in 1 s'); print('bye')"))
+    assert passed["right"]
+    assert passed["counts"] == "3 passed in 1 s"
+    failed = running.run(job("two", "raise SystemExit('1 failed')"))
+    assert (failed["right"], failed["exit_code"], failed["counts"]) == (False, 1, "1 failed")
+    late = running.run(job("three", "import time; time.sleep(60)", minutes=0.02))
+    assert (late["right"], late["exit_code"]) == (False, None)
+    details = "import json; json.dump({'results': [{'name': 'a'}]}, open('{json}', 'w'))"
+    running.run(job("four", details, details="soak"))
+    assert running.details == {"soak": [{"name": "a"}]}
+
+
+def test_jobs_of_a_matrix_are_chosen_by_their_names(benchmark_module):
+    matrix = benchmark_module("gpu_matrix")
+    jobs = matrix.jobs_of("cuda", random_cases=10, seed=1, soak_steps=50, processes=2)
+    assert len({job.name for job in jobs}) == len(jobs)
+    chosen = matrix.selected(jobs, only=["faults", "soak"], skip=["stock", "lora"])
+    assert [job.name for job in chosen] == ["faults default", "soak default", "soak compile"]
+    assert "tests/ops/test_triton_kernels.py" in {job.command[-1] for job in jobs}

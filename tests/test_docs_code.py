@@ -376,6 +376,47 @@ def test_what_the_liger_loss_leaves_out_is_that_of_the_record(case, shown):
     assert re.search(rf"\| {re.escape(shown)}.* \| {liger} \| {ours} \|", (ROOT / "README.md").read_text())
 
 
+def later_record(name):
+    """A record that may not be there yet."""
+    path = ROOT / "benchmarks/results" / name
+    if not path.exists():
+        pytest.skip(f"{name} is not measured yet")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("script", ["learning", "replay"])
+def test_what_is_learnt_is_that_of_the_record(script, monkeypatch):
+    record = later_record(f"{script}-h200.json")
+    if TRL < NEWEST_TRL:
+        pytest.skip("benchmarks and examples are written for the newest TRL")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module(script)
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    for row in [list(module.COLUMNS), *module.rows_of_table(record)]:
+        assert re.sub(r"\| +(?=\|)", "| ", f"| {' | '.join(row)} |") in page
+
+
+MEMORY_ROWS = {
+    "0.6b-float32": "0.6B, float32 weights",
+    "0.6b-bfloat16": "0.6B, bfloat16 weights",
+    "0.6b-lora": "0.6B, LoRA",
+    "1.7b-lora": "1.7B, LoRA",
+    "4b-lora": "4B, LoRA",
+    "8b-lora": "8B, LoRA",
+}
+
+
+@pytest.mark.parametrize("case", MEMORY_ROWS)
+def test_the_largest_batch_is_that_of_the_record(case):
+    results = json.loads((ROOT / "benchmarks/results/memory-h200.json").read_text())["results"]
+    of_case = {entry["name"]: entry for entry in results if entry["case"] == case}
+    contenders = ("dense, TRL 0.27.2", "stock", "ours")
+    ratios = [of_case["ours"]["peak_ratio"][name] for name in contenders[:2]]
+    cells = [MEMORY_ROWS[case], *(str(of_case[name]["largest"]) for name in contenders)]
+    row = " | ".join([*cells, *(f"{ratio:.2f} ({rows})" for rows, ratio in ratios)])
+    assert f"| {row} |" in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+
+
 def test_the_drawing_of_the_design_names_modules_that_exist():
     drawing = "".join(block.code for block in BLOCKS if block.page.name == "design.md" and block.language == "text")
     modules = re.findall(r"\b(?:\w+/)*\w+\.py\b", drawing)

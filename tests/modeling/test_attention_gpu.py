@@ -159,8 +159,8 @@ def test_a_window_has_its_tokens_and_no_other(kernels_only, window, dtype):
     expected = torch.block_diag(*(visible(length, length, window).float() for length in lengths)).bool()
     assert torch.equal((output != 0).cpu(), expected)
     (grad,) = torch.autograd.grad((output * torch.eye(count, device="cuda", dtype=dtype)).sum(), value)
-    seen_by_itself = output.detach().diagonal()
-    assert torch.equal(grad[0, 0].diagonal(), seen_by_itself)
+    # forward and backward round a weight of their own: a half where one token is seen beside this one
+    assert relative_error(grad[0, 0].diagonal().cpu(), output.detach().diagonal().cpu()) < 1e-2
     (grad,) = torch.autograd.grad(varlen_attention(None, query, key, value, **options).sum(), value)
     expected = expected.float() / expected.sum(1, keepdim=True)  # each token spreads over what it sees
     assert relative_error(grad[0, 0, :, 0].cpu(), expected.sum(0)) < 1e-2

@@ -1,0 +1,45 @@
+"""Draws the record of `memory.py`."""
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+
+CURVES = {"0.6b-float32": "0.6B, float32 weights", "0.6b-bfloat16": "0.6B, bfloat16 weights"}
+LORA = {"0.6b-lora": "0.6B", "1.7b-lora": "1.7B", "4b-lora": "4B", "8b-lora": "8B"}
+STYLES = {
+    "dense, TRL 0.27.2": ("0.75", "s"),
+    "Liger loss, TRL 0.27.2": ("0.55", "^"),
+    "stock": ("0.25", "D"),
+    "ours": ("C0", "o"),
+}
+
+
+def draw_memory(record: dict[str, Any]) -> plt.Figure:
+    """Peak memory against batch size, with float32 and with bfloat16 weights, and the largest batch with LoRA."""
+    labels = {name: name for name in STYLES} | {"stock": f"TRL {record['versions']['trl']}", "ours": "trl-fused-grpo"}
+    found = {(entry["case"], entry["name"]): entry for entry in record["results"]}
+    figure, (*curves, bars) = plt.subplots(1, 3, figsize=(13, 3.8))
+    for axes, (case, title) in zip(curves, CURVES.items(), strict=True):
+        for name, (color, marker) in STYLES.items():
+            peaks = found.get((case, name), {}).get("peaks")
+            if peaks is None:  # it failed
+                continue
+            axes.plot(
+                [int(rows) for rows in peaks], list(peaks.values()), color=color, marker=marker, label=labels[name]
+            )
+        axes.axhline(found[case, "ours"]["gib"], color="C3", linewidth=0.8, linestyle="--")
+        axes.set_xscale("log", base=2)
+        axes.set(title=title, xlabel="sequences in a batch", ylabel="peak memory, GiB", ylim=(0, 44))
+        axes.grid(alpha=0.3)
+    curves[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.9))
+    shown = [name for name in STYLES if all("largest" in found.get((case, name), {}) for case in LORA)]
+    for place, name in enumerate(shown):
+        largest = [found[case, name]["largest"] for case in LORA]
+        places = [i + (place - (len(shown) - 1) / 2) * 0.27 for i in range(len(LORA))]
+        drawn = bars.bar(places, largest, 0.27, color=STYLES[name][0])
+        bars.bar_label(drawn, fontsize=7)
+    bars.set_xticks(range(len(LORA)), list(LORA.values()))
+    bars.set(title=f"LoRA: largest batch in {found['8b-lora', 'ours']['gib']:g} GiB", yscale="log")
+    bars.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -1,0 +1,244 @@
+"""
+Everything that is checked on a GPU, one process after the other or several at a time, and one record of it: tests with
+the marker `gpu`, parity and drawn cases in float32 and bfloat16, determinism, long trainings, the recipes of
+`examples/`, and with two GPUs the engines.
+
+    python benchmarks/gpu_matrix.py --jobs 6 --json benchmarks/results/gpu-matrix-h200.json
+    python benchmarks/gpu_matrix.py --only parity --only fuzz --random 2000 --jobs 6
+    python benchmarks/gpu_matrix.py --device cpu --only recipe --skip arithmetic
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from _measure import environment
+from _recipes import RECIPES
+from records import write_record
+
+
+ROOT = Path(__file__).parents[1]
+TAIL = 1500  # characters of the output of a job that failed
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """
+    A process of the matrix.
+
+    Args:
+        name (`str`): what `--only` and `--skip` look into.
+        command (`list[str]`): its words; `{json}` is the file of its own record.
+        minutes (`float`): after which it is ended.
+        gpus (`int`): how many it needs; 0 where it runs on a CPU as well.
+        details (`str`, *optional*): under this key the results in its own record go to the one of the matrix.
+    """
+
+    name: str
+    command: list[str] = field(default_factory=list)
+    minutes: float = 10
+    gpus: int = 0
+    details: str | None = None
+
+
+def jobs_of(device: str, random_cases: int, seed: int, soak_steps: int, processes: int) -> list[Job]:
+    """All jobs, the cheap ones that tell most first."""
+    python = [sys.executable]
+    parity = [*python, "-m", "trl_fused_grpo", "parity", "--device", device, "--jobs", str(processes)]
+    pytest = [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    jobs = [Job(f"tests {path}", [*pytest, path], 10, 1) for path in files_with_gpu_tests()]
+    for dtype in ("float32", "bfloat16"):
+        of_dtype = ["--dtype", dtype, "--json", "{json}"]
+        jobs.append(Job(f"parity {dtype}", [*parity, *of_dtype], 10))
+        jobs.append(Job(f"parity models {dtype}", [*parity, "--models", *of_dtype], 15))
+    jobs.append(Job("parity customised float32", [*parity, "--customised", "--json", "{json}"], 15))
+    for dtype in ("float32", "bfloat16"):
+        drawn = ["--random", str(random_cases), "--seed", str(seed), "--dtype", dtype, "--json", "{json}"]
+        jobs.append(Job(f"fuzz {dtype}", [*parity, *drawn], 30))
+    jobs += _trainings(device, soak_steps)
+    jobs += [_recipe(name, device) for name in RECIPES]
+    curve = ["--curve", "{json}.png"]
+    jobs.append(Job("recipe arithmetic", [*python, "examples/train_arithmetic.py", *curve], 10))
+    return jobs + _two_gpus(device)
+
+
+def _trainings(device: str, soak_steps: int) -> list[Job]:
+    scripts = [sys.executable, "benchmarks/determinism.py"], [sys.executable, "benchmarks/soak.py"]
+    determinism, soak = ([*script, "--device", device, "--json", "{json}"] for script in scripts)
+    dtypes = ("float32", "bfloat16") if device == "cuda" else ("float32",)
+    jobs = [Job(f"determinism {dtype}", [*determinism, "--dtype", dtype], 15, 0, "determinism") for dtype in dtypes]
+    soak += ["--steps", str(soak_steps)]
+    jobs += [
+        Job(f"soak {arm}", [*soak, "--arm", arm], 20, 0, "soak") for arm in ("default", "compile", "lora", "stock")
+    ]
+    faults = ["--faults", "0.1", "--every", "5"]
+    return [
+        *jobs,
+        *(Job(f"faults {arm}", [*soak, "--arm", arm, *faults], 20, 0, "faults") for arm in ("default", "lora")),
+    ]
+
+
+def _recipe(name: str, device: str) -> Job:
+    return Job(f"recipe {name}", [sys.executable, "benchmarks/_recipes.py", name, "--device", device], 5)
+
+
+def _two_gpus(device: str) -> list[Job]:
+    """Under torchrun; on a CPU the processes are two as well."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    gpus = 2 if device == "cuda" else 0
+    two = [*launch, "benchmarks/two_gpus.py", "--device", device, "--size", "tiny", "--json", "{json}"]
+    jobs = [
+        Job(f"two {backend} {precision}", [*two, "--backend", backend, "--precision", precision], 8, gpus)
+        for backend in ("ddp", "fsdp2")
+        for precision in ("no", "bf16")
+    ]
+    step = [*launch, "benchmarks/step.py", "--device", device, "--case", "tiny-ddp"]
+    return [*jobs, Job("two step tiny-ddp", step, 8, gpus)]
+
+
+def files_with_gpu_tests() -> list[str]:
+    """The test files with the marker, relative to the repository."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+
+
+class Matrix:
+    """
+    Runs jobs, and notes what came of each.
+
+    Args:
+        logs (`Path`): the folder of their outputs.
+        threads (`int`): of torch, for each process.
+    """
+
+    def __init__(self, logs: Path, threads: int):
+        self.logs, self.threads = logs, threads
+        self.details: dict[str, list[Any]] = {}
+        self._lock = threading.Lock()
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Run a job to its end, or until its time is over."""
+        name = job.name.replace("/", "_").replace(" ", "-")
+        record, log = self.logs / f"{name}.json", self.logs / f"{name}.log"
+        command = [word.replace("{json}", str(record)) for word in job.command]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": str(self.threads)}
+        start = time.perf_counter()
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its own processes end with it
+            )
+            try:
+                code: int | None = process.wait(60 * job.minutes)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                code = None
+        seconds = round(time.perf_counter() - start, 1)
+        result = self._result(job, command, code, seconds, log.read_text(errors="replace"))
+        self._keep_details(job, record)
+        typer.echo(json.dumps({key: value for key, value in result.items() if key != "command"}))
+        return result
+
+    def _result(self, job: Job, command: list[str], code: int | None, seconds: float, text: str) -> dict[str, Any]:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        words = ["python" if word == sys.executable else word for word in command]
+        result = {"name": job.name, "exit_code": code, "seconds": seconds, "counts": counts_of(lines)}
+        passes = code == 0 or (code == 5 and "pytest" in words)  # no test of this file is selected
+        if not passes:
+            result["tail"] = text[-TAIL:]
+        if code is None:
+            result["reason"] = f"ended after {job.minutes:g} minutes"
+        shown = [Path(word).name if str(self.logs) in word else word for word in words]
+        return {**result, "right": passes, "command": " ".join(shown)}
+
+    def _keep_details(self, job: Job, record: Path) -> None:
+        if job.details is None or not record.exists():
+            return
+        entries = json.loads(record.read_text())["results"]
+        with self._lock:
+            self.details.setdefault(job.details, []).extend(entries)
+
+
+# What jobs end with: pytest's counts, those of parity, and of the scripts here
+_COUNTS = re.compile(r"\b\d+ (?:passed|failed|skipped|cases|equal|of|arms|finite)\b|\b\d+ \w+ equal\b")
+
+
+def counts_of(lines: list[str]) -> str:
+    """The last line that counts something, or the last one."""
+    counting = [line for line in lines if _COUNTS.search(line)]
+    return (counting or lines or [""])[-1][:200]
+
+
+def selected(jobs: list[Job], only: list[str], skip: list[str]) -> list[Job]:
+    """The jobs to run, in the order of `only`."""
+    found = {job.name: job for word in only or [""] for job in jobs if word in job.name}
+    return [job for job in found.values() if not any(word in job.name for word in skip)]
+
+
+@app.command()
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    only: Annotated[list[str] | None, typer.Option(help="jobs with this in their name; may be repeated")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="not those with this in their name")] = None,
+    random_cases: Annotated[int, typer.Option("--random", help="drawn cases of each dtype")] = 200,
+    seed: Annotated[int, typer.Option(help="from which they are drawn")] = 1,
+    soak_steps: Annotated[int, typer.Option(help="of each long training")] = 500,
+    jobs: Annotated[int, typer.Option(help="jobs at a time: tiny models leave a GPU idle")] = 1,
+    processes: Annotated[int, typer.Option(help="processes of each parity job")] = 2,
+    list_jobs: Annotated[bool, typer.Option("--list", help="print the jobs and stop")] = False,
+    logs: Annotated[Path | None, typer.Option(help="folder for the outputs")] = None,
+    commit: Annotated[str | None, typer.Option(help="for the record, where there is no git")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the record")] = None,
+) -> None:
+    """Run the matrix; exit with 1 when a job failed."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cuda" and not gpus:
+        raise typer.BadParameter("torch sees no CUDA device.")
+    everything = jobs_of(device, random_cases, seed, soak_steps, processes)
+    chosen = selected(everything, only or [], skip or [])
+    lacking = [job.name for job in chosen if job.gpus > gpus]
+    chosen = [job for job in chosen if job.gpus <= gpus]
+    if list_jobs:
+        for job in chosen:
+            typer.echo(f"{job.name:50} {' '.join(job.command[1:])}")
+        return
+    logs = logs or Path(tempfile.mkdtemp(prefix="gpu-matrix-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    matrix = Matrix(logs.absolute(), max(1, (os.cpu_count() or 1) // max(jobs, 1) // 2))
+    started = time.perf_counter()
+    with ThreadPoolExecutor(jobs) as pool:
+        results = list(pool.map(matrix.run, chosen))
+    failed = [result["name"] for result in results if not result["right"]]
+    seconds = round(time.perf_counter() - started)
+    record = {**environment(device, commit), "gpus": gpus, "seconds": seconds, "right": not failed, "failed": failed}
+    record |= {"not_run": lacking, "jobs": results, **matrix.details}
+    if json_file:
+        write_record(json_file, record)
+    typer.echo(f"{len(results) - len(failed)} of {len(results)} jobs right in {seconds} s; logs in {logs}")
+    for name in failed:
+        typer.echo(f"failed: {name}")
+    raise typer.Exit(bool(failed))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,263 @@
+"""
+Peak memory against batch size, and the largest batch that fits: TRL 0.27.2's dense loss and its Liger loss (with
+Liger's layers, which the same option brings), the TRL of this environment, and ours. A batch is one micro-batch:
+forward, backward, clipping and AdamW, with gradient checkpointing and the other defaults of TRL. Lengths are those of
+`step.py`; every batch holds the longest completion, so that stock pads all batches to the same width. Each contender
+has a process of its own, which may take `gib`.
+
+    python benchmarks/memory.py --old /tmp/trl-0.27.2 --json benchmarks/results/memory-h200.json
+    python benchmarks/memory.py --case tiny --device cpu --old ''
+
+`--old` is a folder with TRL 0.27.2 and the libraries of its time (`pip install --target`), put before all others.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from _measure import GIB, environment
+from _rollout import Lengths, Rollout
+from _step_cases import ALL_LINEAR
+from _trainers import SHAPES, SharedModel, clear_memory, make_model
+from records import write_record
+from rich.console import Console
+from rich.table import Table
+
+
+GROUP = 8
+MOST = 512  # sequences; larger batches are not tried
+SEED = 19
+# At the largest batch that all contenders run: at most this share of the peak of each
+PEAK_TARGETS = {"dense, TRL 0.27.2": 0.60, "stock": 0.90}
+LARGEST_TARGET = 1.8  # times the dense loss's
+
+app = typer.Typer(add_completion=False)
+console = Console(width=150)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what of it is trained, and the memory that a process may take."""
+
+    model: str
+    dtype: str
+    lora: bool
+    gib: float
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A loss; `old` ones run on TRL 0.27.2."""
+
+    name: str
+    old: bool = False
+    fused: bool = False
+    liger: bool = False
+
+
+CASES = {
+    "0.6b-float32": Case("0.6b", "float32", False, 40),
+    "0.6b-bfloat16": Case("0.6b", "bfloat16", False, 40),
+    "0.6b-lora": Case("0.6b", "bfloat16", True, 40),
+    "1.7b-lora": Case("1.7b", "bfloat16", True, 40),
+    "4b-lora": Case("4b", "bfloat16", True, 40),
+    "8b-lora": Case("8b", "bfloat16", True, 40),
+    "tiny": Case("tiny", "float32", True, 1),
+}
+CONTENDERS = {
+    "dense": Contender("dense, TRL 0.27.2", old=True),
+    "liger": Contender("Liger loss, TRL 0.27.2", old=True, liger=True),
+    "stock": Contender("stock"),
+    "ours": Contender("ours", fused=True),
+}
+
+
+class Memory:
+    """One trainer, and what a step on a batch of a given size takes at most."""
+
+    def __init__(self, case: Case, contender: Contender, device: str):
+        self.device = device
+        if device == "cuda":
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(case.gib * GIB / total)
+        model = make_model(case.model, device, getattr(torch, case.dtype), ALL_LINEAR if case.lora else None)
+        lengths = Lengths(prompts=(4, 10), median=20, longest=64) if case.model == "tiny" else Lengths()
+        self.rollout = longest_first(Rollout.make(lengths, MOST // GROUP, GROUP, SHAPES[case.model][-1], SEED))
+        self.shared = SharedModel(model, GROUP, lambda completions, **_: [0.0] * len(completions), GROUP)
+        options = {"use_liger_kernel": True} if contender.liger else {}
+        self.trainer = self.shared.build(
+            contender.fused, GROUP, bf16=device == "cuda", max_completion_length=lengths.longest, **options
+        )
+        if contender.fused:
+            from _instruments import hide_instruments
+
+            hide_instruments()
+        self.trainer._prepare_inputs = lambda batch: batch  # completions are there
+        self.optimizer = torch.optim.AdamW(self.shared.trained(), lr=0.0, weight_decay=0.0)
+        self.peak(1)  # the optimizer's states
+
+    def peak(self, rows: int) -> float | None:
+        """Most GiB that a step on `rows` sequences allocates, weights included, or `None` where it does not fit."""
+        rollout = Rollout(self.rollout.prompts[:rows], self.rollout.completions[:rows])
+        batch: dict[str, Any] = rollout.padded(self.device)
+        batch["advantages"] = torch.randn(rows, generator=torch.Generator().manual_seed(SEED)).to(self.device)
+        batch["num_items_in_batch"] = batch["completion_mask"].sum()
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        fits = True
+        try:
+            self.trainer.training_step(self.trainer.model_wrapped, batch, None)
+            torch.nn.utils.clip_grad_norm_(self.shared.trained(), 1.0)
+            self.optimizer.step()
+        except torch.OutOfMemoryError:
+            fits = False
+        self.shared.drop_gradients()
+        peak = torch.cuda.max_memory_allocated() / GIB if self.device == "cuda" else 0.0
+        clear_memory()
+        return peak if fits else None
+
+
+def longest_first(rollout: Rollout) -> Rollout:
+    """The same groups, first the one with the longest completion, and in it this completion."""
+    lengths = [len(completion) for completion in rollout.completions]
+    longest = lengths.index(max(lengths))
+    first = longest // GROUP * GROUP
+    rows = [longest, *(row for row in range(first, first + GROUP) if row != longest)]
+    rows += [row for row in range(len(lengths)) if row // GROUP != longest // GROUP]
+    return Rollout([rollout.prompts[row] for row in rows], [rollout.completions[row] for row in rows])
+
+
+def peaks_and_largest(peak: Callable[[int], float | None], most: int) -> tuple[dict[int, float], int]:
+    """
+    Peaks of batches of 1, 2, 4, ... sequences as far as they fit, and the largest batch that fits, to 5% or one
+    sequence.
+    """
+    peaks: dict[int, float] = {}
+    rows, fails = 1, most + 1
+    while rows <= most:
+        found = peak(rows)
+        if found is None:
+            fails = rows
+            break
+        peaks[rows] = found
+        rows *= 2
+    fits = max(peaks, default=0)
+    while fails <= most and fails - fits > max(1, fits // 20):
+        middle = (fits + fails) // 2
+        if peak(middle) is None:
+            fails = middle
+        else:
+            fits = middle
+    return peaks, fits
+
+
+def judge(records: list[dict[str, Any]]) -> None:
+    """Add to ours its peaks and its largest batch, relative to those of the others in the same case."""
+    for ours in records:
+        if ours["name"] != "ours" or "peaks" not in ours:
+            continue
+        others = {r["name"]: r for r in records if r["case"] == ours["case"] and r is not ours and "peaks" in r}
+        if not ours["peaks"]["1"]:  # a CPU has no figures
+            continue
+        ours["peak_ratio"] = {}
+        for name, other in others.items():
+            common = max(set(ours["peaks"]) & set(other["peaks"]), key=int, default=None)
+            if common is not None:
+                ours["peak_ratio"][name] = [int(common), round(ours["peaks"][common] / other["peaks"][common], 3)]
+        ours["largest_ratio"] = {
+            name: round(ours["largest"] / other["largest"], 2) for name, other in others.items() if other["largest"]
+        }
+        met = [
+            ours["peak_ratio"][name][1] <= target for name, target in PEAK_TARGETS.items() if name in ours["peak_ratio"]
+        ]
+        dense = ours["largest_ratio"].get("dense, TRL 0.27.2")
+        ours["met"] = all(met) and (dense is None or dense >= LARGEST_TARGET)
+
+
+def run_contender(name: str, contender: str, old: str, device: str) -> dict[str, Any]:
+    """The record of one contender, from a process of its own."""
+    about = {"case": name, "name": CONTENDERS[contender].name, **asdict(CASES[name])}
+    variables = {**os.environ}
+    if CONTENDERS[contender].old and old:
+        variables["PYTHONPATH"] = os.pathsep.join([old, variables.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, "--case", name, "--contender", contender, "--device", device]
+    start = time.perf_counter()
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {**about, "failed": done.stderr.strip()[-400:]}
+    record = {**about, **json.loads(lines[-1]), "seconds": round(time.perf_counter() - start, 1)}
+    print(json.dumps(record), flush=True)
+    return record
+
+
+def measure(name: str, contender: str, device: str) -> None:
+    """Print the record of one contender, in this process."""
+    import transformers
+    import trl
+
+    memory = Memory(CASES[name], CONTENDERS[contender], device)
+    peaks, largest = peaks_and_largest(memory.peak, MOST if device == "cuda" else 4)
+    versions = {"trl": trl.__version__, "transformers": transformers.__version__}
+    shown = {str(rows): round(peak, 3) for rows, peak in peaks.items()}
+    print(json.dumps({"peaks": shown, "largest": largest, "most": MOST, "versions": versions}), flush=True)
+
+
+def print_records(records: list[dict[str, Any]]) -> None:
+    """One row for a contender."""
+    table = Table(title="Peak memory of a step, GiB, and the largest batch that fits")
+    sizes = [str(2**power) for power in range(8)]
+    for column in ("case", "GiB", "name", *sizes, "largest", "met"):
+        table.add_column(column)
+    for record in records:
+        peaks = record.get("peaks", {})
+        cells = [f"{peaks[size]:.1f}" if size in peaks else "" for size in sizes]
+        met = str(record.get("met", ""))
+        table.add_row(
+            record["case"], f"{record['gib']:g}", record["name"], *cells, str(record.get("largest", "failed")), met
+        )
+    console.print(table)
+
+
+@app.command()
+def main(
+    case: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CASES)}; repeatable; all but tiny")] = None,
+    old: Annotated[str, typer.Option(help="folder with TRL 0.27.2; empty where this environment is it")] = "",
+    only: Annotated[list[str] | None, typer.Option(help=f"contenders: {', '.join(CONTENDERS)}; repeatable")] = None,
+    jobs: Annotated[int, typer.Option(help="processes at a time; the device has room for all", min=1)] = 3,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda" if torch.cuda.is_available() else "cpu",
+    json_path: Annotated[Path | None, typer.Option("--json", help="where the record goes")] = None,
+    commit: Annotated[str | None, typer.Option(help="commit to record where git cannot be asked")] = None,
+    contender: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure; exits 1 when a contender fails or a target is missed."""
+    cases = case or [name for name in CASES if name != "tiny"]
+    if unknown := set(cases) - set(CASES):
+        raise typer.BadParameter(f"no case {sorted(unknown)}: one of {', '.join(CASES)}")
+    if contender is not None:
+        measure(cases[0], contender, device)
+        return
+    record: dict[str, Any] = {**environment(device, commit), "lengths": asdict(Lengths()), "results": []}
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run_contender, name, one, old, device) for name in cases for one in (only or CONTENDERS)]
+        for future in futures:
+            record["results"].append(future.result())
+            judge(record["results"])
+            if json_path is not None:
+                write_record(json_path, record)
+    print_records(record["results"])
+    if not all(entry.get("met", True) and "failed" not in entry for entry in record["results"]):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()
