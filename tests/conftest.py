@@ -1,5 +1,6 @@
 """Settings for every test: no hub, no telemetry, one seed, and which tests do not depend on TRL."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ ANY_TRL = [
     HERE / name
     for name in (
         *("ops", "loss/test_objective.py", "test_architecture.py", "test_versions.py"),
-        *("test_benchmark_records.py", "test_census.py", "modeling/test_kept_activations.py"),
+        *("test_benchmark_records.py", "test_census.py", "test_learning.py", "modeling/test_kept_activations.py"),
     )
 ]
 
@@ -47,3 +48,11 @@ def fresh_start() -> None:
     """One seed, and no mixed precision left over: transformers 4 hands it on to later arguments in the environment."""
     torch.manual_seed(0)
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_new() -> None:
+    """transformers' `warning_once` says a sentence once in a process. Here each test may be the first to hear it."""
+    said = getattr(logging.Logger, "warning_once", None)
+    if said is not None:
+        said.cache_clear()

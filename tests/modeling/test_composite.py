@@ -1,7 +1,5 @@
 """Composite models that say less of their parts than those of transformers."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -37,7 +35,6 @@ def with_tower():
 @pytest.fixture
 def warnings(caplog):
     """The warnings about padding that were logged in this test."""
-    type(logging.getLogger()).warning_once.cache_clear()
     return lambda: [record.message for record in caplog.records if "TRL's padding" in record.message]
 
 

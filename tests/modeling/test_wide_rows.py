@@ -1,7 +1,6 @@
 """Models whose layers treat wide rows by the column: the layout follows the width of a batch."""
 
 import functools
-import logging
 
 import pytest
 import torch
@@ -53,7 +52,6 @@ def scaled(columns):
 @pytest.fixture
 def warnings(caplog):
     """The warnings of wide rows that were logged in this test."""
-    type(logging.getLogger()).warning_once.cache_clear()
     return lambda: [record.message for record in caplog.records if record.message.startswith("Wide rows")]
 
 

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from transformers.utils import logging as transformers_logging
 
 from tests.distributed.compiled import compiled_calls
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
@@ -53,7 +52,6 @@ def test_it_is_off_by_default(tmp_path):
 
 
 def test_a_model_that_cannot_be_compiled_is_told_of_once(tmp_path, caplog):
-    type(transformers_logging.get_logger()).warning_once.cache_clear()
     trainer = make_trainer(tmp_path, fused_compile=True)
     trainer.model.model.layers[0].mlp.compile(backend="eager")
     for _ in range(2):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
 from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOConfig
@@ -76,7 +75,6 @@ def test_a_forward_gets_the_tokens_that_fit():
 
 
 def test_a_budget_below_what_is_taken_anyway_is_told(caplog):
-    type(transformers_logging.get_logger()).warning_once.cache_clear()
     plan = learned(0.4).plan(2, 10, [WEIGHT])
     assert not plan.attention and plan.checkpointed is None
     assert "fused_memory has no effect" in caplog.text
@@ -90,7 +88,6 @@ def test_no_fraction_is_refused(tmp_path, fraction):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_a_cpu_has_no_budget(tmp_path, caplog):
-    type(transformers_logging.get_logger()).warning_once.cache_clear()
     trainer = make_trainer(tmp_path, fused_memory=0.5)
     assert "fused_memory=0.5 has no effect, because the model is on cpu" in caplog.text
     assert trainer._fused.engine.memory is None

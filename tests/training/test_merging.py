@@ -1,6 +1,5 @@
 """Micro-batches that share a forward: which do, and that nothing but the number of forwards changes."""
 
-import logging
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
@@ -32,7 +31,6 @@ PLENTY = 10_000
 @pytest.fixture
 def warnings_logged(caplog):
     """How often a warning that begins so was logged in this test."""
-    type(logging.getLogger()).warning_once.cache_clear()
     return lambda start: sum(record.message.startswith(start) for record in caplog.records)
 
 

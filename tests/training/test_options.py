@@ -21,7 +21,6 @@ from .sampler import use_sampler
 @pytest.fixture
 def warnings_logged(caplog):
     """The warnings that were logged in this test."""
-    type(logging.getLogger()).warning_once.cache_clear()
     return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
