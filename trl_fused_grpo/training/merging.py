@@ -29,6 +29,7 @@ from .logps_request import LogpsRequest, PerTokenLogps, images_of
 from .memory import free_memory, token_budget
 from .merge_plan import plan_merges
 from .partitioning import rebalance
+from .shared_backward import SharedForward, can_be_repeated
 from .trial import RandomStates
 
 
@@ -136,6 +137,7 @@ class MicroBatchMerger:
         self._batches, self._ends, self.layout = batches, ends, layout
         self._logps: dict[int, PerTokenLogps] = {}
         self._last = -1
+        self._shared: SharedForward | None = None
 
     def group_of(self, inputs: dict[str, Any], steps_left: int) -> list[dict[str, Any]]:
         """
@@ -177,12 +179,16 @@ class MicroBatchMerger:
     ) -> tuple[list[dict[str, Any]], PerTokenLogps]:
         """
         The first micro-batches of a group that fit into the device's memory together, on all processes, from now on at
-        most so many, and what `compute` returns for them.
+        most so many, and what `compute` returns for them. [`backward`] calls it again where memory runs out.
         """
         while True:
             before = RandomStates(group[0]["completion_ids"])
             try:
-                return group, compute(group)
+                result = compute(group)
+                if len(group) > 1 and can_be_repeated(self.trainer, result, before):
+                    self._shared = SharedForward(self.trainer, group, result, compute)
+                    result = self._shared.cut_off
+                return group, result
             except torch.OutOfMemoryError as error:
                 # Other processes would wait for the forward that this one did not run
                 is_alone = self.trainer.accelerator.num_processes > 1 and not isinstance(error, SharedOutOfMemoryError)
@@ -195,13 +201,16 @@ class MicroBatchMerger:
                 if len(group) == 1 or is_alone:
                     raise
             group = group[: len(group) // 2]
-            self._most_together = len(group)
-            logger.warning(
-                f"Memory ran out in a shared forward: at most {len(group)} micro-batches share one from now on. "
-                "fused_max_tokens_per_forward sets how many tokens may, and fused_memory how much memory is taken."
-            )
+            self._share_at_most(len(group), "a shared forward")
             before.restore()
             free_memory()
+
+    def _share_at_most(self, count: int, where: str) -> None:
+        self._most_together = count
+        logger.warning(
+            f"Memory ran out in {where}: at most {count} micro-batches share one from now on. "
+            "fused_max_tokens_per_forward sets how many tokens may, and fused_memory how much memory is taken."
+        )
 
     def keep(self, inputs: dict[str, Any], logps: list[PerTokenLogps]) -> None:
         """Keep the log-probs of micro-batches that shared a forward, the first of which is `inputs`."""
@@ -241,8 +250,12 @@ class MicroBatchMerger:
         if index is not None and index < self._last and not moves_weights:
             return
         losses, self._losses = self._losses, []
-        self._logps, self._last = {}, -1
+        (shared, self._shared), self._logps, self._last = (self._shared, None), {}, -1
         backward(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+        if shared is not None:
+            most = shared.backward()
+            if most < len(shared.micro_batches):
+                self._share_at_most(most, "the backward of a shared forward")
         if self.engine.memory is not None:
             self.engine.memory.learn()
 

@@ -269,15 +269,16 @@ class FusedState:
         if kept is not None:
             return kept
         is_multimodal = self.merger.is_multimodal(micro_batch)
+        sharing = self._sharing_forward(loss_call, call.model)
+        requests = {id(batch): self._loss_request(batch) for batch in sharing}
 
         def compute(group: list[dict[str, Any]]) -> PerTokenLogps:
-            logps_request = self.merger.joined([self._loss_request(batch) for batch in group])
+            logps_request = self.merger.joined([requests[id(batch)] for batch in group])
             joined = call if len(group) == 1 else call.with_batches(group)
-            moves_weights = 1 < len(group) == self.steps_left
-            with reducing_gradients(call.model) if moves_weights else nullcontext():
+            with reducing_gradients(call.model) if 1 < len(group) == self.steps_left else nullcontext():
                 return self.engine.compute(logps_request, joined, trl_method, is_multimodal=is_multimodal)
 
-        group, of_group = self.merger.fitting(self._sharing_forward(loss_call, call.model), compute)
+        group, of_group = self.merger.fitting(sharing, compute)
         results = of_group.split([len(batch["completion_ids"]) for batch in group]) if len(group) > 1 else [of_group]
         self.merger.keep(micro_batch, results)
         self.stats = results[0].stats

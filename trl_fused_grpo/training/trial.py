@@ -228,6 +228,13 @@ class RandomStates:
         self._cpu_state = torch.get_rng_state()
         self._device_state = torch.cuda.get_rng_state(self._device) if like.is_cuda else None
 
+    def are_current(self) -> bool:
+        """Whether no random number was drawn since."""
+        if not torch.equal(torch.get_rng_state(), self._cpu_state):
+            return False
+        state = self._device_state
+        return state is None or torch.equal(torch.cuda.get_rng_state(self._device), state)
+
     def restore(self) -> None:
         """Set the generators to what they were."""
         torch.set_rng_state(self._cpu_state)

@@ -1,0 +1,153 @@
+"""
+The backward of a forward that micro-batches share, in one process.
+
+Their losses see log-probs that are cut off from the model: the backward of the losses ends there, and the gradients
+that it leaves are where the model's begins. When memory runs out in that one, it is done again for parts of the
+micro-batches: the gradients of their log-probs are known, and no loss is computed twice.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from .logps_request import PerTokenLogps
+from .memory import free_memory
+from .trial import RandomStates
+
+
+# A micro-batch, and the gradients of its log-probs and of its entropies, if they have one
+_Part = tuple[dict[str, Any], Tensor, Tensor | None]
+
+
+def can_be_repeated(trainer: Any, result: PerTokenLogps, before: RandomStates) -> bool:
+    """
+    Whether a forward may run again for its backward.
+
+    Args:
+        trainer (`GRPOTrainer`): whose forward it was. Wrappers of several processes run a backward of their own.
+        result ([`PerTokenLogps`]): of the forward.
+        before ([`RandomStates`]): from before it. With other random numbers it would be another forward.
+    """
+    is_alone = trainer.accelerator.distributed_type == DistributedType.NO
+    return is_alone and result.logps.requires_grad and before.are_current()
+
+
+class SharedForward:
+    """
+    A forward of several micro-batches that waits for its backward.
+
+    Args:
+        trainer (`GRPOTrainer`): whose forward it is.
+        micro_batches (`list[dict]`): that share it.
+        result ([`PerTokenLogps`]): of all of them, without an auxiliary loss.
+        compute (`Callable`): computes such a result anew for some of them.
+
+    Attributes:
+        micro_batches (`list[dict]`): as given.
+        cut_off ([`PerTokenLogps`]): the result for the losses, cut off from the model.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        micro_batches: list[dict[str, Any]],
+        result: PerTokenLogps,
+        compute: Callable[[list[dict[str, Any]]], PerTokenLogps],
+    ):
+        self._parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        self._trainer, self.micro_batches, self._compute = trainer, micro_batches, compute
+        self._result: PerTokenLogps | None = result
+        entropies = None if result.entropies is None else _cut_off(result.entropies)
+        self.cut_off = PerTokenLogps(_cut_off(result.logps), entropies, None, result.stats)
+
+    def backward(self) -> int:
+        """
+        Run the model's backward, after that of the losses.
+
+        Returns:
+            `int`: how many micro-batches fitted into memory together.
+
+        Raises:
+            `torch.OutOfMemoryError`: when one alone did not.
+        """
+        sizes = [len(batch["completion_ids"]) for batch in self.micro_batches]
+        grad, entropies = self.cut_off.logps.grad, self.cut_off.entropies
+        if grad is None:  # of losses that no log-prob counts in
+            return len(sizes)
+        of_entropies: Any = [None] * len(sizes)
+        if entropies is not None and entropies.grad is not None:
+            of_entropies = entropies.grad.split(sizes)
+        return self._backward([*zip(self.micro_batches, grad.split(sizes), of_entropies, strict=True)], set())
+
+    def _backward(self, parts: list[_Part], done: set[nn.Parameter]) -> int:
+        """The backward of some micro-batches, for all weights but those that have their gradient, `done`."""
+        waiting = [parameter for parameter in self._parameters if parameter not in done]
+        before = [(parameter.grad, _times_written(parameter.grad)) for parameter in waiting]
+        result, self._result = self._result, None
+        is_first = result is not None
+        try:
+            with _gradients_dropped(done):
+                if result is None:
+                    with self._trainer.compute_loss_context_manager():
+                        result = self._compute([batch for batch, _, _ in parts])
+                _run_backward(result, parts)
+            if not is_first:
+                self.cut_off.stats.extend(result.stats)
+            return len(parts)
+        except torch.OutOfMemoryError:
+            if len(parts) == 1:
+                raise
+        if is_first:
+            self.cut_off.stats.clear()
+        # Autograd adds to the gradient of a weight once, when it is complete for all micro-batches
+        changed = {
+            parameter
+            for parameter, (grad, times) in zip(waiting, before, strict=True)
+            if parameter.grad is not grad or _times_written(grad) != times
+        }
+        del result, before
+        free_memory()
+        half = len(parts) // 2
+        return min(self._backward(some, done | changed) for some in (parts[:half], parts[half:]))
+
+
+def _cut_off(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _run_backward(result: PerTokenLogps, parts: list[_Part]) -> None:
+    _, grads, of_entropies = zip(*parts, strict=True)
+    outputs, gradients = [result.logps], [torch.cat(grads)]
+    if of_entropies[0] is not None and result.entropies is not None:
+        outputs.append(result.entropies)
+        gradients.append(torch.cat(of_entropies))
+    torch.autograd.backward(outputs, gradients)
+
+
+def _times_written(grad: Tensor | None) -> int:
+    return 0 if grad is None else grad._version
+
+
+@contextmanager
+def _gradients_dropped(parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
+    """While it lasts, what a backward adds to the gradients of these weights is dropped at once."""
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    handles = []
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+            handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, grad in kept:
+            parameter.grad = grad
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
