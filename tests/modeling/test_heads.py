@@ -14,6 +14,7 @@ from trl_fused_grpo.modeling.output_projection import layer_before_head, output_
 from trl_fused_grpo.ops import chunked_linear
 from trl_fused_grpo.ops.lm_head import LowRank
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config, tiny_model
+from trl_fused_grpo.training import state
 
 
 peft = pytest.importorskip("peft")
@@ -267,7 +268,8 @@ def test_lora_on_the_head_trains_in_the_trainer(tmp_path, kind, old_logps):
         assert relative_error(fused_gradients[name], gradient) < 1e-5, name
 
 
-def test_every_module_that_holds_weights_of_the_head_runs_through_its_own_call(tmp_path):
+def test_every_module_that_holds_weights_of_the_head_runs_through_its_own_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "why_not_fused", lambda *_: None)  # the hooks stand for those of ZeRO-3, not a user's
     _, trainer = pair(tmp_path, lora("lm_head"))
     head = trainer.model.get_base_model().lm_head
     entered = []
@@ -292,6 +294,19 @@ def test_a_run_with_lora_on_the_head_trains_and_takes_the_base_model_as_referenc
 def test_a_float32_head_with_lora_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True does not go with"):
         make_trainer(tmp_path, peft_config=lora("lm_head"), cast_lm_head_to_fp32=True)
+
+
+def test_an_adapter_on_the_head_and_a_hook_that_sees_logits_exclude_each_other(tmp_path):
+    from trl_fused_grpo._compat.trl import REFUSES_ADAPTER_ON_HEAD
+
+    if not REFUSES_ADAPTER_ON_HEAD:
+        pytest.skip("TRL's own log-probs have the adapter's term")
+    trainer = make_trainer(tmp_path, peft_config=lora("lm_head"))
+    seen = []
+    trainer.model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
+    with pytest.raises(ValueError, match=r"because a hook on .* leaves out the adapter on the output projection"):
+        loss_and_gradients(trainer, make_inputs())
+    assert not seen
 
 
 def test_without_the_flag_trl_decides_about_adapters_on_the_head(tmp_path):

@@ -34,7 +34,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.layout_choice import depends_on_width, traits
-from trl_fused_grpo.modeling.output_projection import has_adapter, layer_before_head
+from trl_fused_grpo.modeling.output_projection import layer_before_head
 
 from .customisation import MICRO_BATCH_METHODS, micro_batch_reader, replaced_backward, replaced_behind, replaced_method
 from .customised_model import changed_head, changed_module, gradient_hook, own_class, row_reader
@@ -73,8 +73,6 @@ def why_not_fused(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel) ->
     if method is not None:
         return f"{method} was replaced"
     head: Any = causal_lm.get_output_embeddings()
-    if has_adapter(head) and trl_compat.REFUSES_ADAPTER_ON_HEAD:
-        return None  # TRL's own method would leave the adapter out
     layer = layer_before_head(causal_lm) if trl_compat.LOGPS_FROM_LOGITS else None
     if layer is not None:
         return f"{layer} stands between the model's hidden states and its output projection"

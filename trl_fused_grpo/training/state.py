@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
@@ -37,9 +36,6 @@ from .merging import MicroBatchMerger, reducing_gradients
 from .rloo import DeferredOldLogps
 from .summary import print_summary
 from .verification import Verification
-
-
-logger = logging.get_logger(__name__)
 
 
 class FusedState:
@@ -236,9 +232,9 @@ class FusedState:
         # An override of this method may ask for other rows than those of the loss
         is_overridden = replaced_method(trainer, ("_get_per_token_logps_and_entropies",)) is not None
         loss_call = None if is_overridden else self._loss
-        reason = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model))
-        if reason is not None:
-            logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
+        causal_lm = self.engine.causal_lm(call.model)
+        reason = why_not_fused(trainer, call.model, causal_lm)
+        checks.check_trl_logps(trainer, causal_lm, reason)
         if reason is not None or self.verification.asks_trl:
             result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         elif loss_call is not None:
