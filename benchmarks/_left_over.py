@@ -4,6 +4,8 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -15,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 PACKAGE = "trl_fused_grpo"
+_FUNCTIONS = (FunctionType, MethodType, partial)
 _CONTAINERS = (dict, list, set, deque, Counter, WeakKeyDictionary, WeakSet)
 
 
@@ -89,9 +92,9 @@ def _in_files() -> Iterator[str]:
     """Functions of this package in the files of transformers' models."""
     for name, file in list(sys.modules.items()):
         if name.startswith("transformers.models.") and file is not None:
-            yield from (
-                f"{name}.{key}" for key, value in list(vars(file).items()) if callable(value) and is_ours(value)
-            )
+            # Of other objects, placeholders for what needs a library that is missing raise at any attribute
+            functions = [(key, value) for key, value in vars(file).items() if isinstance(value, _FUNCTIONS)]
+            yield from (f"{name}.{key}" for key, value in functions if is_ours(value))
 
 
 def _our_modules() -> list[Any]:

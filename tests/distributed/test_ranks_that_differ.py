@@ -45,7 +45,8 @@ def _each(*trainers: str, where: Callable[[Run], bool] = lambda run: True) -> py
 class Outcome:
     """What a run left behind."""
 
-    def __init__(self, folder: Path, run: Run):
+    def __init__(self, folder: Path, run: Run, printed: str):
+        self.printed = printed
         ended: dict[str, Any] = json.loads((folder / f"{run.name}.exit.json").read_text())
         self.codes, self.seconds = ended["codes"], ended["seconds"]
         self.ranks: list[dict[str, Any]] = []
@@ -72,10 +73,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
         printed = start(run.backend)
         if not (folder / f"{run.name}.exit.json").exists():
             pytest.fail(f"{run.name} did not run:\n{printed[-6000:]}")
-        result = Outcome(folder, run)
+        end = printed.index(f"=== {run.name}: exit")
+        result = Outcome(folder, run, printed[printed.rfind("\n=== ", 0, end) + 1 : end])
         if any(result.codes) and not may_fail:
-            end = printed.index(f"=== {run.name}: exit")
-            pytest.fail(f"{run.name} ended with {result.codes}:\n{printed[end - 6000 : end]}")
+            pytest.fail(f"{run.name} ended with {result.codes}:\n{result.printed[-6000:]}")
         return result
 
     return of
@@ -150,8 +151,12 @@ def test_memory_that_runs_out_on_one_process_splits_the_forward_on_all(run: Run,
 
 @_each(*OUT_OF_MEMORY, where=lambda run: not _splits(run))
 def test_memory_that_runs_out_ends_the_training_where_processes_wait_within_a_forward(run: Run, outcome):
-    """The error is raised where it happened, and nobody hangs until a timeout."""
+    """The error is raised where it happened, with the reason, and nobody hangs until a timeout."""
     result = outcome(run, may_fail=True)
+    where = (
+        "ZeRO-3 gathers weights at each projection" if run.backend == "zero3" else "FSDP gathers weights within layers"
+    )
+    assert f"which cannot be split here, because {where}" in result.printed
     assert result.codes[1] == 1
     assert result.codes[0] != 0
     assert result.seconds < RUN_SECONDS / 2
