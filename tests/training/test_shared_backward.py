@@ -1,5 +1,6 @@
 """Memory that runs out in the backward of a forward that micro-batches share: it is done again in parts."""
 
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from peft import LoraConfig
 
 from tests.tiny_training import make_trainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling import packed_attention
+from trl_fused_grpo.modeling import fused_forward, packed_attention
 
 
 class _LimitedBackward(torch.autograd.Function):
@@ -28,17 +29,20 @@ class _LimitedBackward(torch.autograd.Function):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Its `limit` is how many tokens the first layer's attention has memory for in backward, when the other layer's
-    weights have their gradients; its `tokens` are those of every forward that has gradients."""
-
-    memory = SimpleNamespace(limit=10_000, tokens=[])
+    """
+    Its `limit` is for how many tokens the first attention has memory in backward, when weights behind it have their
+    gradients; in the forwards whose number is in `never` it has none. Its `tokens` are those of every such forward.
+    """
+    memory = SimpleNamespace(limit=10_000, never=(), tokens=[])
 
     def varlen_attention(module, *args, **kwargs):
         output = original(module, *args, **kwargs)
-        if module.layer_idx != 0 or not output.requires_grad:
+        kinds = getattr(module.config, "layer_types", None) or ["full_attention"]
+        if module.layer_idx != kinds.index("full_attention") or not output.requires_grad:
             return output
+        limit = 0 if len(memory.tokens) in memory.never else memory.limit
         memory.tokens.append(output.shape[1])
-        return _LimitedBackward.apply(output, memory.limit)
+        return _LimitedBackward.apply(output, limit)
 
     original = packed_attention.varlen_attention
     monkeypatch.setattr(packed_attention, "varlen_attention", varlen_attention)
@@ -50,8 +54,8 @@ def train(folder, memory, **options):
     memory.tokens.clear()
     torch.manual_seed(0)  # older TRL draws an adapter before it sets its seed
     options = {"gradient_accumulation_steps": 8, "steps_per_generation": 8, "max_steps": 2, **options}
+    options = {"fused_max_tokens_per_forward": 10_000, **options}
     trainer = make_trainer(folder, per_device_train_batch_size=1, optim="sgd", learning_rate=0.1, **options)
-    trainer.args.fused_max_tokens_per_forward = 10_000
     trainer.train()
     logs = [
         {k: v for k, v in entry.items() if "time" not in k and "second" not in k} for entry in trainer.state.log_history
@@ -64,6 +68,8 @@ OPTIONS = {
     "checkpointed": {"gradient_checkpointing": True},
     "reference": {"beta": 0.1},
     "whole-sequences": {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "num_iterations": 2},
+    "tied": {"kind": "tied"},
+    "convolutions": {"kind": "lfm2"},
     "lora": {"peft_config": LoraConfig(target_modules=["q_proj", "down_proj"])},
     **({"entropy-bonus": {"entropy_coef": 0.1}} if trl_compat.TRL.release >= (1, 8) else {}),
 }
@@ -85,6 +91,41 @@ def test_it_is_done_again_in_parts_and_nothing_is_lost(tmp_path, memory, caplog,
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
     for mine, other in zip(found, weights, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_earlier_forwards_stay(tmp_path, memory, caplog):
+    """Two forwards in an accumulation window: memory runs out in the backward of the second."""
+    options = {"max_steps": 1, "fused_max_tokens_per_forward": 40}
+    _, weights = train(tmp_path, memory, **options)
+    assert len(memory.tokens) == 2
+    memory.never = (1,)
+    _, found = train(tmp_path, memory, **options)
+    assert len(memory.tokens) == 4
+    assert "Memory ran out in the backward" in caplog.text
+    for mine, other in zip(found, weights, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nested", ["reentrant checkpoints", "aligned rows in widths"])
+def test_a_backward_with_backwards_in_it_is_not_repeated(tmp_path, memory, monkeypatch, nested):
+    """They add to gradients that are not complete."""
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    if nested == "aligned rows in widths":
+        options = {"fused_layout": "aligned", "max_completion_length": 12}
+    train(tmp_path, memory, **options)
+    if nested == "aligned rows in widths":
+        backward, calls = fused_forward._OwnBackward.backward, count()
+
+        def second_fails(ctx, *grads):
+            if next(calls):
+                raise torch.OutOfMemoryError("as CUDA would")
+            return backward(ctx, *grads)
+
+        monkeypatch.setattr(fused_forward._OwnBackward, "backward", staticmethod(second_fails))
+    else:
+        memory.limit = max(memory.tokens) - 1
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, memory, **options)
 
 
 def test_parts_are_halved_until_they_fit(tmp_path, memory, caplog):

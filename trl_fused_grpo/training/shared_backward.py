@@ -99,11 +99,11 @@ class SharedForward:
                 self.cut_off.stats.extend(result.stats)
             return len(parts)
         except torch.OutOfMemoryError:
-            if len(parts) == 1:
+            if len(parts) == 1 or (result is not None and self._is_nested(result)):
                 raise
         if is_first:
             self.cut_off.stats.clear()
-        # Autograd adds to the gradient of a weight once, when it is complete for all micro-batches
+        # Autograd has added to the gradient of a weight once, when it was complete for all micro-batches
         changed = {
             parameter
             for parameter, (grad, times) in zip(waiting, before, strict=True)
@@ -113,6 +113,28 @@ class SharedForward:
         free_memory()
         half = len(parts) // 2
         return min(self._backward(some, done | changed) for some in (parts[:half], parts[half:]))
+
+    def _is_nested(self, result: PerTokenLogps) -> bool:
+        """
+        Whether a part of the backward may be a backward of its own, as in checkpoints with reentrance and in aligned
+        rows of several widths: it adds to gradients that are not complete. The graph does not show its weights.
+        """
+        shown = _weights_in_graph(result)
+        return any(parameter.grad is not None and parameter not in shown for parameter in self._parameters)
+
+
+def _weights_in_graph(result: PerTokenLogps) -> set[Tensor]:
+    outputs = [value for value in (result.logps, result.entropies) if value is not None]
+    waiting: list[Any] = [value.grad_fn for value in outputs if value.grad_fn is not None]
+    seen, weights = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            weights.add(node.variable)
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        waiting.extend(new)
+    return weights
 
 
 def _cut_off(value: Tensor) -> Tensor:
