@@ -180,35 +180,32 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
         if off_policy:
             batch["old_per_token_logps"] = torch.full((2, 8), -6.9)
 
-    def loss_and_gradients(trainer, backward):
+    def loss_and_gradients(trainer, loss_of):
         trainer.model.train()
         trainer.model.zero_grad()
         trainer.current_gradient_accumulation_steps = 3
-        loss = backward()
-        return loss, torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
-
-    def stock_backward():
-        loss = sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
+        loss = loss_of()
         loss.backward()
-        return loss.detach()
+        return loss.detach(), torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
 
-    def merged_backward():
-        merger, total = fused._fused.merger, 0.0
-        merger.set_plan(batches, [2, 2, 2], fused.fused_layout())
+    def stock_loss():
+        return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
+
+    def merged_loss():
+        fused._fused.merger.set_plan(batches, [2, 2, 2], fused.fused_layout())
+        total = 0.0
         for step, batch in enumerate(batches):
             fused._fused._steps_done = step
             fused.accelerator.gradient_state._set_sync_gradients(step == 2)
             with temporary_attr(fused._fused, "_is_in_step", True):  # as within `training_step`
-                loss = fused.compute_loss(fused.model, batch)
-            merger.backward(loss, batch, step == 2, torch.Tensor.backward)
-            total = total + loss.detach()
+                total = total + fused.compute_loss(fused.model, batch)
         return total
 
     forwards = []
     with fused_forwards(forwards):
-        loss, gradients = loss_and_gradients(fused, merged_backward)
+        loss, gradients = loss_and_gradients(fused, merged_loss)
     assert len(forwards) == (1 if fused.fused_layout() == "packed" else widths_of(3))
-    expected_loss, expected = loss_and_gradients(stock, stock_backward)
+    expected_loss, expected = loss_and_gradients(stock, stock_loss)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
     assert (gradients - expected).norm() <= 1e-5 * expected.norm()
 

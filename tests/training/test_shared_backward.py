@@ -13,6 +13,9 @@ from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling import fused_forward, packed_attention
 
 
+pytestmark = pytest.mark.ends
+
+
 class _LimitedBackward(torch.autograd.Function):
     """The identity. Its backward finds no memory for more tokens than `limit`."""
 
@@ -93,6 +96,18 @@ def test_it_is_done_again_in_parts_and_nothing_is_lost(tmp_path, memory, caplog,
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
     for mine, other in zip(found, weights, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_it_is_done_again_in_autograds_own_thread(tmp_path, memory, caplog):
+    options = {"use_cpu": False, "gradient_checkpointing": True}
+    _, weights = train(tmp_path, memory, **options)
+    memory.limit = max(memory.tokens) - 1
+    _, found = train(tmp_path, memory, **options)
+    assert "Memory ran out in the backward" in caplog.text
+    for mine, other in zip(found, weights, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_earlier_forwards_stay(tmp_path, memory, caplog):

@@ -179,15 +179,15 @@ class MicroBatchMerger:
     ) -> tuple[list[dict[str, Any]], PerTokenLogps]:
         """
         The first micro-batches of a group that fit into the device's memory together, on all processes, from now on at
-        most so many, and what `compute` returns for them. [`backward`] calls it again where memory runs out.
+        most so many, and what `compute` returns for them. Their backward calls it again where memory runs out.
         """
         while True:
             before = RandomStates(group[0]["completion_ids"])
             try:
                 result = compute(group)
                 if len(group) > 1 and can_be_repeated(self.trainer, result, before):
-                    self._shared = SharedForward(self.trainer, group, result, compute)
-                    result = self._shared.cut_off
+                    self._shared = SharedForward(self.trainer, group, compute)
+                    result = self._shared.with_own_backward(result)
                 return group, result
             except torch.OutOfMemoryError as error:
                 # Other processes would wait for the forward that this one did not run
@@ -252,10 +252,8 @@ class MicroBatchMerger:
         losses, self._losses = self._losses, []
         (shared, self._shared), self._logps, self._last = (self._shared, None), {}, -1
         backward(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
-        if shared is not None:
-            most = shared.backward()
-            if most < len(shared.micro_batches):
-                self._share_at_most(most, "the backward of a shared forward")
+        if shared is not None and shared.fitted < shared.micro_batches:
+            self._share_at_most(shared.fitted, "the backward of a shared forward")
         if self.engine.memory is not None:
             self.engine.memory.learn()
 

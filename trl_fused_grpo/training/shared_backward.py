@@ -1,9 +1,8 @@
 """
 The backward of a forward that micro-batches share, in one process.
 
-Their losses see log-probs that are cut off from the model: the backward of the losses ends there, and the gradients
-that it leaves are where the model's begins. When memory runs out in that one, it is done again for parts of the
-micro-batches: the gradients of their log-probs are known, and no loss is computed twice.
+Log-probs are cut off from the model, and their backward runs that of the model. When memory runs out in it, it is done
+again for parts of the micro-batches: the gradients of their log-probs are known, and no loss is computed twice.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+
+from trl_fused_grpo.ops.linear_logps import FusedStats
 
 from .logps_request import PerTokenLogps
 from .memory import free_memory
@@ -43,47 +44,55 @@ class SharedForward:
     Args:
         trainer (`GRPOTrainer`): whose forward it is.
         micro_batches (`list[dict]`): that share it.
-        result ([`PerTokenLogps`]): of all of them, without an auxiliary loss.
-        compute (`Callable`): computes such a result anew for some of them.
+        compute (`Callable`): computes the log-probs of some of them.
 
     Attributes:
-        micro_batches (`list[dict]`): as given.
-        cut_off ([`PerTokenLogps`]): the result for the losses, cut off from the model.
+        micro_batches (`int`): how many share the forward.
+        fitted (`int`): how many had memory for their backward together.
     """
 
     def __init__(
         self,
         trainer: Any,
         micro_batches: list[dict[str, Any]],
-        result: PerTokenLogps,
         compute: Callable[[list[dict[str, Any]]], PerTokenLogps],
     ):
         self._parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-        self._trainer, self.micro_batches, self._compute = trainer, micro_batches, compute
-        self._result: PerTokenLogps | None = result
-        entropies = None if result.entropies is None else _cut_off(result.entropies)
-        self.cut_off = PerTokenLogps(_cut_off(result.logps), entropies, None, result.stats)
+        self._trainer, self._micro_batches, self._compute = trainer, micro_batches, compute
+        self.micro_batches = self.fitted = len(micro_batches)
+        self._result: PerTokenLogps | None = None
+        self._stats: list[FusedStats] = []
 
-    def backward(self) -> int:
+    def with_own_backward(self, result: PerTokenLogps) -> PerTokenLogps:
         """
-        Run the model's backward, after that of the losses.
+        The result of the forward, without an auxiliary loss, with the backward that is done in parts where memory runs
+        out.
+        """
+        self._result, self._stats = result, result.stats
+        entropies = result.entropies
+        logps, cut_off = _ModelBackward.apply(
+            result.logps.detach().requires_grad_(),
+            entropies.detach().requires_grad_() if entropies is not None and entropies.requires_grad else None,
+            [self],
+        )
+        return PerTokenLogps(logps, entropies if cut_off is None else cut_off, None, result.stats)
 
-        Returns:
-            `int`: how many micro-batches fitted into memory together.
+    def backward(self, grad_logps: Tensor, grad_entropies: Tensor | None) -> None:
+        """
+        Run the model's backward.
+
+        Args:
+            grad_logps (`Tensor`): `[B, T]`.
+            grad_entropies (`Tensor`, *optional*): `[B, T]`.
 
         Raises:
-            `torch.OutOfMemoryError`: when one alone did not.
+            `torch.OutOfMemoryError`: when a micro-batch alone finds no memory, or when gradients may be incomplete.
         """
-        sizes = [len(batch["completion_ids"]) for batch in self.micro_batches]
-        grad, entropies = self.cut_off.logps.grad, self.cut_off.entropies
-        if grad is None:  # of losses that no log-prob counts in
-            return len(sizes)
-        of_entropies: Any = [None] * len(sizes)
-        if entropies is not None and entropies.grad is not None:
-            of_entropies = entropies.grad.split(sizes)
-        return self._backward([*zip(self.micro_batches, grad.split(sizes), of_entropies, strict=True)], set())
+        sizes = [len(batch["completion_ids"]) for batch in self._micro_batches]
+        of_entropies: Any = [None] * len(sizes) if grad_entropies is None else grad_entropies.split(sizes)
+        self._backward([*zip(self._micro_batches, grad_logps.split(sizes), of_entropies, strict=True)], set())
 
-    def _backward(self, parts: list[_Part], done: set[nn.Parameter]) -> int:
+    def _backward(self, parts: list[_Part], done: set[nn.Parameter]) -> None:
         """The backward of some micro-batches, for all weights but those that have their gradient, `done`."""
         waiting = [parameter for parameter in self._parameters if parameter not in done]
         before = [(parameter.grad, _times_written(parameter.grad)) for parameter in waiting]
@@ -92,17 +101,18 @@ class SharedForward:
         try:
             with _gradients_dropped(done):
                 if result is None:
-                    with self._trainer.compute_loss_context_manager():
+                    with torch.enable_grad(), self._trainer.compute_loss_context_manager():
                         result = self._compute([batch for batch, _, _ in parts])
                 _run_backward(result, parts)
             if not is_first:
-                self.cut_off.stats.extend(result.stats)
-            return len(parts)
+                self._stats.extend(result.stats)
+            self.fitted = min(self.fitted, len(parts))
+            return
         except torch.OutOfMemoryError:
             if len(parts) == 1 or (result is not None and self._is_nested(result)):
                 raise
         if is_first:
-            self.cut_off.stats.clear()
+            self._stats.clear()
         # Autograd has added to the gradient of a weight once, when it was complete for all micro-batches
         changed = {
             parameter
@@ -112,7 +122,8 @@ class SharedForward:
         del result, before
         free_memory()
         half = len(parts) // 2
-        return min(self._backward(some, done | changed) for some in (parts[:half], parts[half:]))
+        for some in (parts[:half], parts[half:]):
+            self._backward(some, done | changed)
 
     def _is_nested(self, result: PerTokenLogps) -> bool:
         """
@@ -121,6 +132,20 @@ class SharedForward:
         """
         shown = _weights_in_graph(result)
         return any(parameter.grad is not None and parameter not in shown for parameter in self._parameters)
+
+
+class _ModelBackward(torch.autograd.Function):
+    """Log-probs and entropies that are cut off from the model. Their backward is [`SharedForward.backward`]."""
+
+    @staticmethod
+    def forward(ctx: Any, logps: Tensor, entropies: Tensor | None, shared: list[SharedForward]) -> Any:
+        (ctx.shared,) = shared  # in a list: autograd looks at what else its functions get
+        return logps.view_as(logps), None if entropies is None else entropies.view_as(entropies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        ctx.shared.backward(*grads)
+        return None, None, None
 
 
 def _weights_in_graph(result: PerTokenLogps) -> set[Tensor]:
@@ -135,10 +160,6 @@ def _weights_in_graph(result: PerTokenLogps) -> set[Tensor]:
         seen |= new
         waiting.extend(new)
     return weights
-
-
-def _cut_off(value: Tensor) -> Tensor:
-    return value.detach().requires_grad_(value.requires_grad)
 
 
 def _run_backward(result: PerTokenLogps, parts: list[_Part]) -> None:
