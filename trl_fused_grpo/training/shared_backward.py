@@ -20,8 +20,8 @@ from .memory import free_memory
 from .trial import RandomStates
 
 
-# A micro-batch, and the gradients of its log-probs and of its entropies, if they have one
-_Part = tuple[dict[str, Any], Tensor, Tensor | None]
+# A micro-batch, and the gradients of its log-probs and of its entropies, where there are any
+_Part = tuple[dict[str, Any], Tensor | None, Tensor | None]
 
 
 def can_be_repeated(trainer: Any, result: PerTokenLogps, before: RandomStates) -> bool:
@@ -77,20 +77,19 @@ class SharedForward:
         )
         return PerTokenLogps(logps, entropies if cut_off is None else cut_off, None, result.stats)
 
-    def backward(self, grad_logps: Tensor, grad_entropies: Tensor | None) -> None:
+    def backward(self, *grads: Tensor | None) -> None:
         """
         Run the model's backward.
 
         Args:
-            grad_logps (`Tensor`): `[B, T]`.
-            grad_entropies (`Tensor`, *optional*): `[B, T]`.
+            grads (`Tensor`): `[B, T]`, of log-probs and of entropies; `None` for those that no loss depends on.
 
         Raises:
             `torch.OutOfMemoryError`: when a micro-batch alone finds no memory, or when gradients may be incomplete.
         """
         sizes = [len(batch["completion_ids"]) for batch in self._micro_batches]
-        of_entropies: Any = [None] * len(sizes) if grad_entropies is None else grad_entropies.split(sizes)
-        self._backward([*zip(self._micro_batches, grad_logps.split(sizes), of_entropies, strict=True)], set())
+        by_micro_batch: Any = ([None] * len(sizes) if grad is None else grad.split(sizes) for grad in grads)
+        self._backward([*zip(self._micro_batches, *by_micro_batch, strict=True)], set())
 
     def _backward(self, parts: list[_Part], done: set[nn.Parameter]) -> None:
         """The backward of some micro-batches, for all weights but those that have their gradient, `done`."""
@@ -140,6 +139,7 @@ class _ModelBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logps: Tensor, entropies: Tensor | None, shared: list[SharedForward]) -> Any:
         (ctx.shared,) = shared  # in a list: autograd looks at what else its functions get
+        ctx.set_materialize_grads(False)
         return logps.view_as(logps), None if entropies is None else entropies.view_as(entropies)
 
     @staticmethod
@@ -163,12 +163,10 @@ def _weights_in_graph(result: PerTokenLogps) -> set[Tensor]:
 
 
 def _run_backward(result: PerTokenLogps, parts: list[_Part]) -> None:
-    _, grads, of_entropies = zip(*parts, strict=True)
-    outputs, gradients = [result.logps], [torch.cat(grads)]
-    if of_entropies[0] is not None and result.entropies is not None:
-        outputs.append(result.entropies)
-        gradients.append(torch.cat(of_entropies))
-    torch.autograd.backward(outputs, gradients)
+    _, *by_output = zip(*parts, strict=True)
+    outputs = zip((result.logps, result.entropies), by_output, strict=True)
+    used = [(value, torch.cat(grads)) for value, grads in outputs if value is not None and grads[0] is not None]
+    torch.autograd.backward([value for value, _ in used], [grad for _, grad in used])
 
 
 def _times_written(grad: Tensor | None) -> int:
