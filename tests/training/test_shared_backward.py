@@ -145,11 +145,12 @@ def test_a_backward_with_backwards_in_it_is_not_repeated(tmp_path, memory, monke
         train(tmp_path, memory, **options)
 
 
-def test_parts_are_halved_until_they_fit(tmp_path, memory, caplog):
+@pytest.mark.parametrize("together", [1, 2])
+def test_parts_are_halved_until_they_fit(tmp_path, memory, caplog, together):
     _, weights = train(tmp_path, memory)
-    memory.limit = max(memory.tokens) // 3
+    memory.limit = 3 + 8 * together  # a prompt and its completions
     _, found = train(tmp_path, memory)
-    assert "at most 1 micro-batches" in caplog.text or "at most 2 micro-batches" in caplog.text
+    assert f"backward of a shared forward: at most {together} micro-batches" in caplog.text
     for mine, other in zip(found, weights, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 

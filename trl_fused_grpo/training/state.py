@@ -270,7 +270,8 @@ class FusedState:
 
         def compute(group: list[dict[str, Any]]) -> PerTokenLogps:
             logps_request = self.merger.joined([requests[id(batch)] for batch in group])
-            joined = call if len(group) == 1 else call.with_batches(group)
+            is_alone = len(group) == 1 and group[0] is micro_batch
+            joined = call if is_alone else call.with_batches(group)
             with reducing_gradients(call.model) if 1 < len(group) == self.steps_left else nullcontext():
                 return self.engine.compute(logps_request, joined, trl_method, is_multimodal=is_multimodal)
 
