@@ -79,6 +79,14 @@ def test_customisations_and_the_compiler_are_drawn():
     assert not any("stepwise" in options and "fused_layout" in options for options in drawn)
 
 
+@pytest.mark.any_trl
+def test_a_model_that_draws_random_numbers_generates_nothing():
+    """It draws more of them for rows with padding, and TRL shuffles a generation batch with those that follow."""
+    drawn = [options for index in range(300) if (options := draw(0, index)).get("model") == "phimoe"]
+    assert drawn
+    assert not any("rollout" in options for options in drawn)
+
+
 @pytest.mark.parametrize(
     "name", ["instance-compute-loss", "behind-compute-loss", "layer-hook-token", "substep-gradients"]
 )

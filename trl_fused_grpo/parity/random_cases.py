@@ -25,6 +25,8 @@ Options: TypeAlias = dict[str, Any]
 
 # Two models with the same weights draw other numbers in dropout
 MODELS = tuple(name for name in (*FAMILIES, *VARIANTS) if "dropout" not in name)
+# Its router draws numbers in training, more for rows with padding: TRL then shuffles generation batches otherwise
+_DRAWS_NUMBERS = ("phimoe",)
 ADAPTERS = ("attention", "head", "head-copy", "tied-copy", "ia3", "prompt-tuning", "prefix-tuning")
 # (loss type, options it needs)
 LOSS_TYPES: tuple[tuple[str, Options], ...] = (
@@ -108,7 +110,7 @@ def _draw_window(drawing: _Draw) -> None:
     options = drawing.options
     drawing.maybe(0.5, "rollout", True)
     drawing.maybe(0.06, "mode", "eval", "eval", "log-probs")
-    if options.get("mode") == "log-probs":  # of a finished micro-batch
+    if options.get("mode") == "log-probs" or options.get("model") in _DRAWS_NUMBERS:  # of finished micro-batches
         options.pop("rollout", None)
     drawing.maybe(0.5, "gradient_accumulation_steps", 2, 2, 3, 4)
     drawing.maybe(0.3, "steps_per_generation", 1, 2, 3, 4)
