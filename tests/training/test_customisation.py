@@ -206,3 +206,12 @@ def test_the_log_says_once_why_rows_keep_their_padding(tmp_path, caplog):
     logged = [r.message for r in caplog.records if "hook on LlamaDecoderLayer" in r.message]
     assert len(logged) == 1
     assert "fused_layout" in logged[0]
+
+
+def test_hooks_that_transformers_adds_at_each_generation_do_not_pile_up(tmp_path):
+    trainer = make_trainer(tmp_path, gradient_checkpointing=True, max_steps=3)
+    mine = trainer.model.get_input_embeddings().register_forward_hook(lambda *_: None)
+    trainer.train()
+    hooks = trainer.model.get_input_embeddings()._forward_hooks
+    assert mine.id in hooks
+    assert len(hooks) <= 2

@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.repeated_hooks import forget_repeated_hooks
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.output_projection import output_projection
@@ -144,6 +145,7 @@ class FusedState:
             self._has_summary_to_print = False
         with self.deferral.generation(self.steps_left):
             yield
+        forget_repeated_hooks(self.trainer.model)
 
     def plan(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Prepare the micro-batches of a new generation batch, and return those to train on."""
