@@ -74,11 +74,11 @@ class FusedTrainerMixin(_Trainer):
           the model's file. Undone after each.
         - While a training step runs, the accelerator's `backward` is replaced, and with another `kl_estimator` than
           TRL's the trainer's `beta` is zero within the loss. Undone after each.
+        - Of the hooks that transformers adds to the input embeddings at each generation, the last one stays.
         - In the constructor `args.use_liger_kernel` is off, and TRL's check for an adapter on the output projection
           is lifted. Undone at its end.
         - With `use_liger_kernel=True` on a GPU, Liger's layers replace the model's, and `args.liger_kernel_config`
-          leaves Liger's cross-entropy out. This stays, as Liger's layers do in stock.
-        - With `use_liger_kernel=True` on the CPU, `args.use_liger_loss` is set in its place. This stays.
+          leaves Liger's cross-entropy out; on the CPU `args.use_liger_loss` is set in its place. Both stay.
         """
         self._fused.detach()
 
