@@ -252,7 +252,7 @@ class MicroBatchMerger:
         losses, self._losses = self._losses, []
         (shared, self._shared), self._logps, self._last = (self._shared, None), {}, -1
         backward(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
-        if shared is not None and shared.fitted < shared.micro_batches:
+        if shared is not None and shared.fitted < len(shared.micro_batches):
             self._share_at_most(shared.fitted, "the backward of a shared forward")
         if self.engine.memory is not None:
             self.engine.memory.learn()

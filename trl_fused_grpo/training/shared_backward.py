@@ -47,8 +47,8 @@ class SharedForward:
         compute (`Callable`): computes the log-probs of some of them.
 
     Attributes:
-        micro_batches (`int`): how many share the forward.
-        fitted (`int`): how many had memory for their backward together.
+        micro_batches (`list[dict]`): as given.
+        fitted (`int`): how many of them had memory for their backward together.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class SharedForward:
         compute: Callable[[list[dict[str, Any]]], PerTokenLogps],
     ):
         self._parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-        self._trainer, self._micro_batches, self._compute = trainer, micro_batches, compute
-        self.micro_batches = self.fitted = len(micro_batches)
+        self._trainer, self.micro_batches, self._compute = trainer, micro_batches, compute
+        self.fitted = len(micro_batches)
         self._result: PerTokenLogps | None = None
         self._stats: list[FusedStats] = []
 
@@ -87,9 +87,9 @@ class SharedForward:
         Raises:
             `torch.OutOfMemoryError`: when a micro-batch alone finds no memory, or when gradients may be incomplete.
         """
-        sizes = [len(batch["completion_ids"]) for batch in self._micro_batches]
+        sizes = [len(batch["completion_ids"]) for batch in self.micro_batches]
         by_micro_batch: Any = ([None] * len(sizes) if grad is None else grad.split(sizes) for grad in grads)
-        self._backward([*zip(self._micro_batches, *by_micro_batch, strict=True)], set())
+        self._backward([*zip(self.micro_batches, *by_micro_batch, strict=True)], set())
 
     def _backward(self, parts: list[_Part], done: set[nn.Parameter]) -> None:
         """The backward of some micro-batches, for all weights but those that have their gradient, `done`."""
