@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,6 +129,12 @@ class StepBenchmark:
                 if not runner.is_done:
                     self._guarded(runner, self._step)
         return [self._finish(runner) for runner in runners]
+
+    def profile(self, runner: Runner, path: Path) -> None:
+        """Write a trace of one more step, which does not count."""
+        with torch.profiler.profile() as profiler:
+            self._step(runner)
+        profiler.export_chrome_trace(str(path))
 
     def _guarded(self, runner: Runner, action: Any) -> None:
         """Do something for a runner; what it raises is recorded, and the others go on."""

@@ -48,6 +48,7 @@ def run_model(
     mode: str,
     seed: int,
     arms: list[dict[str, Any]],
+    profile: Path | None,
 ) -> list[dict[str, Any]]:
     """The records of one model; a model that cannot be built or fed gives one record that says why."""
     architecture, start = ARCHITECTURES[name], now()
@@ -63,7 +64,11 @@ def run_model(
         console.print(
             f"[bold]{name}[/]: {parameters:.0f} million parameters, {rollout.tokens} tokens in {rollout.width} columns"
         )
-        records = benchmark.compare(wanted(repeats, stock_repeats, architecture.forced, arms=arms))
+        runners = wanted(repeats, stock_repeats, architecture.forced, arms=arms)
+        records = benchmark.compare(runners)
+        for number, runner in enumerate(runners):
+            if profile is not None and "failed" not in runner.record:
+                benchmark.profile(runner, profile / f"{name}-{number}.json.gz")
         about = {"millions": round(parameters), "attention": attention, **tokens_and_padding(rollout)}
     except Exception as error:
         console.print(f"[red]{name} failed[/]")
@@ -155,6 +160,7 @@ def main(
     mode: Annotated[str, typer.Option(help="vllm_importance_sampling_mode; TRL's default is sequence_mask")] = MODE,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda" if torch.cuda.is_available() else "cpu",
     seed: Annotated[int, typer.Option(help="of lengths, tokens and noise; 19 pads 76%, 6 pads 67%")] = 19,
+    profile: Annotated[Path | None, typer.Option(help="folder for a trace of one more step of each trainer")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="where the record goes, else the last line")] = None,
     commit: Annotated[str | None, typer.Option(help="commit to record where git cannot be asked")] = None,
 ) -> None:
@@ -168,7 +174,7 @@ def main(
     record["lengths"] = asdict(LENGTHS.get(size, Lengths()))
     for name in names:
         arms = [json.loads(text) for text in arm or []]
-        record["results"] += run_model(name, size, device, repeats, stock_repeats, layers, mode, seed, arms)
+        record["results"] += run_model(name, size, device, repeats, stock_repeats, layers, mode, seed, arms, profile)
         clear_memory()
         if json_path is not None:
             write_record(json_path, record)

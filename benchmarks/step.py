@@ -74,7 +74,7 @@ class StepClock(TrainerCallback):
 
 
 class Profile(TrainerCallback):
-    """Writes which kernels the last step ran."""
+    """Writes which kernels the last step ran, and a trace of it."""
 
     def __init__(self, path: Path, step: int):
         self.path, self.step = path, step
@@ -97,6 +97,7 @@ class Profile(TrainerCallback):
                 for key in ("self_device_time_total", "self_cpu_time_total")
             ]
             self.path.write_text("\n".join(tables))
+            self.profiler.export_chrome_trace(str(self.path.with_suffix(".json.gz")))
             self.profiler = None
 
 
