@@ -217,8 +217,8 @@ def draw_replay(name: str) -> plt.Figure:
     figure, axes = plt.subplots(figsize=(6, 3.8))
     for arm, (label, color, style) in LEARNING_ARMS.items():
         lines = [line for line in record["comparison"] if line["arm"] == arm]
-        drifts = [list(entry["drift"].values()) for entry in record["results"] if entry["arm"] == arm]
         if lines:
+            drifts = [list(entry["drift"].values()) for entry in record["results"] if entry["arm"] == arm]
             steps = [line["step"] for line in lines]
             draw_band(axes, steps, drifts, color)
             axes.plot(steps, [line["drift"] for line in lines], style, marker="o", ms=4, color=color, label=label)

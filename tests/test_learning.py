@@ -115,10 +115,11 @@ def test_figures_are_drawn_from_records(benchmark_module, tmp_path, monkeypatch)
         for seed in range(3)
         for arm in ("null", "ours", "ours, in chunks")
     ]
+    stock = [{"seed": seed, "arm": "stock"} for seed in range(3)]
     (tmp_path / "results").mkdir()
     for name, content in (
         ("learning", record),
-        ("replay", {**about, "comparison": replay.compare(drifts), "results": drifts}),
+        ("replay", {**about, "comparison": replay.compare(drifts), "results": [*stock, *drifts]}),
     ):
         (tmp_path / "results" / f"{name}.json").write_text(json.dumps(content))
     monkeypatch.setattr(figures, "HERE", tmp_path)
