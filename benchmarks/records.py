@@ -97,8 +97,11 @@ def _runs(runs: Record) -> Record:
 def _shared(steps: list[Record]) -> list[Record]:
     """Of `vllm_gpu.py`: loss, gradient norm and gradient error of each step on the shared batches."""
     compared = ("loss", "grad_norm", "gradient_error", "fused/rows_recomputed")
-    kinds = ("float32", "stock", "fused")
-    return [{"step": step["step"], **{kind: _keep(step[kind], compared) for kind in kinds}} for step in steps]
+    kinds = ("float32", "stock", "null", "fused")
+    return [
+        {"step": step["step"], **{kind: _keep(step[kind], compared) for kind in kinds if kind in step}}
+        for step in steps
+    ]
 
 
 SHORTENED: dict[str, Callable[[Any], Any]] = {

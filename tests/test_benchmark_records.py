@@ -52,6 +52,24 @@ def test_a_full_parity_record_loses_all_but_verdict_errors_and_layout(tmp_path, 
     assert f" {json.dumps(kept)}\n" in text  # one line
 
 
+def test_another_attention_of_stock_stands_beside_the_verdict_and_does_not_decide(benchmark_module, tmp_path):
+    def step(**losses):
+        return {"step": 1} | {
+            kind: dict.fromkeys(report.LOGGED, 1.0 + loss) | {"gradient_error": loss} for kind, loss in losses.items()
+        }
+
+    report, records = benchmark_module("_vllm_report"), benchmark_module("records")
+    shared = [step(float32=0.0, stock=0.01, null=0.5, fused=0.01)]
+    verdict = report.judge(shared)
+    assert all(entry["within"] and entry["null"] == pytest.approx(0.5) for entry in verdict.values())
+    assert verdict["loss"]["null_apart"] == pytest.approx(0.49)
+    larger = report.judge([step(float32=0.0, stock=0.01, null=0.5, fused=0.1)])
+    assert not any(entry["within"] for entry in larger.values())
+    records.write_record(tmp_path / "vllm.json", {"shared": shared, "verdict": verdict})
+    kept = json.loads((tmp_path / "vllm.json").read_text(encoding="utf-8"))
+    assert kept["shared"][0]["null"]["gradient_error"] == 0.5
+
+
 def test_figures_are_drawn_from_the_records(benchmark_module):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figures = benchmark_module("figures")
