@@ -86,6 +86,7 @@ class FusedOptions:
     fused_balance: bool | None = None
     fused_max_tokens_per_forward: int | None = None
     fused_skip_zero_grad_sequences: bool = False
+    fused_kernels: bool = True
     fused_compile: bool = False
     fused_memory: float | None = None
     fused_verify: int = 0
@@ -182,10 +183,14 @@ class FusedGRPOConfig(GRPOConfig):
         fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
             metric then covers the others only.
+        fused_kernels (`bool`, *optional*, defaults to `True`):
+            Run RMS norms, gated activations and rotary embeddings of the text model in one Triton kernel each, on CUDA,
+            in this trainer's forwards and backwards alone. Those that compute something else stay as they are.
         fused_compile (`bool`, *optional*, defaults to `False`):
-            Compile the norms, MLPs and rotary embeddings of the text model with `torch.compile`, with dynamic shapes.
-            They run compiled in this trainer's forwards and backwards alone. The first steps take longer. Needs Triton
-            on CUDA and a C++ compiler on the CPU; without them this is logged once, and nothing is compiled.
+            Compile the norms, MLPs and rotary embeddings of the text model with `torch.compile`, with dynamic shapes,
+            as far as they have no kernel (`fused_kernels`). They run compiled in this trainer's forwards and backwards
+            alone. The first steps take longer. Needs Triton on CUDA and a C++ compiler on the CPU; without them this is
+            logged once, and nothing is compiled.
         fused_memory (`float`, *optional*):
             Fraction of the device's memory that this process may take, for speed: larger shared forwards, and layers
             that keep for backward what gradient checkpointing would compute again, attention's results first. Layers
@@ -247,6 +252,10 @@ class FusedGRPOConfig(GRPOConfig):
     fused_skip_zero_grad_sequences: bool = field(
         default=FusedOptions.fused_skip_zero_grad_sequences,
         metadata={"help": "Leave sequences that receive no gradient out of the model."},
+    )
+    fused_kernels: bool = field(
+        default=FusedOptions.fused_kernels,
+        metadata={"help": "Run RMS norms, gated activations and rotary embeddings in one kernel each, on CUDA."},
     )
     fused_compile: bool = field(
         default=FusedOptions.fused_compile,

@@ -35,6 +35,8 @@ class CompiledFunction:
         function (`Callable`): takes tensors, has no side effects.
     """
 
+    needs_compiler = True
+
     def __init__(self, name: str, function: Callable):
         self.name, self.function = name, function
         self._compiled: dict[Any, Callable | None] = {}

@@ -1,5 +1,6 @@
 """
-Norms, MLPs and rotary embeddings of a text model, compiled for the time of a forward.
+Norms, MLPs and rotary embeddings of a text model, compiled for the time of a forward: by a kernel where they have one
+(`layer_kernels`), and with `fused_compile` by torch's compiler.
 
 They are found by what they are (`module_functions`). While a model runs, and while its checkpointed layers are computed
 again in backward, each has a forward that calls what was compiled for all of its kind (`compiled_parts`). At any other
@@ -24,7 +25,14 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
 from .attention_places import InFile
-from .compiled_parts import CompiledActivation, CompiledForward, CompiledInFile, compiled_in_file
+from .compiled_parts import (
+    CompiledActivation,
+    CompiledForward,
+    CompiledInFile,
+    compiled_in_file,
+    forwards_by_blueprint,
+    forwards_by_parts,
+)
 from .layer_memo import LayerMemo
 from .mlp_activations import MLPParts, read_mlp
 from .module_functions import NotAFunctionError, is_mlp, is_norm, read_blueprint
@@ -33,23 +41,34 @@ from .module_functions import NotAFunctionError, is_mlp, is_norm, read_blueprint
 logger = logging.get_logger(__name__)
 
 Forward: TypeAlias = CompiledForward | CompiledActivation
-_is_on: ContextVar[bool] = ContextVar("fused_compile", default=False)
+
+
+class _On(NamedTuple):
+    """What is on: the kernels, and torch's compiler."""
+
+    kernels: bool
+    compiler: bool
+
+
+_NOTHING = _On(kernels=False, compiler=False)
+_is_on: ContextVar[_On] = ContextVar("compiled", default=_NOTHING)
 
 
 @contextmanager
-def compiling(model: nn.Module, is_on: bool = True) -> Generator[None, None, None]:
+def compiling(model: nn.Module, is_on: bool = True, kernels: bool = False) -> Generator[None, None, None]:
     """
-    While it lasts, [`compiled_forwards`] has an effect, if it `is_on`. Where nothing can be compiled, this is logged
-    once.
+    While it lasts, [`compiled_forwards`] has an effect. Where the compiler was asked for and can do nothing, this is
+    logged once.
 
     Args:
         model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
-        is_on (`bool`): whether it was asked for.
+        is_on (`bool`): whether torch's compiler was asked for.
+        kernels (`bool`): whether kernels were asked for.
     """
     reason = why_not_compiled(model) if is_on else None
     if reason is not None:
         logger.warning_once(f"fused_compile=True has no effect, because {reason}.")
-    token = _is_on.set(is_on and reason is None)
+    token = _is_on.set(_On(kernels, is_on and reason is None))
     try:
         yield
     finally:
@@ -59,12 +78,14 @@ def compiling(model: nn.Module, is_on: bool = True) -> Generator[None, None, Non
 @contextmanager
 def compiled_forwards(causal_lm: PreTrainedModel) -> Generator[None, None, None]:
     """
-    While it lasts, the norms, MLPs and rotary embeddings of a model's text model run compiled, if [`compiling`] is on.
-    So they do when its checkpointed layers are computed again in backward.
+    While it lasts, the norms, MLPs and rotary embeddings of a model's text model run compiled, as far as [`compiling`]
+    has them. So they do when its checkpointed layers are computed again in backward.
     """
+    on = _is_on.get()
     # A mode may have ended when the layers are computed again
-    parts = compiled_parts(causal_lm) if _is_on.get() and not torch_compat.operations_are_seen() else None
-    if parts is None or parts.refusal is not None:
+    parts = compiled_parts(causal_lm) if any(on) and not torch_compat.operations_are_seen() else None
+    parts = None if parts is None or parts.refusal is not None else parts.that_need(on)
+    if parts is None or not (parts.forwards or parts.functions):
         yield
         return
     functions = [(layer, model_compat.checkpoint_function(layer), inside) for layer, inside in parts.checkpointed]
@@ -119,6 +140,14 @@ class CompiledParts(NamedTuple):
     checkpointed: list[tuple[nn.Module, list[Forward]]]
     refusal: str | None
 
+    def that_need(self, on: _On) -> "CompiledParts":
+        """Those that need nothing but what is on."""
+        if all(on):
+            return self
+        forwards = [forward for forward in self.forwards if forward.function.needs_compiler == on.compiler]
+        functions = [function for function in self.functions if function.needs_compiler == on.compiler]
+        return self._replace(forwards=forwards, functions=functions)
+
 
 @LayerMemo
 def compiled_parts(causal_lm: PreTrainedModel) -> CompiledParts:
@@ -140,12 +169,13 @@ def _forwards_of(module: nn.Module) -> list[Forward]:
     """The compiled forwards that a module may have, the best first: that of its whole, that of an MLP's activation."""
     forwards: list[Forward] = []
     try:
-        forwards.append(CompiledForward(module, read_blueprint(module)))
+        forwards += forwards_by_blueprint(module, read_blueprint(module))
     except NotAFunctionError as error:
         reason = str(error)
     parts = _parts_of_mlp(module)
     if parts is not None:
-        forwards.append(CompiledActivation(module, parts))
+        forwards += forwards_by_parts(module, parts)
+        forwards.sort(key=lambda forward: forward.function.needs_compiler)  # the order of the others stays
     if not forwards:
         logger.info(f"{type(module).__name__} is not compiled, because {reason}.")
     return forwards
@@ -187,7 +217,7 @@ def _rotary_functions(text_model: nn.Module) -> list[CompiledInFile]:
         for name in code.co_names:
             if "rotary" in name and model_compat.is_plain_library_function(getattr(file, name, None)):
                 places.add(InFile(file, name))
-    return [compiled_in_file(place) for place in sorted(places, key=lambda place: place.name)]
+    return [function for place in sorted(places, key=lambda place: place.name) for function in compiled_in_file(place)]
 
 
 # How many running forwards need a function in its file: layers on several devices are computed again in several threads

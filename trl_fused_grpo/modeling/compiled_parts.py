@@ -1,16 +1,23 @@
-"""Compiled stand-ins: for the forward of a module, and for a function of a modeling file."""
+"""
+Compiled stand-ins: for the forward of a module, and for a function of a modeling file. What is compiled is a kernel of
+`layer_kernels`, or was made by torch's compiler.
+"""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from .as_read import AsRead
 from .attention_places import InFile
 from .compiled_functions import CompiledFunction
+from .layer_kernels import KernelFunction, gated_function, has_rotary_kernel, norm_function, rotary_function
 from .mlp_activations import MLPParts
 from .module_functions import Blueprint, as_function, parameter_places
+
+
+Function: TypeAlias = CompiledFunction | KernelFunction
 
 
 class CompiledForward:
@@ -20,10 +27,11 @@ class CompiledForward:
     Args:
         module (`nn.Module`): a norm or an MLP.
         blueprint ([`Blueprint`]): what its forward reads.
+        function (`CompiledFunction` or `KernelFunction`): of its input and its parameters.
     """
 
-    def __init__(self, module: nn.Module, blueprint: Blueprint):
-        self.module, self.function = module, _compiled_forward(blueprint)
+    def __init__(self, module: nn.Module, blueprint: Blueprint, function: Function):
+        self.module, self.function = module, function
         self._places = parameter_places(module, blueprint)
         self._original: Callable = type(module).forward
         self._read = AsRead(module)
@@ -43,6 +51,17 @@ class CompiledForward:
         return self.function(tensors, original)
 
 
+def forwards_by_blueprint(module: nn.Module, blueprint: Blueprint) -> list[CompiledForward]:
+    """The compiled forwards of a module, the best first."""
+    functions = _norm_function(blueprint), _compiled_forward(blueprint)
+    return [CompiledForward(module, blueprint, function) for function in functions if function is not None]
+
+
+@functools.cache
+def _norm_function(blueprint: Blueprint) -> KernelFunction | None:
+    return norm_function(blueprint.cls.__name__, as_function(blueprint))
+
+
 @functools.cache
 def _compiled_forward(blueprint: Blueprint) -> CompiledFunction:
     return CompiledFunction(blueprint.cls.__name__, as_function(blueprint))
@@ -55,13 +74,11 @@ class CompiledActivation:
     Args:
         module (`nn.Module`): the MLP.
         parts ([`MLPParts`]): what its forward is made of.
+        function (`CompiledFunction` or `KernelFunction`): of what its first projections return.
     """
 
-    def __init__(self, module: nn.Module, parts: MLPParts):
-        self.module, self.parts = module, parts
-        if parts.key not in _activations:
-            _activations[parts.key] = CompiledFunction(f"{type(module).__name__}_activation", parts.activation)
-        self.function = _activations[parts.key]
+    def __init__(self, module: nn.Module, parts: MLPParts, function: Function):
+        self.module, self.parts, self.function = module, parts, function
         self._read = AsRead(module, parts.functions)
 
     def may_run(self) -> bool:
@@ -77,7 +94,17 @@ class CompiledActivation:
         return getattr(module, parts.last)(self.function(projected, lambda: self.function.function(*projected)))
 
 
-_activations: dict[Any, CompiledFunction] = {}
+# Of each kind of MLP, the best first
+_activations: dict[Any, list[Function]] = {}
+
+
+def forwards_by_parts(module: nn.Module, parts: MLPParts) -> list[CompiledActivation]:
+    """The compiled forwards of an MLP whose projections run as they are, the best first."""
+    if parts.key not in _activations:
+        name = f"{type(module).__name__}_activation"
+        kernel = gated_function(name, parts.activation)
+        _activations[parts.key] = [*filter(None, [kernel]), CompiledFunction(name, parts.activation)]
+    return [CompiledActivation(module, parts, function) for function in _activations[parts.key]]
 
 
 def _own_forward(module: nn.Module) -> tuple[Any, ...]:
@@ -91,12 +118,15 @@ class CompiledInFile:
 
     Args:
         place ([`InFile`]): where the layers look it up.
+        make (`Callable`): makes a `CompiledFunction` or a `KernelFunction` of a name and a function of tensors.
+        needs_compiler (`bool`): whether it is the former.
     """
 
-    def __init__(self, place: InFile):
+    def __init__(self, place: InFile, make: Callable[[str, Callable], Function], needs_compiler: bool):
         self.place, self.original = place, place.read()
+        self._make, self.needs_compiler = make, needs_compiler
         self.name = f"{place.file.__name__.rpartition('.')[2]}_{place.name}"
-        self._compiled: dict[Any, CompiledFunction] = {}
+        self._compiled: dict[Any, Function] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(self.original, *args, **kwargs)
@@ -110,7 +140,7 @@ class CompiledInFile:
         except TypeError:
             return original()
         if not known:
-            self._compiled[key] = CompiledFunction(self.name, self._of_tensors(args, kwargs))
+            self._compiled[key] = self._make(self.name, self._of_tensors(args, kwargs))
         return self._compiled[key](tensors, original) if tensors else original()
 
     def _of_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable:
@@ -135,5 +165,9 @@ def _hashable(value: Any) -> Any:
 
 
 @functools.cache
-def compiled_in_file(place: InFile) -> CompiledInFile:
-    return CompiledInFile(place)
+def compiled_in_file(place: InFile) -> list[CompiledInFile]:
+    """What may stand in the place of a function, the best first."""
+    by_compiler = CompiledInFile(place, CompiledFunction, needs_compiler=True)
+    if not has_rotary_kernel(by_compiler.original):
+        return [by_compiler]
+    return [CompiledInFile(place, rotary_function, needs_compiler=False), by_compiler]

@@ -13,7 +13,10 @@ from torch import Tensor, fx, nn
 from .module_functions import as_function, read_blueprint, takes_one_tensor
 
 
-_FUNCTIONS = {operator.mul, operator.add, operator.getitem, torch.mul, torch.add, torch.chunk}
+_FUNCTIONS = {
+    *(operator.mul, operator.add, operator.getitem, torch.mul, torch.add, torch.chunk),
+    *(nn.functional.silu, nn.functional.gelu, nn.functional.relu),
+}
 _METHODS = {"chunk"}
 
 

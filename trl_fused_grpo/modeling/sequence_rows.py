@@ -10,6 +10,8 @@ from torch import Tensor
 # What one more column of rows costs, in tokens, and one more group of rows: a torch implementation of a state walks
 # along the columns in a loop, and every group begins the loop anew
 COLUMN_COST, GROUP_COST = 8, 2048
+# Tensor cores want rows of whole 16 bytes; in a transposed row of tokens that is its length
+ALIGNMENT = 64
 MOST_PARTS = 48  # more sequences than these are grouped a few at a time: finding the best groups takes the square
 
 
@@ -73,7 +75,8 @@ class SequenceRows:
 
 class SpacedRow(SequenceRows):
     """
-    One row for all sequences, with zeros between them: for layers that see no farther back than these.
+    One row for all sequences, with zeros between them: for layers that see no farther back than these. Zeros behind
+    the last one make its length a multiple of `ALIGNMENT`.
 
     Args:
         lengths (`Sequence[int]`): tokens of each sequence in the packed row, `S` in all.
@@ -84,7 +87,7 @@ class SpacedRow(SequenceRows):
     def __init__(self, lengths: Sequence[int], device: torch.device, zeros: int):
         sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))  # [S]
         self.places = (torch.arange(len(sequence)) + zeros * sequence).to(device, non_blocking=True)
-        self.count = len(sequence) + zeros * (len(lengths) - 1)
+        self.count = -(-(len(sequence) + zeros * (len(lengths) - 1)) // ALIGNMENT) * ALIGNMENT
         self.indices = [self.places.new_empty(1, self.count)]  # only its shape is asked for
 
     def of_group(self, packed: Tensor, group: int) -> Tensor:

@@ -30,6 +30,7 @@ from trl_fused_grpo.modeling.layout_choice import Refusal, choose, layout_of_wid
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
 from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
+from trl_fused_grpo.ops.kernels import why_not_triton
 
 from .agreement import of_all_processes, widest_batch, with_images_anywhere
 from .checks import check_token_ids
@@ -211,7 +212,8 @@ class LogpsEngine:
             (is_multimodal,) = with_images_anywhere(accelerator, causal_lm, [images is not None])
         shape = widest_batch(accelerator, causal_lm, (len(call.input_ids), call.input_ids.shape[1]))
         adapted = fused_adapters(self._modules_of(unwrapped) if self.options.fused_lora else ())
-        compiled = compiling(unwrapped, self.options.fused_compile)
+        has_kernels = self.options.fused_kernels and why_not_triton(call.input_ids.device) is None
+        compiled = compiling(unwrapped, self.options.fused_compile, has_kernels)
         kept = None
         if self.memory is not None and torch.is_grad_enabled():
             kept = self.memory.plan_forward(self.trainer, unwrapped, int(call.attention_mask.sum()))

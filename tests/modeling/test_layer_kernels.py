@@ -1,0 +1,187 @@
+"""Functions of a model that run in kernels: found by their operations, left where they compute anything else."""
+
+import importlib
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.modeling.test_compiled_modules import built, nothing_is_compiled_yet  # noqa: F401 - a fixture
+from tests.ops.test_triton_kernels import DEVICE, gpu, kernels_run
+from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
+from trl_fused_grpo.modeling.compiled_modules import compiled_forwards, compiled_parts, compiling
+from trl_fused_grpo.modeling.compiled_parts import CompiledForward
+from trl_fused_grpo.modeling.layer_kernels import (
+    KernelFunction,
+    gated_function,
+    gated_kernel,
+    has_rotary_kernel,
+    norm_function,
+)
+from trl_fused_grpo.ops.layer_functions import rotary_formula
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE
+
+
+def kernels_of(model):
+    """Names of the classes and functions that have a kernel, each with the number of its places."""
+    parts = compiled_parts(model)
+    found = [type(f.module).__name__ for f in parts.forwards if not f.function.needs_compiler]
+    found += [function.place.name for function in parts.functions if not function.needs_compiler]
+    return {name: found.count(name) for name in sorted(set(found))}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("qwen3", {"Qwen3RMSNorm": 9, "Qwen3MLP": 2, "apply_rotary_pos_emb": 1}),
+        ("llama", {"LlamaRMSNorm": 5, "LlamaMLP": 2, "apply_rotary_pos_emb": 1}),
+        ("gemma3", {"Gemma3RMSNorm": 13, "Gemma3MLP": 2, "apply_rotary_pos_emb": 1}),
+        ("lfm2", {"Lfm2RMSNorm": 7, "Lfm2MLP": 2, "apply_rotary_pos_emb": 1}),
+        ("moe", {"Qwen3MoeRMSNorm": 9, "apply_rotary_pos_emb": 1}),
+        ("cohere", {"CohereMLP": 2}),  # its norms subtract the mean, its pairs lie side by side
+        ("gpt2", {}),
+    ],
+)
+def test_norms_mlps_and_rotary_embeddings_are_known_by_what_they_compute(kind, expected):
+    model = built(kind)
+    assert kernels_of(model) == expected
+
+
+def norm(x, weight, power=2, eps=1e-6):
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(power).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def test_a_norm_counts_however_it_is_written():
+    def written_otherwise(x, weight):
+        dtype, x = x.dtype, x.to(torch.float32)
+        mean = 1e-6 + torch.mean(torch.pow(x, 2), dim=-1, keepdim=True)
+        return torch.mul((torch.pow(mean, -0.5) * x).to(dtype), weight)
+
+    assert norm_function("norm", norm) is not None
+    assert norm_function("norm", written_otherwise) is not None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, weight: norm(x, weight, power=4),
+        lambda x, weight: norm(x, weight).clamp(-7, 7),
+        lambda x, weight: norm(x, weight) + x,
+        lambda x, weight: norm(x - x.mean(-1, keepdim=True), weight),
+        lambda x, weight: norm(x, 1 + weight),  # rounds the sum
+        lambda x, weight: norm(x, weight) if x.sum() > 0 else x,
+    ],
+)
+def test_anything_else_is_no_norm(other):
+    assert norm_function("norm", other) is None
+
+
+def test_gates_are_told_from_what_they_gate():
+    function = nn.functional.silu
+    gate, up = torch.randn(2, 1, 4, 8)
+    assert gated_function("mlp", lambda gate, up: function(gate) * up) is not None
+    assert gated_function("mlp", lambda up, gate: up * function(gate)) is not None
+    assert gated_function("mlp", lambda gate, up: function(gate) + up) is None
+    assert gated_function("mlp", lambda gate, up: function(gate * up)) is None
+    assert gated_function("mlp", lambda gate, up: nn.functional.gelu(gate) * up) is None  # that of the error function
+    assert gated_kernel(lambda gate, up: function(gate) * up, (gate, up.bfloat16())) is None
+
+
+def test_rotations_of_other_pairs_have_no_kernel():
+    def of_neighbours(q, k, cos, sin):
+        def turned(x):
+            return x * cos.unsqueeze(1) + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin.unsqueeze(1)
+
+        return turned(q), turned(k)
+
+    assert has_rotary_kernel(rotary_formula)
+    assert not has_rotary_kernel(of_neighbours)
+    assert not has_rotary_kernel(lambda q, k, cos, sin: rotary_formula(k, q, cos, sin))
+
+
+def test_without_kernels_nothing_stands_in_a_model_s_place():
+    model = built("qwen3")
+    with compiling(model, is_on=False, kernels=False), compiled_forwards(model):
+        assert not [module for module in model.modules() if "forward" in vars(module)]
+    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+        placed = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
+        assert {type(forward.function) for forward in placed} == {KernelFunction}
+        assert len(placed) == 11
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_the_compiler_has_what_is_left():
+    model = built("cohere")
+    with compiling(model, kernels=True), compiled_forwards(model):
+        layer = model.model.layers[0]
+        assert isinstance(vars(layer.mlp)["forward"].function, KernelFunction)
+        assert isinstance(vars(layer.input_layernorm)["forward"], CompiledForward)
+        assert vars(layer.input_layernorm)["forward"].function.needs_compiler
+
+
+# With kernels: on a GPU, or in Triton's interpreter
+
+with_kernels = [gpu, kernels_run]
+
+
+def gradients(model, kernels):
+    """The loss and every gradient of a model whose layers are computed again in backward."""
+    ids = torch.randint(3, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    model.zero_grad()
+    with lean_checkpoints(model), compiling(model, False, kernels), compiled_forwards(model):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
+
+
+def called(model):
+    """How often each kernel runs in a forward and backward."""
+    kernels = importlib.import_module("trl_fused_grpo.ops.kernels.layers")
+    names = ("rms_norm", "rms_norm_backward", "gated", "gated_backward", "rotary")
+    spies = {name: mock.patch.object(kernels, name, mock.Mock(wraps=getattr(kernels, name))) for name in names}
+    mocks = {name: spy.start() for name, spy in spies.items()}
+    try:
+        found = gradients(model, kernels=True)
+    finally:
+        mock.patch.stopall()
+    return found, {name: spy.call_count for name, spy in mocks.items()}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "lfm2", "moe"])
+class TestInAModel:
+    pytestmark = with_kernels
+
+    def test_gradients_are_the_model_s(self, kind):
+        model = built(kind).to(DEVICE)
+        expected = gradients(model, kernels=False)
+        found, calls = called(model)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+        assert calls["rms_norm"] > calls["rms_norm_backward"] > 0  # each layer twice
+        assert calls["rotary"] > 0
+
+    def test_what_the_user_has_put_there_runs(self, kind):
+        model = built(kind).to(DEVICE)
+        file = sys.modules[type(model).__module__]
+        layer = model.model.layers[-1]
+        norms = [module for module in layer.modules() if type(module).__name__.endswith("RMSNorm")]
+        norms[0].forward = lambda hidden: hidden * 2
+        with mock.patch.object(file, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * 3, k)):
+            expected = gradients(model, kernels=False)
+            found, calls = called(model)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+        assert calls["rotary"] == 0
+
+
+class TestCasts:
+    pytestmark = with_kernels
+
+    def test_under_autocast_the_error_is_no_larger_than_the_model_s(self):
+        model = built("qwen3").to(DEVICE)
+        truth = gradients(model, kernels=False)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            expected, (found, calls) = gradients(model, kernels=False), called(model)
+        assert calls["gated"] > 0
+        assert (found - truth).norm() <= 1.5 * (expected - truth).norm()
