@@ -55,6 +55,8 @@ def lines_of(trainer):
         ),
         ({}, "old log-probs", "none: no weight moves", None, None),
         ({"beta": 0.1}, "reference", "in the same forwards as the policy", None, None),
+        ({}, "layers", "the model's own operations", "Triton's kernels are for CUDA", None),
+        ({"fused_kernels": False}, "layers", "the model's own operations", "fused_kernels=False", "=True"),
         ({"fused_compile": False}, "compiled parts", "none", "off by default", "fused_compile=True"),
         ({"beta": 0.1}, "zero-grad sequences", "in the model", "KL term", None),
         ({"fused_verify": 50}, "verification", "every 50 optimizer steps", None, None),

@@ -8,14 +8,14 @@ time the model is what it was.
 """
 
 import functools
-import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -23,24 +23,14 @@ from transformers.utils import logging
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo.ops.kernels import why_not_triton
 
 from .attention_places import InFile
-from .compiled_parts import (
-    CompiledActivation,
-    CompiledForward,
-    CompiledInFile,
-    compiled_in_file,
-    forwards_by_blueprint,
-    forwards_by_parts,
-)
+from .compiled_parts import CompiledInFile, Forward, forwards_in, rotary_functions_in
 from .layer_memo import LayerMemo
-from .mlp_activations import MLPParts, read_mlp
-from .module_functions import NotAFunctionError, is_mlp, is_norm, read_blueprint
 
 
 logger = logging.get_logger(__name__)
-
-Forward: TypeAlias = CompiledForward | CompiledActivation
 
 
 class _On(NamedTuple):
@@ -115,6 +105,24 @@ def why_not_compiled(model: nn.Module) -> str | None:
     return compiled_parts(model_compat.without_adapter(model)).refusal
 
 
+def why_no_kernels(model: nn.Module, device: torch.device) -> str | None:
+    """
+    Why no norm, MLP or rotary embedding of a model runs in a kernel, or `None`.
+
+    Args:
+        model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
+        device (`torch.device`): where it is.
+    """
+    reason = why_not_triton(device)
+    if reason is not None:
+        return reason
+    parts = compiled_parts(model_compat.without_adapter(torch_compat.without_compiler(model)))
+    kernels = parts.that_need(_On(kernels=True, compiler=False))
+    if parts.refusal is None and not (kernels.forwards or kernels.functions):
+        return "its norms, MLPs and rotary embeddings compute something else"
+    return parts.refusal
+
+
 def _why_layers_are_left(causal_lm: PreTrainedModel) -> str | None:
     for module in causal_lm.modules():
         if torch_compat.is_compiled(module):
@@ -156,68 +164,13 @@ def compiled_parts(causal_lm: PreTrainedModel) -> CompiledParts:
     if refusal is not None:
         return CompiledParts([], [], [], refusal)
     text_model = architecture.text_model(causal_lm)
-    found = {module: forwards for module in _candidates(text_model) if (forwards := _forwards_of(module))}
+    found = forwards_in(text_model)
     forwards = [forward for of_module in found.values() for forward in of_module]
     checkpointed = [module for module in text_model.modules() if hasattr(module, "gradient_checkpointing")]
     inside = [(layer, [f for module in layer.modules() for f in found.get(module, ())]) for layer in checkpointed]
-    functions = _rotary_functions(text_model)
+    functions = rotary_functions_in(text_model)
     refusal = None if found or functions else "its norms, MLPs and rotary embeddings are not known"
     return CompiledParts(forwards, functions, inside, refusal)
-
-
-def _forwards_of(module: nn.Module) -> list[Forward]:
-    """The compiled forwards that a module may have, the best first: that of its whole, that of an MLP's activation."""
-    forwards: list[Forward] = []
-    try:
-        forwards += forwards_by_blueprint(module, read_blueprint(module))
-    except NotAFunctionError as error:
-        reason = str(error)
-    parts = _parts_of_mlp(module)
-    if parts is not None:
-        forwards += forwards_by_parts(module, parts)
-        forwards.sort(key=lambda forward: forward.function.needs_compiler)  # the order of the others stays
-    if not forwards:
-        logger.info(f"{type(module).__name__} is not compiled, because {reason}.")
-    return forwards
-
-
-def _parts_of_mlp(module: nn.Module) -> MLPParts | None:
-    # To be read, a forward is run with something that stands for a tensor. The user's would see that
-    return read_mlp(module) if model_compat.is_plain_library_function(type(module).forward) else None
-
-
-def _candidates(text_model: nn.Module) -> list[nn.Module]:
-    """The norms and MLPs of a text model. Experts are none: how many tokens each gets is known when it runs."""
-    found = [module for module in text_model.children() if is_norm(module)]
-    layers = [layer for child in text_model.children() if isinstance(child, nn.ModuleList) for layer in child]
-    for layer in layers:
-        found += _candidates_in(layer)
-    return found
-
-
-def _candidates_in(module: nn.Module) -> list[nn.Module]:
-    """The norms and MLPs among the parts of a module, the outermost ones."""
-    found = []
-    for part in module.children():
-        if isinstance(part, nn.ModuleList):
-            continue
-        is_candidate = is_norm(part) or is_mlp(part) or _parts_of_mlp(part) is not None
-        found += [part] if is_candidate else _candidates_in(part)
-    return found
-
-
-def _rotary_functions(text_model: nn.Module) -> list[CompiledInFile]:
-    """The functions for rotary embeddings that the forwards of a text model's modules look up in their files."""
-    places = set()
-    for cls in {type(module) for module in text_model.modules()}:
-        forward: Any = inspect.unwrap(cls.forward)
-        code, file = getattr(forward, "__code__", None), inspect.getmodule(forward)
-        if code is None or file is None:
-            continue
-        for name in code.co_names:
-            if "rotary" in name and model_compat.is_plain_library_function(getattr(file, name, None)):
-                places.add(InFile(file, name))
-    return [function for place in sorted(places, key=lambda place: place.name) for function in compiled_in_file(place)]
 
 
 # How many running forwards need a function in its file: layers on several devices are computed again in several threads

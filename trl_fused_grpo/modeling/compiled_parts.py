@@ -4,18 +4,32 @@ Compiled stand-ins: for the forward of a module, and for a function of a modelin
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from transformers.utils import logging
+
+from trl_fused_grpo._compat import models as model_compat
 
 from .as_read import AsRead
 from .attention_places import InFile
 from .compiled_functions import CompiledFunction
 from .layer_kernels import KernelFunction, gated_function, has_rotary_kernel, norm_function, rotary_function
-from .mlp_activations import MLPParts
-from .module_functions import Blueprint, as_function, parameter_places
+from .mlp_activations import MLPParts, read_mlp
+from .module_functions import (
+    Blueprint,
+    NotAFunctionError,
+    as_function,
+    is_mlp,
+    is_norm,
+    parameter_places,
+    read_blueprint,
+)
 
+
+logger = logging.get_logger(__name__)
 
 Function: TypeAlias = CompiledFunction | KernelFunction
 
@@ -51,7 +65,7 @@ class CompiledForward:
         return self.function(tensors, original)
 
 
-def forwards_by_blueprint(module: nn.Module, blueprint: Blueprint) -> list[CompiledForward]:
+def _by_blueprint(module: nn.Module, blueprint: Blueprint) -> list[CompiledForward]:
     """The compiled forwards of a module, the best first."""
     functions = _norm_function(blueprint), _compiled_forward(blueprint)
     return [CompiledForward(module, blueprint, function) for function in functions if function is not None]
@@ -98,7 +112,7 @@ class CompiledActivation:
 _activations: dict[Any, list[Function]] = {}
 
 
-def forwards_by_parts(module: nn.Module, parts: MLPParts) -> list[CompiledActivation]:
+def _by_parts(module: nn.Module, parts: MLPParts) -> list[CompiledActivation]:
     """The compiled forwards of an MLP whose projections run as they are, the best first."""
     if parts.key not in _activations:
         name = f"{type(module).__name__}_activation"
@@ -171,3 +185,66 @@ def compiled_in_file(place: InFile) -> list[CompiledInFile]:
     if not has_rotary_kernel(by_compiler.original):
         return [by_compiler]
     return [CompiledInFile(place, rotary_function, needs_compiler=False), by_compiler]
+
+
+Forward: TypeAlias = CompiledForward | CompiledActivation
+
+
+def forwards_in(text_model: nn.Module) -> dict[nn.Module, list[Forward]]:
+    """The norms and MLPs of a text model, each with its compiled forwards, the best first."""
+    return {module: forwards for module in _candidates(text_model) if (forwards := _forwards_of(module))}
+
+
+def _forwards_of(module: nn.Module) -> list[Forward]:
+    """The compiled forwards that a module may have, the best first: that of its whole, that of an MLP's activation."""
+    forwards: list[Forward] = []
+    try:
+        forwards += _by_blueprint(module, read_blueprint(module))
+    except NotAFunctionError as error:
+        reason = str(error)
+    parts = _parts_of_mlp(module)
+    if parts is not None:
+        forwards += _by_parts(module, parts)
+        forwards.sort(key=lambda forward: forward.function.needs_compiler)  # the order of the others stays
+    if not forwards:
+        logger.info(f"{type(module).__name__} is not compiled, because {reason}.")
+    return forwards
+
+
+def _parts_of_mlp(module: nn.Module) -> MLPParts | None:
+    # To be read, a forward is run with something that stands for a tensor. The user's would see that
+    return read_mlp(module) if model_compat.is_plain_library_function(type(module).forward) else None
+
+
+def _candidates(text_model: nn.Module) -> list[nn.Module]:
+    """The norms and MLPs of a text model. Experts are none: how many tokens each gets is known when it runs."""
+    found = [module for module in text_model.children() if is_norm(module)]
+    layers = [layer for child in text_model.children() if isinstance(child, nn.ModuleList) for layer in child]
+    for layer in layers:
+        found += _candidates_in(layer)
+    return found
+
+
+def _candidates_in(module: nn.Module) -> list[nn.Module]:
+    """The norms and MLPs among the parts of a module, the outermost ones."""
+    found = []
+    for part in module.children():
+        if isinstance(part, nn.ModuleList):
+            continue
+        is_candidate = is_norm(part) or is_mlp(part) or _parts_of_mlp(part) is not None
+        found += [part] if is_candidate else _candidates_in(part)
+    return found
+
+
+def rotary_functions_in(text_model: nn.Module) -> list[CompiledInFile]:
+    """The functions for rotary embeddings that the forwards of a text model's modules look up in their files."""
+    places = set()
+    for cls in {type(module) for module in text_model.modules()}:
+        forward: Any = inspect.unwrap(cls.forward)
+        code, file = getattr(forward, "__code__", None), inspect.getmodule(forward)
+        if code is None or file is None:
+            continue
+        for name in code.co_names:
+            if "rotary" in name and model_compat.is_plain_library_function(getattr(file, name, None)):
+                places.add(InFile(file, name))
+    return [function for place in sorted(places, key=lambda place: place.name) for function in compiled_in_file(place)]

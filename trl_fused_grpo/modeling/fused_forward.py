@@ -142,6 +142,7 @@ class FusedRequest:
         """The hidden states `[B, L, H]` of all runs, and the outputs of the last one."""
         with nullcontext() if self.watch is None else self.watch.around_layers():
             *others, outputs = [run_backbone(causal_lm, {**model_inputs, **inputs}) for inputs in self.forwards or [{}]]
+        torch.clear_autocast_cache()  # copies of all weights, which the head has no use for
         if not others:
             return outputs.last_hidden_state, outputs
         runs = [output.last_hidden_state.flatten(0, 1) for output in (*others, outputs)]

@@ -15,7 +15,7 @@ from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.adapters import why_not_together
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
-from trl_fused_grpo.modeling.compiled_modules import why_not_compiled
+from trl_fused_grpo.modeling.compiled_modules import why_no_kernels, why_not_compiled
 from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import choose_backward
@@ -103,7 +103,7 @@ class _Lines:
         lora = self.lora()
         if lora is not None:
             yield lora
-        yield from (self.compiled(), self.memory(), self.zero_grad(), self.verification())
+        yield from (self.kernels(), self.compiled(), self.memory(), self.zero_grad(), self.verification())
 
     def loss(self) -> SummaryLine:
         reason = why_not_fused(self.trainer, self.model, self.causal_lm)
@@ -235,10 +235,20 @@ class _Lines:
         value = f"{len(layers) - len(why_not)} of {len(layers)} layers within the product of their base"
         return SummaryLine("LoRA", value, why_not[0] if why_not else None)
 
+    def kernels(self) -> SummaryLine:
+        name, off = "layers", "the model's own operations"
+        if not self.options.fused_kernels:
+            return SummaryLine(name, off, "fused_kernels=False", "fused_kernels=True")
+        reason = why_no_kernels(self.model, self.trainer.accelerator.device)
+        value = "norms, gated activations, rotary embeddings in a kernel each, as far as they have one"
+        return SummaryLine(name, off if reason else value, reason)
+
     def compiled(self) -> SummaryLine:
         reason = why_not_compiled(self.model) if self.options.fused_compile else _OFF
         change = "fused_compile=True, which takes longer at first" if reason == _OFF else None
-        return SummaryLine("compiled parts", "none" if reason else "norms, MLPs, rotary embeddings", reason, change)
+        return SummaryLine(
+            "compiled parts", "none" if reason else "what else of norms, MLPs, rotary embeddings", reason, change
+        )
 
     def memory(self) -> SummaryLine:
         fraction, reason = self.options.fused_memory, why_no_memory_budget(self.trainer)

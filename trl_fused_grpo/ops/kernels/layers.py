@@ -99,7 +99,7 @@ def _activation(gate, KIND: tl.constexpr):
     return result, slope
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _gated_kernel(gate, up, y, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -109,7 +109,7 @@ def _gated_kernel(gate, up, y, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + place, (result.to(value.dtype).to(tl.float32) * factor).to(value.dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _gated_backward_kernel(gate, up, grad, grad_gate, grad_up, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -160,36 +160,12 @@ def _rotate_heads(
 
 @triton.jit(do_not_specialize=["length"])
 def _rotary_kernel(
-    q,
-    k,
-    cos,
-    sin,
-    q_out,
-    k_out,
-    length,
-    q_batch,
-    q_head,
-    q_token,
-    k_batch,
-    k_head,
-    k_token,
-    q_out_batch,
-    q_out_head,
-    q_out_token,
-    k_out_batch,
-    k_out_head,
-    k_out_token,
-    cos_batch,
-    cos_token,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    IS_BACKWARD: tl.constexpr,
-):
+    q, k, cos, sin, q_out, k_out, length,
+    q_batch, q_head, q_token, k_batch, k_head, k_token,  # strides, as are those below
+    q_out_batch, q_out_head, q_out_token, k_out_batch, k_out_head, k_out_token, cos_batch, cos_token,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, IS_BACKWARD: tl.constexpr,
+):  # fmt: skip
     batch, token = tl.program_id(0).to(tl.int64) // length, tl.program_id(0).to(tl.int64) % length
     column = tl.arange(0, BLOCK)[None, :]
     place = batch * cos_batch + token * cos_token + column
@@ -198,37 +174,13 @@ def _rotary_kernel(
     s = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
     other_c = tl.load(cos + place + HALF, mask=inside, other=0.0).to(tl.float32)
     other_s = tl.load(sin + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    from_q, to_q = q + batch * q_batch + token * q_token, q_out + batch * q_out_batch + token * q_out_token
     _rotate_heads(
-        q + batch * q_batch + token * q_token,
-        q_out + batch * q_out_batch + token * q_out_token,
-        c,
-        s,
-        other_c,
-        other_s,
-        q_head,
-        q_out_head,
-        Q_HEADS,
-        HALF,
-        Q_BLOCK,
-        BLOCK,
-        ROUNDS,
-        IS_BACKWARD,
+        from_q, to_q, c, s, other_c, other_s, q_head, q_out_head, Q_HEADS, HALF, Q_BLOCK, BLOCK, ROUNDS, IS_BACKWARD
     )
+    from_k, to_k = k + batch * k_batch + token * k_token, k_out + batch * k_out_batch + token * k_out_token
     _rotate_heads(
-        k + batch * k_batch + token * k_token,
-        k_out + batch * k_out_batch + token * k_out_token,
-        c,
-        s,
-        other_c,
-        other_s,
-        k_head,
-        k_out_head,
-        K_HEADS,
-        HALF,
-        K_BLOCK,
-        BLOCK,
-        ROUNDS,
-        IS_BACKWARD,
+        from_k, to_k, c, s, other_c, other_s, k_head, k_out_head, K_HEADS, HALF, K_BLOCK, BLOCK, ROUNDS, IS_BACKWARD
     )
 
 
