@@ -66,6 +66,7 @@ def test_on_cuda_they_are_under_deterministic_algorithms(dtype):
     arms = ["default", "beta", "LoRA", "a forward for each micro-batch", "backward computed again"]
     command = [sys.executable, str(SCRIPT), "--device", "cuda", "--dtype", dtype, "--skip-default"]
     command += [word for arm in arms for word in ("--arm", arm)]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    paths = filter(None, [str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
