@@ -27,7 +27,12 @@ WINDOW_ROWS = {
 STEP_ARMS = {
     "stock": ("stock TRL", "0.65"),
     "ours": ("trl-fused-grpo", "C0"),
-    "ours, fused_compile=True": ("compiled", "C2"),
+}
+STEP_CASES = {
+    "0.6b": "Qwen3-0.6B",
+    "1.7b": "Qwen3-1.7B",
+    "1.7b-lora-beta": "1.7B, LoRA, beta 0.04",
+    "1.7b-lora-bf16": "1.7B, LoRA, bfloat16",
 }
 LEARNING_ARMS = {
     "stock": ("stock TRL", "0.35", "-"),
@@ -128,22 +133,20 @@ def draw_windows(names: dict[str, str]) -> plt.Figure:
 def draw_step(name: str) -> plt.Figure:
     """Time and peak memory of whole optimizer steps, stock and ours, for the README."""
     record = load(name)
-    cases = list(dict.fromkeys(entry["case"] for entry in record["results"]))
-    figure, both = plt.subplots(1, 2, figsize=(9, 2.9))
+    figure, both = plt.subplots(1, 2, figsize=(10, 2.9))
     panels = (("time, s", "ms", 1e-3), ("peak memory, GiB", "peak_gib", 1.0))
     for axes, (title, key, unit) in zip(both, panels, strict=True):
-        for shift, (arm, (label, color)) in zip((-0.27, 0.0, 0.27), STEP_ARMS.items(), strict=True):
+        for shift, (arm, (label, color)) in zip((-0.2, 0.2), STEP_ARMS.items(), strict=True):
             found = {entry["case"]: entry[key] * unit for entry in record["results"] if entry["name"] == arm}
-            drawn = axes.bar(
-                [i + shift for i in range(len(cases))], list(found.values()), 0.26, label=label, color=color
-            )
-            axes.bar_label(drawn, fmt="%.2f", padding=2, fontsize=9)
-        axes.set_xticks(range(len(cases)), [f"Qwen3-{case.upper()}" for case in cases])
+            places = [i + shift for i in range(len(STEP_CASES))]
+            drawn = axes.bar(places, [found[case] for case in STEP_CASES], 0.38, label=label, color=color)
+            axes.bar_label(drawn, fmt="%.2f", padding=2, fontsize=8)
+        axes.set_xticks(range(len(STEP_CASES)), STEP_CASES.values(), fontsize=7)
         axes.set_title(title, fontsize=11)
         axes.set_yticks([])
         axes.margins(y=0.15)
         axes.spines[["left", "top", "right"]].set_visible(False)
-    both[0].legend(loc="upper right", bbox_to_anchor=(0.55, 0.85), frameon=False, fontsize=9)
+    both[0].legend(loc="upper left", bbox_to_anchor=(0.0, 1.05), frameon=False, fontsize=9)
     about = f"one optimizer step of 32 completions at TRL's defaults, without generation; {source(record)}"
     figure.text(0.99, 0.01, about, ha="right", fontsize=7)
     return figure
