@@ -19,6 +19,7 @@ from trl_fused_grpo.modeling.layer_kernels import (
     gated_kernel,
     has_rotary_kernel,
     norm_function,
+    rotary_function,
 )
 from trl_fused_grpo.ops.layer_functions import rotary_formula
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
@@ -100,6 +101,115 @@ def test_rotations_of_other_pairs_have_no_kernel():
     assert has_rotary_kernel(rotary_formula)
     assert not has_rotary_kernel(of_neighbours)
     assert not has_rotary_kernel(lambda q, k, cos, sin: rotary_formula(k, q, cos, sin))
+
+
+class Detached(torch.autograd.Function):
+    """`silu`, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return nn.functional.silu(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def with_fixed_scale(x, weight):
+    wide = x.float()
+    with torch.no_grad():
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * (wide * scale).to(x.dtype)
+
+
+def of_changed_input(x, weight):
+    x[..., 0] = 0
+    return norm(x, weight)
+
+
+def test_the_same_operations_with_other_gradients_or_effects_have_no_kernel():
+    assert norm_function("norm", with_fixed_scale) is None
+    assert norm_function("norm", of_changed_input) is None
+    assert gated_function("mlp", lambda gate, up: Detached.apply(gate) * up) is None
+
+
+def shapes_of(*shapes):
+    return tuple(torch.ones(shape) for shape in shapes)
+
+
+def rotary():
+    return rotary_function("rotary", rotary_formula)
+
+
+@pytest.mark.parametrize(
+    ("make", "tensors"),
+    [
+        (lambda: norm_function("norm", norm), shapes_of((2, 3, 8), (1,))),
+        (lambda: norm_function("norm", norm), shapes_of((2, 3, 1), (8,))),
+        (lambda: gated_function("mlp", lambda g, u: nn.functional.silu(g) * u), shapes_of((2, 3, 8), (2, 1, 8))),
+        (
+            lambda: rotary_function("rotary", rotary_formula),
+            shapes_of((2, 3, 5, 8), (2, 3, 5, 8), (2, 1, 8), (2, 1, 8)),
+        ),
+        (
+            lambda: rotary_function("rotary", rotary_formula),
+            shapes_of((1, 3, 5, 8), (1, 3, 5, 8), (2, 5, 8), (2, 5, 8)),
+        ),
+        (
+            lambda: rotary_function("rotary", rotary_formula),
+            shapes_of((2, 3, 5, 8), (1, 3, 5, 8), (2, 5, 8), (2, 5, 8)),
+        ),
+        (lambda: gated_function("mlp", lambda g, u: nn.functional.silu(g) * u), shapes_of((2, 3, 0), (2, 3, 0))),
+    ],
+)
+def test_what_is_broadcast_or_empty_is_left_to_torch(make, tensors):
+    assert make()(tensors, lambda: "as it is") == "as it is"
+
+
+def test_angles_that_are_trained_are_left_to_torch_whatever_came_before():
+    function = rotary_function("rotary", rotary_formula)
+    tensors = shapes_of((2, 3, 5, 8), (2, 3, 5, 8), (2, 5, 8), (2, 5, 8))
+    assert has_rotary_kernel(rotary_formula)
+    function._found[tuple((tensor.dtype, 8) for tensor in tensors)] = lambda *_: "kernel"
+    assert function(tensors, lambda: "as it is") == "kernel"
+    tensors[2].requires_grad_()
+    assert function(tensors, lambda: "as it is") == "as it is"
+
+
+def test_a_function_that_calls_another_than_it_did_runs_as_it_is(monkeypatch):
+    model = built("llama")
+    file = sys.modules[type(model).__module__]
+    [rotary] = [function for function in compiled_parts(model).functions if not function.needs_compiler]
+    assert rotary.may_run()
+    monkeypatch.setattr(file, "rotate_half", lambda x: x)
+    assert not rotary.may_run()
+    silu = gated_function("mlp", lambda gate, up: nn.functional.silu(gate) * up)
+    monkeypatch.setattr(nn.functional, "silu", lambda x, inplace=False: 2 * x)
+    assert silu(shapes_of((1, 2, 8), (1, 2, 8)), lambda: "as it is") == "as it is"
+
+
+def test_norms_in_a_layer_of_the_user_s_have_no_kernel():
+    """Who calls a norm may change its input in place: torch's operations keep a copy of 16 bits, a kernel does not."""
+
+    class Layer(type(built("llama").model.layers[0])):
+        def forward(self, hidden_states, *args, **kwargs):
+            return super().forward(hidden_states, *args, **kwargs)
+
+    model = built("llama")
+    model.model.layers[0].__class__ = Layer
+    assert kernels_of(model)["LlamaRMSNorm"] == 3
+    model = built("llama")
+    model.model.layers[1].forward = lambda hidden_states, *args, **kwargs: hidden_states
+    assert kernels_of(model)["LlamaRMSNorm"] == 3
+
+
+def test_an_mlp_takes_its_input_by_name_too():
+    model = built("llama")
+    mlp, hidden = model.model.layers[0].mlp, torch.ones(1, 2, model.config.hidden_size)
+    expected = mlp(x=hidden)
+    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+        assert "forward" in vars(mlp)
+        assert torch.equal(mlp(x=hidden), expected)
 
 
 def test_without_kernels_nothing_stands_in_a_model_s_place():

@@ -35,7 +35,7 @@ def drawn(*shape, dtype=torch.float32, seed=0, scale=1.0):
 
 def results_and_gradients(function, inputs, upper):
     """What a function returns, and the gradients of the inputs that are leaves, in float64."""
-    leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
     results = function(*leaves)
     results = results if isinstance(results, tuple) else (results,)
     loss = sum((result.double() * weight.double()).sum() for result, weight in zip(results, upper, strict=True))
@@ -111,11 +111,18 @@ def test_a_norm_of_tiny_and_of_no_values_keeps_its_eps():
     )
 
 
-def test_a_norm_of_heads_reads_what_is_not_contiguous():
-    x = drawn(1, 7, 4, 32).transpose(1, 2).requires_grad_()
-    result = RMSNorm.apply(x, drawn(32, seed=1), 1e-6, 0.0, False)
-    expected = rms_norm_formula(x, drawn(32, seed=1), 1e-6, 0.0, False)
-    torch.testing.assert_close(result, expected)
+@pytest.mark.parametrize("is_part", [False, True], ids=["whole", "part"])
+def test_a_norm_reads_what_is_not_contiguous_and_keeps_its_layout(is_part):
+    x = drawn(3, 7, 4, 40 if is_part else 32)[..., :32].transpose(1, 2).requires_grad_()
+    weight = drawn(32, 2, seed=1)[:, 0].requires_grad_()
+    constants = 1e-6, 0.0, False
+    check(
+        lambda x, weight: RMSNorm.apply(x, weight, *constants),
+        lambda x, weight: rms_norm_in_one_dtype(x, weight, *constants),
+        (x, weight),
+        [drawn(3, 4, 7, 32, seed=2)],
+        3e-6,
+    )
 
 
 @every_dtype
@@ -172,6 +179,17 @@ def test_rotary_embeddings_of_a_part_of_a_projection():
         Rotary.apply(q, k, angles.cos(), angles.sin()), rotary_formula(q, k, angles.cos(), angles.sin()), strict=True
     ):
         torch.testing.assert_close(mine, its)
+
+
+def test_queries_that_nobody_used_and_keys_that_are_frozen_get_no_gradient():
+    angles = drawn(2, 5, 8, seed=3)
+    q, k = drawn(2, 4, 5, 8).requires_grad_(), drawn(2, 2, 5, 8, seed=1).requires_grad_()
+    Rotary.apply(q, k, angles.cos(), angles.sin())[1].square().sum().backward()
+    assert q.grad is None
+    expected = torch.autograd.grad(rotary_formula(q, k, angles.cos(), angles.sin())[1].square().sum(), k)
+    torch.testing.assert_close(k.grad, expected[0])
+    turned = Rotary.apply(q, k.detach(), angles.cos(), angles.sin())
+    assert [result.requires_grad for result in turned] == [True, False]
 
 
 def test_nothing_is_differentiated_twice():

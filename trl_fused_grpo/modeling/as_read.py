@@ -1,5 +1,6 @@
-"""Whether a module is still what was read of it when its forward was made a function."""
+"""Whether a module, or a function, is still what was read of it when it was made a function of tensors."""
 
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,6 +44,34 @@ class AsRead:
             and all(_is_same(home.get(name), value) for home, name, value in self._values)
             and not any(map(is_changed, self._parts))
         )
+
+
+class GlobalsAsRead:
+    """
+    Tells whether the functions that a function calls by their names in its file are still the same, and those that
+    these call.
+
+    Args:
+        function (`Callable`): the function.
+    """
+
+    def __init__(self, function: Any):
+        self._values: list[tuple[dict[str, Any], str, Any]] = []
+        waiting, seen = [function], set()
+        while waiting:
+            current = waiting.pop()
+            if not isinstance(current, types.FunctionType) or current in seen:
+                continue
+            seen.add(current)
+            for name in current.__code__.co_names:
+                value = current.__globals__.get(name)
+                if isinstance(value, types.FunctionType):
+                    self._values.append((current.__globals__, name, value))
+                    waiting.append(value)
+
+    def holds(self) -> bool:
+        """Whether they are."""
+        return all(home.get(name) is value for home, name, value in self._values)
 
 
 def _is_same(found: Any, value: Any) -> bool:

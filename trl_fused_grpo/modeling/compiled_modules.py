@@ -199,7 +199,7 @@ def _in_place(forwards: Iterable[Forward], functions: Iterable[CompiledInFile]) 
 
 def _use(function: CompiledInFile) -> bool:
     with _lock:
-        if function.place.read() not in (function, function.original):
+        if not function.may_run():
             return False  # the user has put another one there
         function.place.write(function)
         _users[function.place] += 1

@@ -13,9 +13,10 @@ from transformers.utils import logging
 
 from trl_fused_grpo._compat import models as model_compat
 
-from .as_read import AsRead
+from .as_read import AsRead, GlobalsAsRead
 from .attention_places import InFile
 from .compiled_functions import CompiledFunction
+from .forward_override import is_override
 from .layer_kernels import KernelFunction, gated_function, has_rotary_kernel, norm_function, rotary_function
 from .mlp_activations import MLPParts, read_mlp
 from .module_functions import (
@@ -102,8 +103,11 @@ class CompiledActivation:
     def __reduce__(self) -> Any:
         return _own_forward(self.module)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, parts = self.module, self.parts
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return type(module).forward(module, *args, **kwargs)
+        (hidden,) = args
         projected = tuple([getattr(module, name)(hidden) for name in parts.firsts])
         return getattr(module, parts.last)(self.function(projected, lambda: self.function.function(*projected)))
 
@@ -139,8 +143,13 @@ class CompiledInFile:
     def __init__(self, place: InFile, make: Callable[[str, Callable], Function], needs_compiler: bool):
         self.place, self.original = place, place.read()
         self._make, self.needs_compiler = make, needs_compiler
+        self._read = GlobalsAsRead(self.original)
         self.name = f"{place.file.__name__.rpartition('.')[2]}_{place.name}"
         self._compiled: dict[Any, Function] = {}
+
+    def may_run(self) -> bool:
+        """Whether its place still has the original, or this, and what that calls is the same."""
+        return self.place.read() in (self, self.original) and self._read.holds()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(self.original, *args, **kwargs)
@@ -192,7 +201,22 @@ Forward: TypeAlias = CompiledForward | CompiledActivation
 
 def forwards_in(text_model: nn.Module) -> dict[nn.Module, list[Forward]]:
     """The norms and MLPs of a text model, each with its compiled forwards, the best first."""
-    return {module: forwards for module in _candidates(text_model) if (forwards := _forwards_of(module))}
+    callers = {part: module for module in text_model.modules() for part in module.children()}
+    found = {}
+    for module in _candidates(text_model):
+        forwards = _forwards_of(module)
+        if is_norm(module) and not _is_of_the_library(callers[module]):
+            # A kernel keeps the norm's input for backward, and who calls it may change that in place
+            forwards = [forward for forward in forwards if forward.function.needs_compiler]
+        if forwards:
+            found[module] = forwards
+    return found
+
+
+def _is_of_the_library(caller: nn.Module) -> bool:
+    own = vars(caller).get("forward")
+    forward = inspect.unwrap(type(caller).forward)  # transformers wraps that of every layer
+    return (own is None or is_override(own)) and model_compat.is_plain_library_function(forward)
 
 
 def _forwards_of(module: nn.Module) -> list[Forward]:

@@ -18,7 +18,7 @@ def override_forward(module: nn.Module, override: Callable) -> None:
         module (`nn.Module`): keeps its class.
         override (`Callable`): gets the module, its original forward as a function of the arguments, and these.
     """
-    if hasattr(module.forward, "_override"):
+    if is_override(module.forward):
         return
     class_forward, own_forward = type(module).forward, vars(module).get("forward")
 
@@ -34,6 +34,11 @@ def override_forward(module: nn.Module, override: Callable) -> None:
     marked.__wrapped__ = class_forward if own_forward is None else own_forward
     marked._override, marked._own_forward = marked, own_forward
     module.forward = types.MethodType(marked, module)
+
+
+def is_override(forward: Callable) -> bool:
+    """Whether a forward is one that [`override_forward`] has put there, whatever was wrapped around it since."""
+    return hasattr(forward, "_override")
 
 
 def restore_forward(module: nn.Module) -> None:

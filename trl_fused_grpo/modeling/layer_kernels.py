@@ -3,14 +3,15 @@ Which functions of a model's layers have a kernel. A function is known by the op
 formula in `layer_functions`, whatever class it belongs to and however it is written.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.ops import layer_functions
 from trl_fused_grpo.ops.layer_functions import GATED_KINDS, Gated, RMSNorm, Rotary
 
@@ -21,6 +22,7 @@ _COMMUTATIVE = {torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 32768  # of a norm: a row is held by one program
 _MOST_ELEMENTS = 2**31  # of a tensor
+_SILU, _GELU = nn.functional.silu, nn.functional.gelu
 
 
 class KernelFunction:
@@ -31,20 +33,26 @@ class KernelFunction:
         name (`str`): what it is.
         function (`Callable`): takes tensors.
         find (`Callable`): the kernel of a function that is called with such tensors, or `None`.
+        fits (`Callable`): whether such a kernel may run with these tensors.
     """
 
     needs_compiler = False
 
-    def __init__(self, name: str, function: Callable, find: Callable[..., Kernel | None]):
-        self.name, self.function, self._find = name, function, find
+    def __init__(
+        self,
+        name: str,
+        function: Callable,
+        find: Callable[..., Kernel | None],
+        fits: Callable[[tuple[Tensor, ...]], bool],
+    ):
+        self.name, self.function, self._find, self._fits = name, function, find, fits
         self._found: dict[Any, Kernel | None] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...], original: Callable[[], Any]) -> Any:
         """The function of these tensors by its kernel, or what `original` returns."""
-        if not _can_run(tensors):
+        if not _are_plain(tensors) or not self._fits(tensors):
             return original()
-        # Under autocast the model's operations are those of other dtypes only where autocast knows them: none of these
-        key = tuple([(tensor.dtype, tensor.shape[-1], len(tensor.shape)) for tensor in tensors])
+        key = tuple([(tensor.dtype, tensor.shape[-1]) for tensor in tensors])
         if key not in self._found:
             self._found[key] = self._find(self.function, tensors)
         kernel = self._found[key]
@@ -54,13 +62,13 @@ class KernelFunction:
 def norm_function(name: str, function: Callable) -> KernelFunction | None:
     """A norm by its kernel, `None` where it has none."""
     has_kernel = norm_kernel(function, (torch.empty(1, 1, 8, dtype=torch.bfloat16), torch.empty(8))) is not None
-    return KernelFunction(name, function, norm_kernel) if has_kernel else None
+    return KernelFunction(name, function, norm_kernel, _is_norm_of_rows) if has_kernel else None
 
 
 def gated_function(name: str, function: Callable) -> KernelFunction | None:
     """What is between the projections of an MLP by its kernel, `None` where it has none."""
     has_kernel = gated_kernel(function, tuple(torch.empty(2, 1, 1, 8, dtype=torch.bfloat16))) is not None
-    return KernelFunction(name, function, gated_kernel) if has_kernel else None
+    return KernelFunction(name, function, gated_kernel, _are_gate_and_up) if has_kernel else None
 
 
 def has_rotary_kernel(function: Callable) -> bool:
@@ -70,83 +78,151 @@ def has_rotary_kernel(function: Callable) -> bool:
 
 def rotary_function(name: str, function: Callable) -> KernelFunction:
     """Such a function by its kernel, for the tensors that have one."""
-    return KernelFunction(name, function, rotary_kernel)
+    return KernelFunction(name, function, rotary_kernel, _are_turned_by_angles)
 
 
-def _can_run(tensors: tuple[Tensor, ...]) -> bool:
-    if torch_compat.operations_are_seen() or torch.compiler.is_compiling():
+def _are_plain(tensors: tuple[Tensor, ...]) -> bool:
+    if torch.compiler.is_compiling():
         return False
     device = tensors[0].device
     for tensor in tensors:
         is_plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
-        if not is_plain or tensor.device != device or not tensor.numel():
+        if not is_plain or tensor.dtype not in _DTYPES or tensor.device != device or not tensor.dim():
+            return False
+        if not 0 < tensor.numel() < _MOST_ELEMENTS:
             return False
     return True
 
 
+def _is_norm_of_rows(tensors: tuple[Tensor, ...]) -> bool:
+    return len(tensors) == 2 and tensors[1].shape == tensors[0].shape[-1:] and tensors[1].shape[0] <= _WIDEST
+
+
+def _are_gate_and_up(tensors: tuple[Tensor, ...]) -> bool:
+    # The function may call torch's, in whose place somebody may have put another
+    are_torch_s = nn.functional.silu is _SILU and nn.functional.gelu is _GELU
+    return len(tensors) == 2 and tensors[0].shape == tensors[1].shape and are_torch_s
+
+
+def _are_turned_by_angles(tensors: tuple[Tensor, ...]) -> bool:
+    if [tensor.dim() for tensor in tensors] != [4, 4, 3, 3]:
+        return False
+    q, k, cos, sin = tensors
+    return (
+        (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+        and q.shape[2:] == cos.shape[1:]
+        and cos.shape == sin.shape
+        and cos.shape[0] in (1, q.shape[0])
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+
+
 def norm_kernel(function: Callable, tensors: tuple[Tensor, ...]) -> Kernel | None:
     """The kernel of a norm of `x` `[..., H]` and a weight `[H]`."""
-    if len(tensors) != 2 or not _have_kernels(tensors) or tensors[0].shape[-1] > _WIDEST:
+    if len(tensors) != 2:
         return None
-    graph = _graph(function, [torch.empty(2, 3, 8, dtype=tensors[0].dtype), torch.empty(8, dtype=tensors[1].dtype)])
-    for eps in () if graph is None or tensors[1].dim() != 1 else _constants(graph):
+    examples = _examples((2, 3, 8), (8,), of=tensors)
+    graph = _graph(function, examples)
+    if graph is None:
+        return None
+    for eps in _constants(graph):
         for offset, casts_last in ((0.0, False), (0.0, True), (1.0, True)):
             arguments = eps, offset, casts_last
 
             def formula(x: Tensor, weight: Tensor, arguments: Any = arguments) -> Tensor:
                 return layer_functions.rms_norm_formula(x, weight, *arguments)
 
-            if _is_same(graph, formula):
+            if _is_same(function, graph, formula, examples):
                 return lambda x, weight, arguments=arguments: RMSNorm.apply(x, weight, *arguments)
     return None
 
 
 def gated_kernel(function: Callable, tensors: tuple[Tensor, ...]) -> Kernel | None:
     """The kernel of an activation of one projection `[..., I]` times another."""
-    if len(tensors) != 2 or not _have_kernels(tensors) or tensors[0].dtype != tensors[1].dtype:
+    if len(tensors) != 2 or tensors[0].dtype != tensors[1].dtype:
         return None
-    graph = _graph(function, [torch.empty(2, 3, 8, dtype=tensor.dtype) for tensor in tensors])
-    for kind in () if graph is None else GATED_KINDS:
-        if _is_same(graph, lambda gate, up, kind=kind: layer_functions.gated_formula(gate, up, kind)):
+    examples = _examples((2, 3, 8), (2, 3, 8), of=tensors)
+    graph = _graph(function, examples)
+    if graph is None:
+        return None
+    for kind in GATED_KINDS:
+
+        def formula(gate: Tensor, up: Tensor, kind: str = kind) -> Tensor:
+            return layer_functions.gated_formula(gate, up, kind)
+
+        if _is_same(function, graph, formula, examples):
             return lambda gate, up, kind=kind: Gated.apply(gate, up, kind)
-        if _is_same(graph, lambda up, gate, kind=kind: layer_functions.gated_formula(gate, up, kind)):
+        if _is_same(function, graph, lambda up, gate: formula(gate, up), examples):
             return lambda up, gate, kind=kind: Gated.apply(gate, up, kind)
     return None
 
 
 def rotary_kernel(function: Callable, tensors: tuple[Tensor, ...]) -> Kernel | None:
     """The kernel of the rotation of queries and keys `[B, heads, L, D]` by angles `[B or 1, L, D]`."""
-    if len(tensors) != 4 or not _have_kernels(tensors):
+    if len(tensors) != 4 or tensors[0].shape[-1] % 2 or tensors[2].dtype != tensors[3].dtype:
         return None
-    cos, sin = tensors[2:]
-    width = cos.shape[-1]
-    if {tensor.shape[-1] for tensor in tensors} != {width} or width % 2 or cos.requires_grad or sin.requires_grad:
-        return None
-    if [tensor.dim() for tensor in tensors] != [4, 4, 3, 3] or cos.dtype != sin.dtype:
-        return None
-    shapes = [(2, 3, 5, width), (2, 3, 5, width), (2, 5, width), (2, 5, width)]
-    examples = [torch.empty(shape, dtype=tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=True)]
+    width = tensors[0].shape[-1]
+    examples = _examples((2, 3, 5, width), (2, 3, 5, width), (2, 5, width), (2, 5, width), of=tensors)
+    for angle in examples[2:]:
+        angle.requires_grad_(False)
     graph = _graph(function, examples)
-    return Rotary.apply if graph is not None and _is_same(graph, layer_functions.rotary_formula) else None
+    is_rotary = graph is not None and _is_same(function, graph, layer_functions.rotary_formula, examples)
+    return Rotary.apply if is_rotary else None
 
 
-def _have_kernels(tensors: tuple[Tensor, ...]) -> bool:
-    return all(tensor.dtype in _DTYPES and tensor.numel() < _MOST_ELEMENTS for tensor in tensors)
+def _examples(*shapes: tuple[int, ...], of: tuple[Tensor, ...]) -> list[Tensor]:
+    """Small tensors of the dtypes of others, on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [one.to(tensor.dtype).requires_grad_() for one, tensor in zip(found, of, strict=True)]
 
 
 def _graph(function: Callable, examples: list[Tensor]) -> fx.GraphModule | None:
     """The operations of a function of such tensors; `None` where it is more than these."""
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return make_fx(lambda *tensors: function(*tensors))(*examples)  # it counts the arguments of what it gets
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            graph = make_fx(lambda *tensors: function(*tensors))(*examples)  # it counts the arguments of what it gets
     except Exception:  # whatever the function does with what stands for a tensor
         return None
+    operations = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return None if any(operation._schema.is_mutable for operation in operations) else graph
 
 
-def _is_same(graph: Any, formula: Callable) -> bool:
-    examples = [node.meta["tensor_meta"] for node in graph.graph.nodes if node.op == "placeholder"]
-    made = _graph(formula, [torch.empty(meta.shape, dtype=meta.dtype) for meta in examples])
-    return made is not None and _expression(made) == _expression(graph)
+@contextmanager
+def _grad_mode() -> Generator[None, None, None]:
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _is_same(function: Callable, graph: fx.GraphModule, formula: Callable, examples: list[Tensor]) -> bool:
+    """Whether a function computes a formula, by the same operations and with the same gradients."""
+    made = _graph(formula, examples)
+    if made is None or _expression(made) != _expression(graph):
+        return False
+    found, expected = (_results_and_gradients(one, examples) for one in (function, formula))
+    if found is None or expected is None or len(found) != len(expected):
+        return False
+    rtol = 1e-4 if all(tensor.dtype == torch.float32 for tensor in examples) else 3e-2
+    return all(torch.allclose(one, other, rtol, rtol) for one, other in zip(found, expected, strict=True))
+
+
+def _results_and_gradients(function: Callable, examples: list[Tensor]) -> list[Tensor] | None:
+    """What a function returns, and its gradients: an autograd function may have others than its operations."""
+    try:
+        # The checkpointed layer that runs meanwhile counts what is saved for backward
+        with _grad_mode(), saved_tensors_hooks(_itself, _itself):
+            leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in examples]
+            results = function(*leaves)
+            results = list(results) if isinstance(results, tuple) else [results]
+            loss = torch.stack([(result.float() * result.float().cos().detach()).sum() for result in results]).sum()
+            gradients = torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad])
+    except Exception:  # whatever the function does
+        return None
+    return [tensor.detach().float() for tensor in (*results, *gradients)]
 
 
 def _constants(graph: fx.GraphModule) -> Iterator[float]:

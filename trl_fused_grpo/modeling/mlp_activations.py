@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from .module_functions import as_function, read_blueprint, takes_one_tensor
+from .module_functions import as_function, constants_of, read_blueprint, takes_one_tensor
 
 
 _FUNCTIONS = {
@@ -73,7 +73,8 @@ def read_mlp(mlp: nn.Module) -> MLPParts | None:
     )
     if not is_mlp or not inner or last.args != (inner[-1],):
         return None
-    key = (type(mlp).forward, tuple(node.target for node in firsts), last.target, tuple(sorted(functions.items())))
+    projected = tuple(node.target for node in firsts)
+    key = type(mlp).forward, constants_of(mlp), projected, last.target, tuple(sorted(functions.items()))
     activation = _function_of(firsts, inner, {name: as_function(functions[name]) for name in functions})
     return MLPParts(tuple(str(node.target) for node in firsts), str(last.target), tuple(functions), activation, key)
 

@@ -64,7 +64,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, casts_last: bool) -> Tensor:
         dtype = x.dtype if casts_last else torch.promote_types(x.dtype, weight.dtype)
-        x = x.contiguous()
+        x, weight = _dense_rows(x), weight.contiguous()
         y = torch.empty_like(x, dtype=dtype)
         ctx.save_for_backward(x, weight)
         ctx.constants = eps, offset, not casts_last
@@ -76,9 +76,9 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        grad_weight = _kernels().rms_norm_backward(
-            x, weight, grad.contiguous(), grad_x, *ctx.constants, ctx.needs_input_grad[1]
-        )
+        if not (grad.is_contiguous() and x.is_contiguous()) and grad.stride() != x.stride():
+            grad = torch.empty_like(x, dtype=grad.dtype).copy_(grad)
+        grad_weight = _kernels().rms_norm_backward(x, weight, grad, grad_x, *ctx.constants, ctx.needs_input_grad[1])
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
@@ -110,25 +110,43 @@ class Rotary(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         q, k, cos, sin = _rows(q), _rows(k), cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
-        ctx.dtypes = q.dtype, k.dtype
+        ctx.set_materialize_grads(False)
+        ctx.dtypes, ctx.shapes = (q.dtype, k.dtype), (q.shape, k.shape)
         outputs = [torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype)) for x in (q, k)]
         _rotate(q, k, cos, sin, *outputs, is_backward=False)
+        ctx.mark_non_differentiable(*(y for y, needs in zip(outputs, ctx.needs_input_grad, strict=False) if not needs))
         return outputs[0], outputs[1]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        grads = [_rows(grad) for grad in (grad_q, grad_k)]
+        some = next((grad for grad in given if grad is not None), None)
+        if some is None:
+            return None, None, None, None
+        grads = [some.new_zeros(s) if grad is None else _rows(grad) for grad, s in zip(given, ctx.shapes, strict=True)]
         outputs = [torch.empty_like(grad, dtype=dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
         _rotate(*grads, cos, sin, *outputs, is_backward=True)
-        return outputs[0], outputs[1], None, None
+        grad_q, grad_k = (None if grad is None else found for grad, found in zip(given, outputs, strict=True))
+        return grad_q, grad_k, None, None
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, is_backward: bool) -> None:
     # Of two numbers of one low precision the model rounds each product
     rounds = q.dtype == cos.dtype and q.dtype != torch.float32
     _kernels().rotary(q, k, cos, sin, q_out, k_out, rounds, is_backward)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """
+    The same values, whose last dimension lies contiguous in a memory without gaps. The order of the other dimensions is
+    that of `x`, as it would be in a result of torch's.
+    """
+    if x.is_contiguous():
+        return x
+    dense = torch.empty_like(x)  # without gaps
+    x = x if dense.stride() == x.stride() else dense.copy_(x)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:
