@@ -147,18 +147,9 @@ def rotary():
         (lambda: norm_function("norm", norm), shapes_of((2, 3, 8), (1,))),
         (lambda: norm_function("norm", norm), shapes_of((2, 3, 1), (8,))),
         (lambda: gated_function("mlp", lambda g, u: nn.functional.silu(g) * u), shapes_of((2, 3, 8), (2, 1, 8))),
-        (
-            lambda: rotary_function("rotary", rotary_formula),
-            shapes_of((2, 3, 5, 8), (2, 3, 5, 8), (2, 1, 8), (2, 1, 8)),
-        ),
-        (
-            lambda: rotary_function("rotary", rotary_formula),
-            shapes_of((1, 3, 5, 8), (1, 3, 5, 8), (2, 5, 8), (2, 5, 8)),
-        ),
-        (
-            lambda: rotary_function("rotary", rotary_formula),
-            shapes_of((2, 3, 5, 8), (1, 3, 5, 8), (2, 5, 8), (2, 5, 8)),
-        ),
+        (rotary, shapes_of((2, 3, 5, 8), (2, 3, 5, 8), (2, 1, 8), (2, 1, 8))),
+        (rotary, shapes_of((1, 3, 5, 8), (1, 3, 5, 8), (2, 5, 8), (2, 5, 8))),
+        (rotary, shapes_of((2, 3, 5, 8), (1, 3, 5, 8), (2, 5, 8), (2, 5, 8))),
         (lambda: gated_function("mlp", lambda g, u: nn.functional.silu(g) * u), shapes_of((2, 3, 0), (2, 3, 0))),
     ],
 )
@@ -167,7 +158,7 @@ def test_what_is_broadcast_or_empty_is_left_to_torch(make, tensors):
 
 
 def test_angles_that_are_trained_are_left_to_torch_whatever_came_before():
-    function = rotary_function("rotary", rotary_formula)
+    function = rotary()
     tensors = shapes_of((2, 3, 5, 8), (2, 3, 5, 8), (2, 5, 8), (2, 5, 8))
     assert has_rotary_kernel(rotary_formula)
     function._found[tuple((tensor.dtype, 8) for tensor in tensors)] = lambda *_: "kernel"

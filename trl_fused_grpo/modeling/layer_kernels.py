@@ -3,8 +3,7 @@ Which functions of a model's layers have a kernel. A function is known by the op
 formula in `layer_functions`, whatever class it belongs to and however it is written.
 """
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -188,12 +187,6 @@ def _graph(function: Callable, examples: list[Tensor]) -> fx.GraphModule | None:
     return None if any(operation._schema.is_mutable for operation in operations) else graph
 
 
-@contextmanager
-def _grad_mode() -> Generator[None, None, None]:
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        yield
-
-
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -213,8 +206,12 @@ def _is_same(function: Callable, graph: fx.GraphModule, formula: Callable, examp
 def _results_and_gradients(function: Callable, examples: list[Tensor]) -> list[Tensor] | None:
     """What a function returns, and its gradients: an autograd function may have others than its operations."""
     try:
-        # The checkpointed layer that runs meanwhile counts what is saved for backward
-        with _grad_mode(), saved_tensors_hooks(_itself, _itself):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            saved_tensors_hooks(_itself, _itself),  # a checkpointed layer that runs meanwhile counts what is saved
+        ):
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in examples]
             results = function(*leaves)
             results = list(results) if isinstance(results, tuple) else [results]
