@@ -17,7 +17,12 @@ from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCo
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
 from trl_fused_grpo.training.deferred_ratio import DEFERRED
-from trl_fused_grpo.training.eligibility import why_forwards_differ, why_not_balanced, why_old_logps_are_needed
+from trl_fused_grpo.training.eligibility import (
+    why_forwards_differ,
+    why_not_balanced,
+    why_not_exchanged,
+    why_old_logps_are_needed,
+)
 from trl_fused_grpo.training.partitioning import rebalance
 
 from .sampler import use_sampler
@@ -119,6 +124,17 @@ def test_old_log_probs_are_computed_where_the_weights_move_while_a_batch_is_in_u
 def test_micro_batches_are_rebalanced_only_where_the_loss_does_not_depend_on_the_split(tmp_path, options, reason):
     found = why_not_balanced(make_trainer(tmp_path, **options))
     assert found is None if reason is None else reason in found
+
+
+def test_sequences_stay_where_a_hook_sees_the_gradient_of_each_micro_batch(tmp_path):
+    trainer = make_trainer(tmp_path)
+    weight = trainer.model.get_input_embeddings().weight
+    hook = weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    causal_lm = trainer.model
+    assert "gradient of each micro-batch" in str(why_not_balanced(trainer))
+    assert "gradient of each micro-batch" in str(why_not_exchanged(trainer, causal_lm, "packed"))
+    hook.remove()
+    assert why_not_balanced(trainer) is None
 
 
 @pytest.mark.parametrize("shares_prompts", [False, True], ids=["", "shared-prompts"])

@@ -122,8 +122,9 @@ def test_sequences_are_exchanged_only_where_loss_and_metrics_stay_the_same(tmp_p
 
 def test_processes_that_share_sequences_keep_them(tmp_path):
     trainer = make_trainer(tmp_path)
-    trainer.accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(non_data_parallel_size=2))
-    assert "same sequences" in why_not_exchanged(trainer, trainer.model, "packed")
+    several = SimpleNamespace(non_data_parallel_size=2)
+    with mock.patch.object(type(trainer.accelerator), "parallelism_config", several, create=True):
+        assert "same sequences" in why_not_exchanged(trainer, trainer.model, "packed")
 
 
 @pytest.mark.parametrize(
@@ -148,8 +149,8 @@ def test_one_process_or_an_option_leaves_sequences_alone(tmp_path, balance):
     batches = [make_inputs(seed=seed) for seed in range(2)]
     with mock.patch.object(exchange, "exchanged_sequences") as exchanged_sequences:
         assert exchange.exchanged(trainer._fused.engine, batches, "packed", 2, True) is batches
-        trainer.accelerator = SimpleNamespace(num_processes=2)
-        exchange.exchanged(trainer._fused.engine, batches, "packed", 2, True)
+        with mock.patch.object(type(trainer.accelerator), "num_processes", 2):
+            exchange.exchanged(trainer._fused.engine, batches, "packed", 2, True)
     is_asked = balance is not False and (balance or trl_compat.METRICS_COUNT_ALL_PROCESSES)
     assert exchanged_sequences.called == is_asked
 

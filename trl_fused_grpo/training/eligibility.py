@@ -19,8 +19,7 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | gradients forecast in forward | `forecastable.why_no_forecast` |
 | zero-grad sequences left out of the model | `forecastable.why_zero_grad_sequences_are_not_skipped` |
 
-Several of them ask [`why_micro_batches_are_seen`], [`why_generation_is_seen`] and [`why_forwards_differ`].
-`docs/faster-paths.md` lists every reason.
+Several of them ask [`why_micro_batches_are_seen`] and [`why_forwards_differ`]; `docs/faster-paths.md` has every reason.
 """
 
 from typing import Any
@@ -105,15 +104,9 @@ def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
         trainer (`GRPOTrainer`): whose micro-batches they are.
         layout (`str`): the layout of the policy's rows.
     """
-    reason = why_micro_batches_are_seen(trainer)
+    reason = _why_sequences_stay(trainer)
     if reason is not None:
         return reason
-    hook = gradient_hook(trainer.model)
-    if hook is not None:
-        return f"{hook} may see the gradient of each micro-batch"
-    backward = replaced_backward(trainer.accelerator)
-    if backward is not None:
-        return f"{backward} may see the loss of each micro-batch"
     if layout == "padded":
         return "rows keep TRL's padding"
     if trl_compat.has_aux_loss(trainer):
@@ -121,6 +114,16 @@ def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
     if trainer.is_deepspeed_enabled and trl_compat.DEEPSPEED_STEPS_WITH_BACKWARD:
         return "this version of Accelerate steps DeepSpeed's engine at every backward"
     return None
+
+
+def _why_sequences_stay(trainer: Any) -> str | None:
+    """Why somebody may see which sequences are in a micro-batch, or what comes of it, or `None`."""
+    hook, backward = gradient_hook(trainer.model), replaced_backward(trainer.accelerator)
+    if hook is not None:
+        return f"{hook} may see the gradient of each micro-batch"
+    if backward is not None:
+        return f"{backward} may see the loss of each micro-batch"
+    return why_micro_batches_are_seen(trainer)
 
 
 # By model: a walk over all modules takes as long as a layer
@@ -245,7 +248,7 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
 def why_not_balanced(trainer: Any) -> str | None:
     """Why sequences may not move between micro-batches; `None` where the loss does not depend on the split."""
     args = trainer.args
-    reason = why_micro_batches_are_seen(trainer)
+    reason = _why_sequences_stay(trainer)
     if reason is not None:
         return reason
     if args.gradient_accumulation_steps % args.steps_per_generation != 0:
@@ -272,7 +275,7 @@ def why_not_exchanged(trainer: Any, causal_lm: PreTrainedModel, layout: str, cou
         layout (`str`): the layout of the policy's rows.
         counts_means (`bool`): whether logged means must stay the same too.
     """
-    reason, loss_type = why_micro_batches_are_seen(trainer), trainers.loss_type(trainer)
+    reason, loss_type = _why_sequences_stay(trainer), trainers.loss_type(trainer)
     if reason is not None:
         return reason
     if layout != "packed":

@@ -47,7 +47,7 @@ STATE_FAMILIES = {
         {
             "attn_layer_period": 2,
             "attn_layer_offset": 1,
-            "num_experts": 2,
+            "num_experts": 4,
             "expert_layer_period": 2,
             "expert_layer_offset": 1,
             "use_mamba_kernels": False,
