@@ -185,7 +185,8 @@ class FusedGRPOConfig(GRPOConfig):
             metric then covers the others only.
         fused_kernels (`bool`, *optional*, defaults to `True`):
             Run RMS norms, gated activations and rotary embeddings of the text model in one Triton kernel each, on CUDA,
-            in this trainer's forwards and backwards alone. Those that compute something else stay as they are.
+            in this trainer's forwards and backwards alone. Those that compute something else stay as they are. Under
+            autocast projections of the same input cast it once.
         fused_compile (`bool`, *optional*, defaults to `False`):
             Compile the norms, MLPs and rotary embeddings of the text model with `torch.compile`, with dynamic shapes,
             as far as they have no kernel (`fused_kernels`). They run compiled in this trainer's forwards and backwards

@@ -28,6 +28,7 @@ from trl_fused_grpo.ops.kernels import why_not_triton
 from .attention_places import InFile
 from .compiled_parts import CompiledInFile, Forward, forwards_in, rotary_functions_in
 from .layer_memo import LayerMemo
+from .shared_casts import ProjectionForward
 
 
 logger = logging.get_logger(__name__)
@@ -152,7 +153,7 @@ class CompiledParts(NamedTuple):
         """Those that need nothing but what is on."""
         if all(on):
             return self
-        forwards = [forward for forward in self.forwards if forward.function.needs_compiler == on.compiler]
+        forwards = [forward for forward in self.forwards if forward.needs_compiler == on.compiler]
         functions = [function for function in self.functions if function.needs_compiler == on.compiler]
         return self._replace(forwards=forwards, functions=functions)
 
@@ -195,6 +196,8 @@ def _in_place(forwards: Iterable[Forward], functions: Iterable[CompiledInFile]) 
         for forward in placed:
             if vars(forward.module).get("forward") is forward:
                 del forward.module.__dict__["forward"]
+            if isinstance(forward, ProjectionForward):
+                forward.shared.forget()
 
 
 def _use(function: CompiledInFile) -> bool:

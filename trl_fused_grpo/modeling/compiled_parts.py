@@ -28,6 +28,7 @@ from .module_functions import (
     parameter_places,
     read_blueprint,
 )
+from .shared_casts import ProjectionForward, projections_in
 
 
 logger = logging.get_logger(__name__)
@@ -46,7 +47,7 @@ class CompiledForward:
     """
 
     def __init__(self, module: nn.Module, blueprint: Blueprint, function: Function):
-        self.module, self.function = module, function
+        self.module, self.function, self.needs_compiler = module, function, function.needs_compiler
         self._places = parameter_places(module, blueprint)
         self._original: Callable = type(module).forward
         self._read = AsRead(module)
@@ -94,6 +95,7 @@ class CompiledActivation:
 
     def __init__(self, module: nn.Module, parts: MLPParts, function: Function):
         self.module, self.parts, self.function = module, parts, function
+        self.needs_compiler = function.needs_compiler
         self._read = AsRead(module, parts.functions)
 
     def may_run(self) -> bool:
@@ -196,20 +198,23 @@ def compiled_in_file(place: InFile) -> list[CompiledInFile]:
     return [CompiledInFile(place, rotary_function, needs_compiler=False), by_compiler]
 
 
-Forward: TypeAlias = CompiledForward | CompiledActivation
+Forward: TypeAlias = CompiledForward | CompiledActivation | ProjectionForward
 
 
 def forwards_in(text_model: nn.Module) -> dict[nn.Module, list[Forward]]:
-    """The norms and MLPs of a text model, each with its compiled forwards, the best first."""
+    """The norms, MLPs and projections of a text model, each with its compiled forwards, the best first."""
     callers = {part: module for module in text_model.modules() for part in module.children()}
     found = {}
     for module in _candidates(text_model):
         forwards = _forwards_of(module)
         if is_norm(module) and not _is_of_the_library(callers[module]):
             # A kernel keeps the norm's input for backward, and who calls it may change that in place
-            forwards = [forward for forward in forwards if forward.function.needs_compiler]
+            forwards = [forward for forward in forwards if forward.needs_compiler]
         if forwards:
             found[module] = forwards
+    # Last: a forward that has a whole MLP in it asks whether its projections are as they were
+    for layer in _layers_of(text_model):
+        found |= {forward.module: [forward] for forward in projections_in(layer)}
     return found
 
 
@@ -229,7 +234,7 @@ def _forwards_of(module: nn.Module) -> list[Forward]:
     parts = _parts_of_mlp(module)
     if parts is not None:
         forwards += _by_parts(module, parts)
-        forwards.sort(key=lambda forward: forward.function.needs_compiler)  # the order of the others stays
+        forwards.sort(key=lambda forward: forward.needs_compiler)  # the order of the others stays
     if not forwards:
         logger.info(f"{type(module).__name__} is not compiled, because {reason}.")
     return forwards
@@ -243,10 +248,13 @@ def _parts_of_mlp(module: nn.Module) -> MLPParts | None:
 def _candidates(text_model: nn.Module) -> list[nn.Module]:
     """The norms and MLPs of a text model. Experts are none: how many tokens each gets is known when it runs."""
     found = [module for module in text_model.children() if is_norm(module)]
-    layers = [layer for child in text_model.children() if isinstance(child, nn.ModuleList) for layer in child]
-    for layer in layers:
+    for layer in _layers_of(text_model):
         found += _candidates_in(layer)
     return found
+
+
+def _layers_of(text_model: nn.Module) -> list[nn.Module]:
+    return [layer for child in text_model.children() if isinstance(child, nn.ModuleList) for layer in child]
 
 
 def _candidates_in(module: nn.Module) -> list[nn.Module]:

@@ -209,6 +209,8 @@ def _draw_customisation(drawing: _Draw) -> None:
     # With LoRA on the head, TRL has no output of its own for hooks to see
     if drawing.options.get("adapter") != "head" and drawing.maybe(0.15, "stepwise", *CUSTOMISATIONS):
         drawing.options.pop("fused_layout", None)  # who asks for one says that nobody sees how rows are laid out
+        if drawing.options["stepwise"] == "parameter-hook-sees":
+            drawing.options.pop("fused_compile", None)  # the hooks of a compiled MLP run in another order
 
 
 def name_of(options: Options) -> str:

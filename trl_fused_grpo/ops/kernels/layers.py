@@ -9,12 +9,14 @@ rounded where the model rounds them.
 # ruff: noqa: N803 - Triton writes the constants of a kernel in upper case
 
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launching import Launcher
 
 
 # Elements of the rows that a program holds at a time, and its warps: 16 elements a thread
@@ -158,6 +160,22 @@ def _rotate_heads(
     tl.store(y + head * y_stride + column + HALF, (c + d).to(y.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _add_up_kernel(a, b, c, d, total, count, TERMS: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    result = tl.load(a + place, mask=inside, other=0.0).to(tl.float32)
+    if not IS_FIRST:
+        result += tl.load(total + place, mask=inside, other=0.0)
+    if TERMS > 1:
+        result += tl.load(b + place, mask=inside, other=0.0).to(tl.float32)
+    if TERMS > 2:
+        result += tl.load(c + place, mask=inside, other=0.0).to(tl.float32)
+    if TERMS > 3:
+        result += tl.load(d + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + place, result, mask=inside)
+
+
 @triton.jit(do_not_specialize=["length"])
 def _rotary_kernel(
     q, k, cos, sin, q_out, k_out, length,
@@ -184,14 +202,17 @@ def _rotary_kernel(
     )
 
 
+_launch_rms_norm, _launch_rms_norm_backward = Launcher(_rms_norm_kernel), Launcher(_rms_norm_backward_kernel)
+_launch_gated, _launch_gated_backward = Launcher(_gated_kernel), Launcher(_gated_backward_kernel)
+_launch_rotary, _launch_add_up = Launcher(_rotary_kernel), Launcher(_add_up_kernel)
+
+
 def rms_norm(x: Tensor, weight: Tensor, y: Tensor, eps: float, offset: float, rounds: bool) -> None:
     """Write into `y` the norm of the rows of `x`, both contiguous, `[..., H]`."""
-    width, rows = x.shape[-1], x.numel() // x.shape[-1]
-    tile = _tile(width)
-    with _device_of(x):
-        _rms_norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
-            x, weight, y, rows, eps, offset, WIDTH=width, ROUNDS=rounds, **tile
-        )
+    width = x.shape[-1]
+    rows = x.numel() // width
+    block, tile, warps = _tile(width)
+    _launch_rms_norm(-(-rows // tile), (x, weight, y), (rows, eps, offset), (width, rounds, block, tile), warps)
 
 
 def rms_norm_backward(
@@ -205,42 +226,37 @@ def rms_norm_backward(
     has_grad_weight: bool,
 ) -> Tensor | None:
     """Write the gradient of `x` into `grad_x`; return that of the weight, in float32, `[H]`, if asked for."""
-    width, rows = x.shape[-1], x.numel() // x.shape[-1]
-    tile = _tile(width)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), _PROGRAMS * _multiprocessors(x.device))
+    width = x.shape[-1]
+    rows = x.numel() // width
+    block, tile, warps = _tile(width)
+    programs = min(-(-rows // tile), _PROGRAMS * _multiprocessors(x.device))
     parts = torch.empty(programs if has_grad_weight else 0, width, dtype=torch.float32, device=x.device)
-    with _device_of(x):
-        _rms_norm_backward_kernel[(programs,)](
-            x,
-            weight,
-            grad,
-            grad_x,
-            parts,
-            rows,
-            eps,
-            offset,
-            WIDTH=width,
-            ROUNDS=rounds,
-            HAS_GRAD_WEIGHT=has_grad_weight,
-            **tile,
-        )
+    constants = width, rounds, has_grad_weight, block, tile
+    tensors = x, weight, grad, grad_x, parts
+    _launch_rms_norm_backward(programs, tensors, (rows, eps, offset), constants, warps)
     return parts.sum(0) if has_grad_weight else None
 
 
 def gated(gate: Tensor, up: Tensor, y: Tensor, kind: int) -> None:
     """Write the activation of `gate` times `up` into `y`, all contiguous and of one dtype."""
     count = gate.numel()
-    with _device_of(gate):
-        _gated_kernel[(triton.cdiv(count, _BLOCK),)](gate, up, y, count, KIND=kind, BLOCK=_BLOCK, num_warps=_WARPS)
+    _launch_gated(-(-count // _BLOCK), (gate, up, y), (count,), (kind, _BLOCK), _WARPS)
 
 
 def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, grad_gate: Tensor, grad_up: Tensor, kind: int) -> None:
     """Write the gradients of `gate` and `up`."""
     count = gate.numel()
-    with _device_of(gate):
-        _gated_backward_kernel[(triton.cdiv(count, _BLOCK),)](
-            gate, up, grad, grad_gate, grad_up, count, KIND=kind, BLOCK=_BLOCK, num_warps=_WARPS
-        )
+    tensors = gate, up, grad, grad_gate, grad_up
+    _launch_gated_backward(-(-count // _BLOCK), tensors, (count,), (kind, _BLOCK), _WARPS)
+
+
+def add_up(terms: Sequence[Tensor], total: Tensor) -> None:
+    """Write the sum of some tensors, in their order, into `total`, in float32; all contiguous and of one shape."""
+    count = total.numel()
+    for first in range(0, len(terms), 4):
+        some = tuple(terms[first : first + 4])
+        tensors = *some, *some[:1] * (4 - len(some)), total
+        _launch_add_up(-(-count // _BLOCK), tensors, (count,), (len(some), first == 0, _BLOCK), _WARPS)
 
 
 def rotary(
@@ -253,44 +269,24 @@ def rotary(
     """
     batch, q_heads, length, width = q.shape
     half, k_heads = width // 2, k.shape[1]
-    with _device_of(q):
-        _rotary_kernel[(batch * length,)](
-            q,
-            k,
-            cos,
-            sin,
-            q_out,
-            k_out,
-            length,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *q_out.stride()[:3],
-            *k_out.stride()[:3],
-            cos.stride(0) if cos.shape[0] > 1 else 0,
-            cos.stride(1),
-            Q_HEADS=q_heads,
-            K_HEADS=k_heads,
-            HALF=half,
-            Q_BLOCK=triton.next_power_of_2(q_heads),
-            K_BLOCK=triton.next_power_of_2(k_heads),
-            BLOCK=triton.next_power_of_2(half),
-            ROUNDS=rounds,
-            IS_BACKWARD=is_backward,
-        )
+    of_angles = cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
+    strides = *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *of_angles
+    blocks = _power_of_2(q_heads), _power_of_2(k_heads), _power_of_2(half)
+    constants = q_heads, k_heads, half, *blocks, rounds, is_backward
+    _launch_rotary(batch * length, (q, k, cos, sin, q_out, k_out), (length, *strides), constants, 4)
+
+
+_power_of_2 = functools.cache(triton.next_power_of_2)
 
 
 @functools.cache
-def _tile(width: int) -> dict[str, int]:
+def _tile(width: int) -> tuple[int, int, int]:
+    """Elements of a row and rows that a program holds at a time, and its warps."""
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "ROWS": max(1, _TILE // block), "num_warps": _WARPS if block <= 2 * _TILE else 2 * _WARPS}
+    return block, max(1, _TILE // block), _WARPS if block <= 2 * _TILE else 2 * _WARPS
 
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     # The interpreter runs on a CPU
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def _device_of(tensor: Tensor) -> Any:
-    """Triton launches on the current device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else torch.no_grad()

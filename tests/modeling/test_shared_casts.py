@@ -1,0 +1,176 @@
+"""Projections that share an input: their products, and its gradient, are those of separate casts, to the bit."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.modeling.test_compiled_modules import built
+from tests.modeling.test_layer_kernels import gradients, with_kernels
+from tests.ops.test_triton_kernels import DEVICE
+from trl_fused_grpo.modeling.compiled_modules import compiled_forwards, compiling
+from trl_fused_grpo.modeling.shared_casts import SharedInput, projections_in
+from trl_fused_grpo.ops.layer_functions import SharedCast
+
+
+WIDTH = 24
+
+
+class Projections(nn.Module):
+    """Several of one input, and one of what they return."""
+
+    def __init__(self, count, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(count)
+        self.parts = [f"part{i}" for i in range(count)]
+        for name in self.parts:
+            setattr(self, name, nn.Linear(WIDTH, WIDTH, bias=name == "part1", dtype=dtype))
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        total = 0
+        for name in self.parts:
+            total = total + getattr(self, name)(x) ** 2
+        return self.last(total.to(x.dtype))
+
+
+def run(module, times=2, x=None, share=True, **autocast):
+    """What the last of several runs returns, and every gradient of it; how many casts were shared in it."""
+    forwards = list(projections_in(module)) if share else []
+    with mock.patch.object(SharedCast, "apply", side_effect=SharedCast.apply) as shared:
+        for _ in range(times):
+            module.zero_grad()
+            shared.reset_mock()
+            leaf = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0)).to(DEVICE) if x is None else x
+            leaf = leaf.detach().requires_grad_()
+            for forward in forwards:
+                forward.module.forward = forward
+            with torch.autocast(DEVICE, torch.bfloat16, **autocast):
+                result = module(leaf * 1)
+            for forward in forwards:
+                del forward.module.forward
+            (result.float() * result.float().cos().detach()).sum().backward()
+    return [result, leaf.grad, *(parameter.grad for parameter in module.parameters())], shared
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
+class TestWithKernels:
+    pytestmark = with_kernels
+
+    def test_gradients_are_those_of_separate_casts_to_the_bit(self, count):
+        module = Projections(count).to(DEVICE)
+        expected, _ = run(module, share=False)
+        found, shared = run(module)
+        assert shared.call_count == (count > 1)
+        assert all(map(torch.equal, found, expected))
+
+    def test_a_gradient_that_nobody_asks_for_is_none(self, count):
+        x = torch.randn(2, WIDTH, device=DEVICE, requires_grad=True)
+        casts = SharedCast.apply(x, torch.bfloat16, count)
+        casts[count // 2].float().pow(2).sum().backward()
+        assert torch.equal(x.grad, (2 * x.detach().bfloat16().float()).bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "lfm2", "qwen2"])
+class TestInAModel:
+    pytestmark = with_kernels
+
+    def test_each_layer_casts_what_its_projections_share_once(self, kind):
+        model = built(kind).to(DEVICE)
+        with (
+            torch.autocast(DEVICE, torch.bfloat16),
+            mock.patch.object(SharedCast, "apply", side_effect=SharedCast.apply) as shared,
+        ):
+            first = gradients(model, kernels=True)
+            in_first = shared.call_count
+            found = gradients(model, kernels=True)
+        # The layers are computed again in backward, where the first forward has shown who shares what
+        assert 0 < in_first < shared.call_count - in_first
+        assert torch.equal(found, first)
+
+
+def test_without_autocast_inputs_are_left_alone():
+    module = Projections(3).to(DEVICE)
+    expected, _ = run(module, share=False, enabled=False)
+    found, shared = run(module, enabled=False)
+    assert not shared.called
+    assert all(map(torch.equal, found, expected))
+
+
+def test_inputs_of_the_products_dtype_are_left_alone():
+    _, shared = run(Projections(3, torch.bfloat16).to(DEVICE), x=torch.ones(3, WIDTH, dtype=torch.bfloat16))
+    assert not shared.called
+
+
+def test_an_input_that_changed_meanwhile_is_cast_anew():
+    shared, modules = SharedInput(), [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        for _ in range(2):
+            x = torch.randn(2, WIDTH)
+            casts = [shared.cast(module, x) for module in modules]
+        assert [cast.data_ptr() for cast in casts] == [casts[0].data_ptr()] * 3
+        assert all(torch.equal(cast, x.bfloat16()) for cast in casts)
+        first = shared.cast(modules[0], x.add_(1))
+        assert torch.equal(first, x.bfloat16())
+        x.mul_(2)
+        assert shared.cast(modules[1], x) is x  # the first that sees it: autocast casts it
+
+
+def test_who_stops_asking_costs_nothing_but_a_cast():
+    shared, modules = SharedInput(), [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        for asking in (3, 1, 2, 4):
+            x = torch.randn(2, WIDTH)
+            casts = [shared.cast(module, x) for module in modules[:asking]]
+            assert all(torch.equal(cast.bfloat16(), x.bfloat16()) for cast in casts)
+        assert casts[3] is x  # a fourth was not expected
+
+
+def test_casts_that_nobody_asked_for_are_let_go_with_the_forward():
+    model = built("qwen3")
+    attention = model.model.layers[0].self_attn
+    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+        shared = vars(attention.q_proj)["forward"].shared
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            for uses in (3, 1):
+                x = torch.randn(2, attention.q_proj.in_features)
+                for module in (attention.q_proj, attention.k_proj, attention.v_proj)[:uses]:
+                    module(x)
+        assert len(shared._casts) == 2
+    assert not shared._casts
+
+
+@pytest.mark.parametrize("change", ["instance", "class", "function", "subclass"])
+def test_replaced_projections_see_the_input_itself(change):
+    model = built("qwen3")
+    attention = model.model.layers[0].self_attn
+    seen = []
+
+    def watch(*args, **kwargs):
+        seen.append(next(tensor.dtype for tensor in args if isinstance(tensor, torch.Tensor)))
+        return torch.zeros(1, 2, attention.q_proj.out_features)
+
+    class Own(nn.Linear):
+        forward = watch
+
+    @contextmanager
+    def of_another_class():
+        attention.q_proj.__class__ = Own
+        yield
+        attention.q_proj.__class__ = nn.Linear
+
+    target = {
+        "instance": lambda: mock.patch.object(attention.q_proj, "forward", watch, create=True),
+        "class": lambda: mock.patch.object(nn.Linear, "forward", watch),
+        "function": lambda: mock.patch.object(nn.functional, "linear", watch),
+        "subclass": of_another_class,
+    }[change]
+    x = torch.randn(1, 2, attention.q_proj.in_features)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+            attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
+        with target(), compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+            attention.q_proj(x)
+    assert seen == [torch.float32]
