@@ -100,7 +100,9 @@ def test_without_autocast_inputs_are_left_alone():
 
 
 def test_inputs_of_the_products_dtype_are_left_alone():
-    _, shared = run(Projections(3, torch.bfloat16).to(DEVICE), x=torch.ones(3, WIDTH, dtype=torch.bfloat16))
+    _, shared = run(
+        Projections(3, torch.bfloat16).to(DEVICE), x=torch.ones(3, WIDTH, dtype=torch.bfloat16, device=DEVICE)
+    )
     assert not shared.called
 
 

@@ -2,7 +2,9 @@
 
 import json
 import shlex
+import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS
 from trl_fused_grpo.cli import app
 from trl_fused_grpo.parity import Settings, compare
+from trl_fused_grpo.parity.errors import measure
 from trl_fused_grpo.parity.random_cases import draw, name_of, options_of, random_case
 from trl_fused_grpo.parity.rounding import Compared, rounding_verdict
 from trl_fused_grpo.parity.run_case import make_data, run_case
@@ -208,3 +211,24 @@ FOUND = {
 def test_what_was_found_stays_mended(settings, options):
     result = compare(random_case(name_of(options)), settings)
     assert result.verdict == "equal", result.reason
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"), [([["off"], []], "equal"), ([["off"], ["off"]], "different"), ([[]], "equal")]
+)
+def test_in_bfloat16_more_batches_tell_chance_from_a_fault(tmp_path, found, verdict):
+    module, batches = sys.modules[compare.__module__], set()
+
+    def counted(reference, outcomes):
+        batches.add(len(outcomes))
+        return measure(reference, outcomes)
+
+    case = random_case('random:{"rows":2,"group":2}')
+    with (
+        mock.patch.object(module, "bfloat16_problems", side_effect=found) as judge,
+        mock.patch.object(module, "measure", counted),
+    ):
+        result = compare(case, Settings(tmp_path, dtype=torch.bfloat16))
+    assert result.verdict == verdict
+    assert judge.call_count == len(found)
+    assert batches - {1} == {4, 16} if len(found) > 1 else {4}
