@@ -6,7 +6,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,21 @@ from transformers import PrinterCallback
 
 GIB = 2**30
 LEAD_IN_MS = 60
+
+
+@contextmanager
+def flash_attention_by(implementation: str | None) -> Generator[None, None, None]:
+    """While it lasts, torch's FlashAttention is another implementation of it: `"FA3"` or `"FA4"`."""
+    if implementation is None:
+        yield
+        return
+    from torch.nn import attention
+
+    attention.activate_flash_attention_impl(implementation)
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
 
 
 def timed(step: Callable, reset: Callable, device: str, lead_in: int) -> float:

@@ -1,7 +1,7 @@
 """
-Attention of packed sequences, forward and backward: torch's FlashAttention against cuDNN's attention for ragged rows,
-and cuDNN's on each sequence by itself. Time, the time of the first call at new lengths, and the distance of outputs and
-gradients from attention in float32.
+Attention of packed sequences, forward and backward: torch's FlashAttention, and FlashAttention 3 and 4 where their
+packages are there, against cuDNN's attention for ragged rows, and cuDNN's on each sequence by itself. Time, the time of
+the first call at new lengths, and the distance of outputs and gradients from attention in float32.
 
     python benchmarks/attention.py --json attention.json
 """
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from _measure import environment
+from _measure import environment, flash_attention_by
 from _rollout import Lengths
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -45,6 +45,22 @@ def flash(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> tuple[Te
         )
 
     return out, backward
+
+
+def flash_by(implementation: str) -> Any:
+    """Another implementation of FlashAttention, from a package of its own, in the place of torch's."""
+
+    def attention(*arguments: Any) -> tuple[Tensor, Any]:
+        with flash_attention_by(implementation):
+            out, backward = flash(*arguments)
+
+        def backward_by(grad: Tensor) -> tuple[Tensor, ...]:
+            with flash_attention_by(implementation):
+                return backward(grad)
+
+        return out, backward_by
+
+    return attention
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> tuple[Tensor, Any]:
@@ -88,6 +104,8 @@ def apart(backend: SDPBackend) -> Any:
 
 KERNELS = {
     "flash": flash,
+    "FA3": flash_by("FA3"),
+    "FA4": flash_by("FA4"),
     "cudnn": cudnn,
     "cudnn, rounded": cudnn_rounded,
     "cudnn apart": apart(SDPBackend.CUDNN_ATTENTION),
@@ -136,16 +154,17 @@ def measure(name: str, kernel: str, repeats: int) -> dict[str, Any]:
 @app.command()
 def main(
     repeats: Annotated[int, typer.Option(help="calls that count, of each of three draws", min=1)] = 5,
+    kernels: Annotated[list[str] | None, typer.Option("--kernel", help="some of them; repeatable")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="where the record goes")] = None,
     commit: Annotated[str | None, typer.Option(help="commit to record where git cannot be asked")] = None,
 ) -> None:
     """Compare the kernels."""
     results = []
     for name in LENGTHS:
-        for kernel in KERNELS:
+        for kernel in kernels or KERNELS:
             try:
                 results.append(measure(name, kernel, repeats))
-            except RuntimeError as error:
+            except (RuntimeError, ImportError, ValueError) as error:
                 results.append({"lengths": name, "kernel": kernel, "failed": str(error)[:200]})
             print(json.dumps(results[-1]), flush=True)
     if json_path is not None:

@@ -6,6 +6,7 @@ case says otherwise. The learning rate is zero, so that every step starts from t
 
     python benchmarks/step.py --case 0.6b --case 1.7b --json step.json
     python benchmarks/step.py --case 0.6b --arm '{"fused_compile": true}'
+    python benchmarks/step.py --case 1.7b-16k --arm '{"flash": "FA4"}'
     torchrun --nproc-per-node 2 benchmarks/step.py --case 1.7b-ddp
     python benchmarks/step.py --case tiny --device cpu
 """
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 import typer
 from _accumulation import GROUP, ROWS, reward
-from _measure import GIB, environment
+from _measure import GIB, environment, flash_attention_by
 from _rollout import Rollout
 from _step_cases import ALL_LINEAR, CASES, Case, model_flops
 from _trainers import SHAPES, clear_memory, forget_accelerate, make_model
@@ -205,7 +206,7 @@ def run_arm(
 def run_case(
     name: str, device: str, repeats: int, stock_repeats: int, arms: list[dict[str, Any]], profile: Path | None
 ) -> list[dict[str, Any]]:
-    """The records of a case: stock, ours, and ours with other options."""
+    """The records of a case: stock, ours, and ours with other options; `flash` is the FlashAttention to take."""
     case = CASES[name]
     rollout = make_rollout(case, device)
     about = {"case": name, "tokens": rollout.tokens, "width": rollout.width, "padding": round(rollout.padding, 4)}
@@ -217,7 +218,9 @@ def run_case(
         is_profiled = profile is not None and contender != "stock"
         path = profile.with_suffix(f".{name}.{len(records)}.txt") if is_profiled and profile else None
         try:
-            record = run_arm(contender, case, rollout, device, steps + is_profiled, extra, path)
+            options = {name: value for name, value in extra.items() if name != "flash"}
+            with flash_attention_by(extra.get("flash")):
+                record = run_arm(contender, case, rollout, device, steps + is_profiled, options, path)
         except Exception as error:
             traceback.print_exc(limit=-6)
             record = {"name": contender, "options": extra, "failed": f"{type(error).__name__}: {error}"[:300]}

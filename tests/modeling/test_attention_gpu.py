@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import attention
 from trl import GRPOTrainer
 
 from tests.attention_oracle import packed_attention, visible
@@ -287,3 +288,28 @@ def test_float32_eager_attention_is_the_model_s_own(monkeypatch):
         return eager_attention.eager_attention(layer, query, key, value)
 
     assert_close_to_float64(attention, [*inputs, sinks], SHARED, 1e-4, window=50)
+
+
+@pytest.fixture
+def flash_attention_4():
+    """While it lasts, torch's FlashAttention is FlashAttention 4, as `activate_flash_attention_impl` has it."""
+    pytest.importorskip("flash_attn.cute")
+    attention.activate_flash_attention_impl("FA4")
+    yield
+    attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@WINDOWS
+@SEQUENCES
+def test_another_flash_attention_that_torch_was_given(flash_attention_4, kernels_only, sequences, window, width):
+    assert torch_compat.flash_attention_name() == "FlashAttention 4"
+    inputs = random_tensors(width, width, torch.bfloat16)
+    options = {**arguments(*sequences), "scaling": SCALING, "sliding_window": window}
+    assert_close_to_float64(
+        lambda query, key, value: varlen_attention(None, query, key, value, **options),
+        inputs,
+        sequences,
+        2e-2,
+        window=window,
+    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.modules import module as torch_module
@@ -19,6 +20,15 @@ from . import required as required  # first: it names what is gone
 flash_attention = torch.ops.aten._flash_attention_forward.default
 # The names of its random states differ between torch 2.6 and 2.7, their places do not
 flash_attention_backward = torch.ops.aten._flash_attention_backward.default
+
+
+def flash_attention_name() -> str:
+    """What these call: torch's own, or what `torch.nn.attention.activate_flash_attention_impl` has put in its place."""
+    current = getattr(attention, "current_flash_attention_impl", None)  # torch >= 2.11
+    implementation = current() if current is not None else None
+    names = {None: "torch's FlashAttention", "FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
+    return names.get(implementation, str(implementation))
+
 
 # Its kernel for float32 and for heads of any width, which torch gives `scaled_dot_product_attention` alone. Of its
 # masks the one in which the last query of a sequence stands at the last key

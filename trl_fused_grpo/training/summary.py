@@ -12,6 +12,7 @@ from transformers.utils import logging
 from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import peft as peft_compat
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.adapters import why_not_together
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
@@ -156,7 +157,8 @@ class _Lines:
         queries = [torch.empty(1, 1, 1, n, device=device, dtype=dtype) for n in model_compat.head_widths(config)]
         too_wide = [query for query in queries if not flash_takes(query, query)]
         if not too_wide:
-            return SummaryLine("attention", f"{name}, by torch's FlashAttention over all sequences at once")
+            kernel = torch_compat.flash_attention_name()
+            return SummaryLine("attention", f"{name}, by {kernel} over all sequences at once")
         if name == "sdpa" and efficient_takes(too_wide[0]):
             change = "bf16=True" if dtype == torch.float32 else None
             heads = f"{str(dtype).removeprefix('torch.')} heads of {too_wide[0].shape[-1]}"
