@@ -1,11 +1,17 @@
 """Projections that share an input: their products, and its gradient, are those of separate casts, to the bit."""
 
-from contextlib import contextmanager
+import gc
+import sys
+import threading
+from contextlib import contextmanager, nullcontext
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.modeling.test_compiled_modules import built
 from tests.modeling.test_layer_kernels import gradients, with_kernels
@@ -73,6 +79,70 @@ class TestWithKernels:
         assert torch.equal(x.grad, (2 * x.detach().bfloat16().float()).bfloat16().float())
 
 
+def first_without_grad(module, x):
+    with torch.no_grad():
+        first = module.part0(x)
+    return first * module.part1(x) + module.part2(x)
+
+
+def first_in_inference_mode(module, x):
+    with torch.inference_mode():
+        first = float(module.part0(x).sum())
+    return first * module.part1(x) + module.part2(x)
+
+
+def later_a_leaf(module, x):
+    x = x.detach()
+    first = module.part0(x)
+    return first + module.part1(x.requires_grad_()) + module.part2(x)
+
+
+def later_detached(module, x):
+    x = x * 1
+    return module.part0(x) + module.part1(x.detach_()) + module.part2(x)
+
+
+def one_in_another_dtype(module, x):
+    first = module.part0(x)
+    with torch.autocast(DEVICE, torch.float16):
+        second = module.part1(x)
+    return first + second.bfloat16() + module.part2(x)
+
+
+def one_without_autocast(module, x):
+    first = module.part0(x)
+    with torch.autocast(DEVICE, enabled=False):
+        second = module.part1(x)
+    return first + second + module.part2(x)
+
+
+def of_a_leaf(module, x):
+    leaf = x.detach().requires_grad_()
+    total = module.part0(leaf) + module.part1(leaf) * 3 + module.part2(leaf)
+    total.float().pow(2).sum().backward(retain_graph=True)
+    return x * leaf.grad
+
+
+PATTERNS = (
+    *(first_without_grad, first_in_inference_mode, later_a_leaf, later_detached),
+    *(one_in_another_dtype, one_without_autocast, of_a_leaf),
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.__name__)
+class TestStates:
+    pytestmark = with_kernels
+
+    def test_gradients_are_those_of_separate_casts(self, pattern):
+        module = Projections(3).to(DEVICE)
+        with mock.patch.object(Projections, "forward", pattern):
+            expected, _ = run(module, share=False)
+            found, _ = run(module, times=3)
+        for mine, its in zip(found, expected, strict=True):
+            assert (mine is None) == (its is None)
+            assert mine is None or torch.allclose(mine, its, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3", "lfm2", "qwen2"])
 class TestInAModel:
     pytestmark = with_kernels
@@ -133,15 +203,35 @@ def test_who_stops_asking_costs_nothing_but_a_cast():
 def test_casts_that_nobody_asked_for_are_let_go_with_the_forward():
     model = built("qwen3")
     attention = model.model.layers[0].self_attn
-    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+    casts = []
+    with (
+        compiling(model, is_on=False, kernels=True),
+        compiled_forwards(model),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.no_grad(),
+    ):
+        for uses in (3, 1):
+            x = torch.randn(2, attention.q_proj.in_features)
+            for module in (attention.q_proj, attention.k_proj, attention.v_proj)[:uses]:
+                module(x)
         shared = vars(attention.q_proj)["forward"].shared
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            for uses in (3, 1):
-                x = torch.randn(2, attention.q_proj.in_features)
-                for module in (attention.q_proj, attention.k_proj, attention.v_proj)[:uses]:
-                    module(x)
-        assert len(shared._casts) == 2
-    assert not shared._casts
+        casts = [ref(cast) for cast in shared._round._casts]
+        assert len(casts) == 2
+        del shared
+    assert [cast() for cast in casts] == [None, None]
+
+
+def test_a_projection_that_was_replaced_is_let_go_and_the_new_one_shares():
+    model = built("qwen3")
+    attention = model.model.layers[0].self_attn
+    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+        assert "forward" in vars(attention.q_proj)
+    old = ref(attention.q_proj)
+    attention.q_proj = nn.Linear(attention.q_proj.in_features, attention.q_proj.out_features, bias=False)
+    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+        assert "forward" in vars(attention.q_proj)
+    gc.collect()
+    assert old() is None
 
 
 @pytest.mark.parametrize("change", ["instance", "class", "function", "subclass"])
@@ -176,3 +266,75 @@ def test_replaced_projections_see_the_input_itself(change):
         with target(), compiling(model, is_on=False, kernels=True), compiled_forwards(model):
             attention.q_proj(x)
     assert seen == [torch.float32]
+
+
+class Own(torch.Tensor):
+    """A weight that computes in its own way."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            dtypes.append(args[0].dtype)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            dtypes.append(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default:
+            dtypes.append(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+dtypes = []
+
+
+@pytest.mark.parametrize("seen_by", [Own, Functions, Operations])
+def test_who_sees_what_projections_compute_sees_what_separate_ones_do(seen_by):
+    module = Projections(3)
+    if seen_by is Own:
+        for name in module.parts:
+            part = getattr(module, name)
+            part.weight = nn.Parameter(part.weight.detach().as_subclass(Own), requires_grad=False)
+    counts = []
+    for share in (False, True):
+        forwards = list(projections_in(module)) if share else []
+        for forward in forwards:
+            forward.module.forward = forward
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), nullcontext() if seen_by is Own else seen_by():
+            for _ in range(2):
+                dtypes.clear()
+                module(torch.ones(2, WIDTH))
+        counts.append((len(dtypes), set(dtypes)))
+    assert counts[0] == counts[1]
+    assert torch.float32 in counts[0][1]
+
+
+def test_threads_that_run_one_model_get_casts_of_their_own():
+    shared, modules = SharedInput(), [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    wrong = []
+
+    def ask(value):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            for i in range(2000):
+                x = torch.full((1,), value + i % 7)
+                casts = [shared.cast(module, x) for module in modules]
+                wrong.extend(cast for cast in casts if float(cast) != value + i % 7)
+
+    threads = [threading.Thread(target=ask, args=(100.0 * n,)) for n in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong

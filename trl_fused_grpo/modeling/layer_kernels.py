@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.ops import layer_functions
 from trl_fused_grpo.ops.layer_functions import GATED_KINDS, Gated, RMSNorm, Rotary
 
@@ -53,6 +54,8 @@ class KernelFunction:
             return original()
         key = tuple([(tensor.dtype, tensor.shape[-1]) for tensor in tensors])
         if key not in self._found:
+            if torch_compat.operations_are_seen():  # it would see those with which the function is looked at
+                return original()
             self._found[key] = self._find(self.function, tensors)
         kernel = self._found[key]
         return original() if kernel is None else kernel(*tensors)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 class LayerMemo(Generic[T]):
     """
     Keeps what a function finds out about a model: a walk over all modules takes as long as a layer. When the user
-    replaces a decoder layer, or a part of one, the function is called again.
+    replaces a decoder layer, or a part of one, as a projection, the function is called again.
 
     Args:
         find_out (`Callable`): gets the causal language model.
@@ -37,4 +37,5 @@ class LayerMemo(Generic[T]):
 
 def _layers_and_their_parts(causal_lm: PreTrainedModel) -> list[nn.Module]:
     lists = [child for child in architecture.text_model(causal_lm).children() if isinstance(child, nn.ModuleList)]
-    return [part for layers in lists for layer in layers for part in (layer, *layer.children())]
+    parts = [part for layers in lists for layer in layers for part in (layer, *layer.children())]
+    return [*parts, *(inner for part in parts for inner in part.children())]

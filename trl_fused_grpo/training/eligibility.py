@@ -19,7 +19,7 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | gradients forecast in forward | `forecastable.why_no_forecast` |
 | zero-grad sequences left out of the model | `forecastable.why_zero_grad_sequences_are_not_skipped` |
 
-Several of them ask [`why_micro_batches_are_seen`] and [`why_forwards_differ`]; `docs/faster-paths.md` has every reason.
+Several ask [`why_micro_batches_are_seen`], [`why_generation_is_seen`], [`why_forwards_differ`]. All reasons: `docs/`.
 """
 
 from typing import Any

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 _MOST = 2**31 - 1  # larger integers have another type in a kernel
-# Before, what was compiled took the other arguments alone
-_TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+# Before, what was compiled took the other arguments alone; for AMD's it is compiled for sizes of tensors too
+_KEEPS_COMPILED = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3) and torch.version.hip is None
 
 
 class Launcher:
@@ -69,5 +69,5 @@ class Launcher:
             compiled[(programs, 1, 1)](*tensors, *numbers, *constants)
             return
         compiled = self.kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps)
-        if is_aligned and _TAKES_CONSTANTS:
+        if is_aligned and _KEEPS_COMPILED:
             self._compiled[key] = compiled
