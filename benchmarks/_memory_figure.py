@@ -33,12 +33,13 @@ def draw_memory(record: dict[str, Any]) -> plt.Figure:
         axes.set(title=title, xlabel="sequences in a batch", ylabel="peak memory, GiB", ylim=(0, 44))
         axes.grid(alpha=0.3)
     curves[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.9))
-    shown = [name for name in STYLES if all("largest" in found.get((case, name), {}) for case in LORA)]
+    shown = [name for name in STYLES if any("largest" in found.get((case, name), {}) for case in LORA)]
     for place, name in enumerate(shown):
-        largest = [found[case, name]["largest"] for case in LORA]
-        places = [i + (place - (len(shown) - 1) / 2) * 0.27 for i in range(len(LORA))]
-        drawn = bars.bar(places, largest, 0.27, color=STYLES[name][0])
-        bars.bar_label(drawn, fontsize=7)
+        sizes = [(i, found.get((case, name), {}).get("largest")) for i, case in enumerate(LORA)]
+        there = [(i, largest) for i, largest in sizes if largest is not None]  # others failed
+        places = [i + (place - (len(shown) - 1) / 2) * 0.22 for i, _ in there]
+        drawn = bars.bar(places, [largest for _, largest in there], 0.22, color=STYLES[name][0])
+        bars.bar_label(drawn, fontsize=6)
     bars.set_xticks(range(len(LORA)), list(LORA.values()))
     bars.set(title=f"LoRA: largest batch in {found['8b-lora', 'ours']['gib']:g} GiB", yscale="log")
     bars.spines[["top", "right"]].set_visible(False)

@@ -31,8 +31,9 @@ STEP_ARMS = {
 STEP_CASES = {
     "0.6b": "Qwen3-0.6B",
     "1.7b": "Qwen3-1.7B",
-    "1.7b-lora-beta": "1.7B, LoRA, beta 0.04",
-    "1.7b-lora-bf16": "1.7B, LoRA, bfloat16",
+    "4b": "Qwen3-4B",
+    "1.7b-lora-beta": "1.7B, LoRA,\nbeta 0.04",
+    "1.7b-lora-bf16": "1.7B, LoRA,\nbfloat16",
 }
 LEARNING_ARMS = {
     "stock": ("stock TRL", "0.35", "-"),

@@ -19,8 +19,7 @@ from .tiny.families import FAMILIES, VARIANTS
 
 
 PREFIX = "random:"
-# Option by option what differs from `Case()`: of the case itself, of its data and shape, of `FusedGRPOConfig` (its name
-# begins with `fused_`), and all others of `GRPOConfig`
+# What differs from `Case()`, and options of `FusedGRPOConfig` (`fused_`) and `GRPOConfig`
 Options: TypeAlias = dict[str, Any]
 
 # Two models with the same weights draw other numbers in dropout
@@ -194,6 +193,8 @@ def _draw_rollout(drawing: _Draw) -> None:
 
 def _draw_fused_options(drawing: _Draw) -> None:
     drawing.maybe(0.3, "fused_layout", "packed", "aligned", "padded")
+    if drawing.options.get("model") == "doge":  # its attention looks ahead where rows have no padding
+        drawing.options.pop("fused_layout", None)
     drawing.maybe(0.25, "fused_backward", "forecast", "recompute")
     drawing.maybe(0.25, "fused_logits_mib", 0.05, 0.5)  # of one to a few chunks
     drawing.maybe(0.3, "fused_max_tokens_per_forward", 0, 60, 10_000)
@@ -267,8 +268,7 @@ def case_of(name: str, options: Mapping[str, Any]) -> Case:
     shape = Shape(**take(*(option.name for option in fields(Shape))))
     of_case = take(*_OF_CASE)
     fused = take(*(name for name in given if name.startswith("fused_")))
-    model = of_case.get("model", Case.model)
-    family = FAMILIES.get(model)
+    family = FAMILIES.get(model := of_case.get("model", Case.model))
     if trl_compat.RETURNS_AUX_LOSS:  # TRL's own default would ask models for it that have none
         given.setdefault("router_aux_loss_coef", 0.0)
     else:

@@ -21,7 +21,7 @@ from .trainers import Settings, load_weights, stock_trainer
 
 MOVES = 16  # of stock; with k tokens on a bound, one in 2**k gives what the fused trainer does
 # So many times more where only half of the tokens move: of three with one entropy at the quantile, one may have left it
-_PARTIAL_MOVES = 4
+_PARTIAL_MOVES = 16
 _EPS = torch.finfo(torch.float32).eps
 _LOGPS_NOISE = 4 * _EPS  # of a log-prob or an entropy, relative, and of smaller ones than 1 absolute
 # A sum that cancels: the fused trainer's may be so many times as far from stock's as the moved ones, which are no jumps
@@ -112,7 +112,8 @@ def _move_logps(trainer: Trainer, generator: torch.Generator, share: float) -> N
 def _moved(values: torch.Tensor | None, generator: torch.Generator, share: float) -> torch.Tensor | None:
     if values is None:
         return None
-    noise = _noise(values, generator)
-    if share < 1.0:
-        noise = noise * (torch.rand(values.shape, generator=generator) < share).to(values)
+    if share < 1.0:  # some by one step: of equal rows some come out equal again, as they do in one packed row
+        noise = (torch.rand(values.shape, generator=generator) < share).to(values)
+    else:
+        noise = _noise(values, generator)
     return values + _LOGPS_NOISE * values.detach().abs().clamp(min=1.0) * noise
