@@ -1,5 +1,7 @@
 """The objectives in plain torch and the forecast of their gradients, against a float64 oracle."""
 
+import re
+
 import pytest
 import torch
 
@@ -213,3 +215,28 @@ def test_k2_has_the_gradient_of_the_divergence():
 def test_unknown_and_incompatible_options_raise_with_their_name(options, message):
     with pytest.raises(ValueError, match=message):
         GRPOObjective(**options).check()
+
+
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo", "gmpo"])
+def test_ratios_of_sequences_are_refused_where_a_loss_has_none(loss_type):
+    message = (
+        f"Sequence-level importance sampling is not supported for loss_type='{loss_type}'. Use "
+        "importance_sampling_level='token' instead."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        GRPOObjective(loss_type=loss_type, importance_sampling_level="sequence").check()
+    GRPOObjective(loss_type=loss_type, importance_sampling_level="token").check()
+
+
+@pytest.mark.parametrize("options", [{"loss_type": "dr_grpo"}, {"reduction": "fixed_length"}])
+def test_a_fixed_length_must_be_given(options):
+    message = "max_completion_length must be provided for loss_type='dr_grpo' and reduction='fixed_length'."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        GRPOObjective(**options).check()
+    GRPOObjective(**options, max_completion_length=1).check()
+
+
+def test_an_unknown_option_is_told_with_those_that_there_are():
+    message = "Unknown kl_estimator 'k9': expected one of " + ", ".join(map(repr, KL_ESTIMATORS)) + "."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        GRPOObjective(kl_estimator="k9").check()
