@@ -79,3 +79,31 @@ def test_metrics_are_means_greatest_and_least_over_what_counts(mode):
     expected = [sum(differences) / 6, 0.7, min(ratios), sum(ratios) / len(ratios), max(ratios)]
     assert list(found) == list(SAMPLING_METRICS)
     assert list(found.values()) == [pytest.approx(value, rel=1e-5) for value in expected]
+
+
+def test_a_process_without_tokens_that_count_adds_zeros_as_in_trl():
+    correction = SamplingCorrection("token_truncate", None, 9.0, nan_ratio_is_one=True)
+    logps = torch.full((3, 3), -2.0)
+    mask = MASK * torch.tensor([[1], [0], [0]])
+    sampling, metrics = logps - LOG_RATIOS, SamplingMetrics()
+    of_process = torch.tensor([0, 1, 1])
+    metrics.add(0, correction, logps, sampling, mask, correction.ratio(logps, sampling, mask), of_process)
+    found = metrics.gathered(SimpleNamespace(gather=lambda table: table, num_processes=2))
+    ratios = [math.exp(0.1), math.exp(0.5)]
+    expected = [0.3 / 2, 0.5, 0.0, sum(ratios) / 2 / 2, max(ratios)]
+    assert list(found.values()) == [pytest.approx(value, rel=1e-5) for value in expected]
+
+
+def test_ratios_that_are_no_numbers_on_one_process_leave_those_of_the_others():
+    correction = SamplingCorrection("token_truncate", None, 9.0, nan_ratio_is_one=False)
+    logps = torch.full((2, 3), -2.0)
+    sampling, metrics = logps - LOG_RATIOS[:2], SamplingMetrics()
+    sampling[1] = NAN
+    ratio = correction.ratio(logps, sampling, MASK[:2])
+    metrics.add(0, correction, logps, sampling, MASK[:2], ratio, torch.tensor([0, 1]))
+    found = metrics.gathered(SimpleNamespace(gather=lambda table: table, num_processes=2))
+    ratios = [math.exp(0.1), math.exp(0.5)]
+    differences, greatest, *of_ratios = found.values()
+    assert math.isnan(differences)
+    assert math.isnan(greatest)
+    assert of_ratios == [pytest.approx(value, rel=1e-5) for value in (min(ratios), sum(ratios) / 2, max(ratios))]

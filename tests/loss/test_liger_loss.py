@@ -1,6 +1,7 @@
 """`FusedLinearGRPOLoss` against Liger's loss, and against a float64 oracle for options that Liger lacks."""
 
 import inspect
+from unittest import mock
 
 import pytest
 import torch
@@ -348,3 +349,42 @@ def test_attributes_set_after_construction_take_effect():
 def test_a_loss_made_from_an_objective_has_that_objective():
     objective = GRPOObjective(loss_type="sapo", beta=0.3, kl_estimator="k2", entropy_coef=0.1, reduction="token_mean")
     assert FusedLinearGRPOLoss.from_objective(objective, backward="recompute").objective == objective
+
+
+@pytest.mark.parametrize("name", ["ref_per_token_logps", "old_per_token_logps", "sampling_per_token_logps"])
+def test_log_probs_of_another_shape_are_named(name):
+    with pytest.raises(ValueError, match=rf"^{name} has shape \[4, 8\], but token ids of shape \[4, 9\]"):
+        run(FusedLinearGRPOLoss, {"beta": 0.1}, **{name: torch.zeros(B, T - 1)})
+
+
+def test_a_temperature_and_hidden_states_of_another_shape_are_named():
+    with pytest.raises(ValueError, match=r"^temperature has shape \[3\]"):
+        run(FusedLinearGRPOLoss, {"use_ref_model": False, "beta": 0.0}, temperature=torch.ones(3))
+    with pytest.raises(ValueError, match=r"^_input has shape \[3, 9\]"):
+        run(FusedLinearGRPOLoss, {"use_ref_model": False, "beta": 0.0}, hidden=HIDDEN[:3])
+
+
+def test_entropies_are_divided_by_their_own_normalizer():
+    options = {"use_ref_model": False, "beta": 0.0, "entropy_coef": 0.5}
+    _, plain, _, _ = run(FusedLinearGRPOLoss, {**options, "entropy_coef": 0.0})
+    _, by_tokens, _, _ = run(FusedLinearGRPOLoss, options)
+    _, by_ten, _, _ = run(FusedLinearGRPOLoss, options, entropy_normalizer=10.0)
+    assert (by_ten - plain).item() == pytest.approx((by_tokens - plain).item() * MASK.sum().item() / 10, rel=1e-4)
+
+
+@pytest.mark.parametrize("logits_mib", [None, 0.001])
+def test_the_memory_of_logits_is_that_asked_for(logits_mib):
+    from trl_fused_grpo.loss import selected_logps
+
+    with mock.patch.object(
+        selected_logps, "fused_linear_logps", side_effect=selected_logps.fused_linear_logps
+    ) as computed:
+        run(FusedLinearGRPOLoss, {"use_ref_model": False, "beta": 0.0, "logits_mib": logits_mib})
+    [call] = computed.call_args_list
+    assert call.kwargs["logits_mib"] == logits_mib
+    assert (call.kwargs.get("group_mib") is None) == (logits_mib is not None)
+
+
+def test_further_arguments_go_with_an_objective():
+    loss = FusedLinearGRPOLoss.from_objective(GRPOObjective(), logits_mib=3.0, backward="recompute")
+    assert (loss.logits_mib, loss.backward) == (3.0, "recompute")
