@@ -45,25 +45,15 @@ class Launcher:
         device = tensors[0].device
         if device.type != "cuda":  # the interpreter
             self.kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps)
-        elif device.index == torch.cuda.current_device():
-            self._launch(device.index, programs, tensors, numbers, constants, warps)
-        else:
+            return
+        if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):  # Triton launches on the current one
-                self._launch(device.index, programs, tensors, numbers, constants, warps)
-
-    def _launch(
-        self,
-        device: int,
-        programs: int,
-        tensors: tuple[Tensor, ...],
-        numbers: tuple[int | float, ...],
-        constants: tuple[int | bool, ...],
-        warps: int,
-    ) -> None:
+                self(programs, tensors, numbers, constants, warps)
+            return
         # Triton compiles for each dtype, for addresses and integers that are multiples of 16, for ones, for large ones
         kinds = [(number == 1) + 2 * (number % 16 == 0) + 4 * (number > _MOST) for number in numbers]
         is_aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
-        key = (device, warps, constants, *[tensor.dtype for tensor in tensors], *kinds)
+        key = (device.index, warps, constants, *[tensor.dtype for tensor in tensors], *kinds)
         compiled = self._compiled.get(key) if is_aligned else None
         if compiled is not None:
             compiled[(programs, 1, 1)](*tensors, *numbers, *constants)
