@@ -46,6 +46,28 @@ class AsRead:
         )
 
 
+class StandIn:
+    """
+    What stands in the place of a module's forward while the module is what was read of it.
+
+    Args:
+        module (`nn.Module`): the module.
+        needs_compiler (`bool`): whether torch's compiler makes it.
+        names (`Iterable[str]`, *optional*): of the parts that were read, by default all.
+    """
+
+    def __init__(self, module: nn.Module, needs_compiler: bool, names: Iterable[str] | None = None):
+        self.module, self.needs_compiler = module, needs_compiler
+        self._read = AsRead(module, names)
+
+    def may_run(self) -> bool:
+        """Whether the module still runs the forward of its class, with the same parts, functions and constants."""
+        return self._read.holds()
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, "forward")  # a copy made meanwhile has nothing of its own yet: that of its class
+
+
 class GlobalsAsRead:
     """
     Tells whether the functions that a function calls by their names in its file are still the same, and those that

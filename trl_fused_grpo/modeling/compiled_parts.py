@@ -13,11 +13,12 @@ from transformers.utils import logging
 
 from trl_fused_grpo._compat import models as model_compat
 
-from .as_read import AsRead, GlobalsAsRead
+from .as_read import GlobalsAsRead, StandIn
 from .attention_places import InFile
 from .compiled_functions import CompiledFunction
 from .forward_override import is_override
 from .layer_kernels import KernelFunction, gated_function, has_rotary_kernel, norm_function, rotary_function
+from .layer_memo import layers_of
 from .mlp_activations import MLPParts, read_mlp
 from .module_functions import (
     Blueprint,
@@ -36,7 +37,7 @@ logger = logging.get_logger(__name__)
 Function: TypeAlias = CompiledFunction | KernelFunction
 
 
-class CompiledForward:
+class CompiledForward(StandIn):
     """
     The forward of one module, by what was compiled for all of its blueprint.
 
@@ -47,17 +48,10 @@ class CompiledForward:
     """
 
     def __init__(self, module: nn.Module, blueprint: Blueprint, function: Function):
-        self.module, self.function, self.needs_compiler = module, function, function.needs_compiler
+        super().__init__(module, function.needs_compiler)
+        self.function = function
         self._places = parameter_places(module, blueprint)
         self._original: Callable = type(module).forward
-        self._read = AsRead(module)
-
-    def may_run(self) -> bool:
-        """Whether the module still runs the forward of its class, with the same parts and constants."""
-        return self._read.holds()
-
-    def __reduce__(self) -> Any:
-        return _own_forward(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(self._original, self.module, *args, **kwargs)
@@ -83,7 +77,7 @@ def _compiled_forward(blueprint: Blueprint) -> CompiledFunction:
     return CompiledFunction(blueprint.cls.__name__, as_function(blueprint))
 
 
-class CompiledActivation:
+class CompiledActivation(StandIn):
     """
     The forward of an MLP whose projections run as they are, with what is between them compiled.
 
@@ -94,16 +88,8 @@ class CompiledActivation:
     """
 
     def __init__(self, module: nn.Module, parts: MLPParts, function: Function):
-        self.module, self.parts, self.function = module, parts, function
-        self.needs_compiler = function.needs_compiler
-        self._read = AsRead(module, parts.functions)
-
-    def may_run(self) -> bool:
-        """Whether the module still runs the forward of its class, with the same functions."""
-        return self._read.holds()
-
-    def __reduce__(self) -> Any:
-        return _own_forward(self.module)
+        super().__init__(module, function.needs_compiler, parts.functions)
+        self.parts, self.function = parts, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, parts = self.module, self.parts
@@ -125,11 +111,6 @@ def _by_parts(module: nn.Module, parts: MLPParts) -> list[CompiledActivation]:
         kernel = gated_function(name, parts.activation)
         _activations[parts.key] = [*filter(None, [kernel]), CompiledFunction(name, parts.activation)]
     return [CompiledActivation(module, parts, function) for function in _activations[parts.key]]
-
-
-def _own_forward(module: nn.Module) -> tuple[Any, ...]:
-    """What a copy of a module that is made while it runs has in the place of its compiled forward."""
-    return getattr, (module, "forward")  # the copy has nothing of its own yet: that of its class
 
 
 class CompiledInFile:
@@ -213,7 +194,7 @@ def forwards_in(text_model: nn.Module) -> dict[nn.Module, list[Forward]]:
         if forwards:
             found[module] = forwards
     # Last: a forward that has a whole MLP in it asks whether its projections are as they were
-    for layer in _layers_of(text_model):
+    for layer in layers_of(text_model):
         found |= {forward.module: [forward] for forward in projections_in(layer)}
     return found
 
@@ -248,13 +229,9 @@ def _parts_of_mlp(module: nn.Module) -> MLPParts | None:
 def _candidates(text_model: nn.Module) -> list[nn.Module]:
     """The norms and MLPs of a text model. Experts are none: how many tokens each gets is known when it runs."""
     found = [module for module in text_model.children() if is_norm(module)]
-    for layer in _layers_of(text_model):
+    for layer in layers_of(text_model):
         found += _candidates_in(layer)
     return found
-
-
-def _layers_of(text_model: nn.Module) -> list[nn.Module]:
-    return [layer for child in text_model.children() if isinstance(child, nn.ModuleList) for layer in child]
 
 
 def _candidates_in(module: nn.Module) -> list[nn.Module]:

@@ -21,7 +21,7 @@ Kernel = Callable[..., Any]
 _COMMUTATIVE = {torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 32768  # of a norm: a row is held by one program
-_MOST_ELEMENTS = 2**31  # of a tensor
+MOST_ELEMENTS = 2**31  # of a tensor
 _SILU, _GELU = nn.functional.silu, nn.functional.gelu
 
 
@@ -91,7 +91,7 @@ def _are_plain(tensors: tuple[Tensor, ...]) -> bool:
         is_plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
         if not is_plain or tensor.dtype not in _DTYPES or tensor.device != device or not tensor.dim():
             return False
-        if not 0 < tensor.numel() < _MOST_ELEMENTS:
+        if not 0 < tensor.numel() < MOST_ELEMENTS:
             return False
     return True
 

@@ -35,7 +35,12 @@ class LayerMemo(Generic[T]):
         return kept[1]
 
 
+def layers_of(text_model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a text model."""
+    return [layer for child in text_model.children() if isinstance(child, nn.ModuleList) for layer in child]
+
+
 def _layers_and_their_parts(causal_lm: PreTrainedModel) -> list[nn.Module]:
-    lists = [child for child in architecture.text_model(causal_lm).children() if isinstance(child, nn.ModuleList)]
-    parts = [part for layers in lists for layer in layers for part in (layer, *layer.children())]
+    layers = layers_of(architecture.text_model(causal_lm))
+    parts = [part for layer in layers for part in (layer, *layer.children())]
     return [*parts, *(inner for part in parts for inner in part.children())]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.ops.layer_functions import SharedCast
 
-from .as_read import AsRead
+from .as_read import StandIn
+from .layer_kernels import MOST_ELEMENTS
 
 
 _LINEAR = nn.functional.linear
-_MOST_ELEMENTS = 2**31  # of a tensor
 
 
 class _Round:
@@ -82,7 +82,7 @@ class SharedInput:
 
 
 def _may_be_shared(x: Tensor) -> bool:
-    if type(x) is not Tensor or x.dtype != torch.float32 or not 0 < x.numel() < _MOST_ELEMENTS or x.is_inference():
+    if type(x) is not Tensor or x.dtype != torch.float32 or not 0 < x.numel() < MOST_ELEMENTS or x.is_inference():
         return False
     if x.is_leaf and x.requires_grad and torch.is_autocast_cache_enabled():
         return False  # autocast keeps the cast of a leaf, and adds the gradients of its uses in the lower precision
@@ -90,7 +90,7 @@ def _may_be_shared(x: Tensor) -> bool:
     return not (is_watched or torch.compiler.is_compiling()) and nn.functional.linear is _LINEAR
 
 
-class ProjectionForward:
+class ProjectionForward(StandIn):
     """
     The forward of a projection whose input may be that of others.
 
@@ -99,18 +99,9 @@ class ProjectionForward:
         shared ([`SharedInput`]): of all projections of the same module.
     """
 
-    needs_compiler = False
-
     def __init__(self, module: nn.Module, shared: SharedInput):
-        self.module, self.shared = module, shared
-        self._read = AsRead(module)
-
-    def may_run(self) -> bool:
-        """Whether the projection still runs the forward of its class."""
-        return self._read.holds()
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.module, "forward")  # a copy that is made meanwhile has that of its class
+        super().__init__(module, needs_compiler=False)
+        self.shared = shared
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_plain = type(self.module.weight) in (Tensor, nn.Parameter)  # one of another class may compute in its own way
