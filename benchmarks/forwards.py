@@ -25,7 +25,7 @@ from step import make_trainer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from typing_extensions import Self
 
-from trl_fused_grpo.training.customisation import LIBRARIES
+from trl_fused_grpo._compat.libraries import LIBRARIES
 
 
 ARMS: dict[str, tuple[bool, dict[str, Any]]] = {

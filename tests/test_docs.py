@@ -10,6 +10,7 @@ import pytest
 from tests.distributed.table import FEATURES
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.libraries import LIBRARIES
 from trl_fused_grpo.modeling import (
     adapters,
     attention_watch,
@@ -20,7 +21,7 @@ from trl_fused_grpo.modeling import (
     packed_attention,
 )
 from trl_fused_grpo.training import checks, eligibility, engine, forecastable, logps, memory, trial, verification
-from trl_fused_grpo.training.customisation import LIBRARIES, MICRO_BATCH_METHODS
+from trl_fused_grpo.training.customisation import MICRO_BATCH_METHODS
 
 
 PAGE = " ".join((Path(__file__).parents[1] / "docs" / "faster-paths.md").read_text(encoding="utf-8").split())

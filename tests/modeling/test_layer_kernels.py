@@ -6,12 +6,20 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 
 from tests.modeling.test_compiled_modules import built, nothing_is_compiled_yet  # noqa: F401 - a fixture
 from tests.ops.test_triton_kernels import DEVICE, gpu, kernels_run
+from trl_fused_grpo.modeling import compiled_modules, shared_casts
+from trl_fused_grpo.modeling.as_read import StandIn
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
-from trl_fused_grpo.modeling.compiled_modules import compiled_forwards, compiled_parts, compiling
+from trl_fused_grpo.modeling.compiled_modules import (
+    compiled_forwards,
+    compiled_parts,
+    compiling,
+    why_without_kernel,
+)
 from trl_fused_grpo.modeling.compiled_parts import CompiledForward
 from trl_fused_grpo.modeling.layer_kernels import (
     KernelFunction,
@@ -173,12 +181,9 @@ def test_a_function_that_calls_another_than_it_did_runs_as_it_is(monkeypatch):
     model = built("llama")
     file = sys.modules[type(model).__module__]
     [rotary] = [function for function in compiled_parts(model).functions if not function.needs_compiler]
-    assert rotary.may_run()
+    assert rotary.change() is None
     monkeypatch.setattr(file, "rotate_half", lambda x: x)
-    assert not rotary.may_run()
-    silu = gated_function("mlp", lambda gate, up: nn.functional.silu(gate) * up)
-    monkeypatch.setattr(nn.functional, "silu", lambda x, inplace=False: 2 * x)
-    assert silu(shapes_of((1, 2, 8), (1, 2, 8)), lambda: "as it is") == "as it is"
+    assert "was replaced" in rotary.change()
 
 
 def test_norms_in_a_layer_of_the_user_s_have_no_kernel():
@@ -215,6 +220,67 @@ def test_without_kernels_nothing_stands_in_a_model_s_place():
         assert {type(forward.function) for forward in placed if forward not in projections} == {KernelFunction}
         assert (len(placed) - len(projections), len(projections)) == (11, 14)
     assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def replace_parts(model, monkeypatch):
+    """A norm's forward, a hook in an MLP, what an MLP calls, the rotary function; and a norm as a library does it."""
+    first, second = model.model.layers
+    first.input_layernorm.forward = lambda hidden: 2 * hidden
+    first.mlp.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
+    second.mlp.up_proj.forward = lambda hidden: 2 * hidden
+    add_hook_to_module(model.model.norm, ModelHook())
+    file = sys.modules[type(model).__module__]
+    monkeypatch.setattr(file, "apply_rotary_pos_emb", lambda q, k, *angles: (q, k))
+
+
+@pytest.mark.parametrize("is_known_before", [True, False])
+def test_what_was_replaced_is_counted_and_told(is_known_before, monkeypatch):
+    model, told = built("qwen3"), []
+    if is_known_before:
+        before = why_without_kernel(model)
+        assert {kind: len(reasons) for kind, reasons in before.items()} == {
+            "norms": 9,
+            "MLPs": 2,
+            "rotary embeddings": 1,
+        }
+        assert not any(reason for reasons in before.values() for reason in reasons)
+    replace_parts(model, monkeypatch)
+    reasons = {kind: [*filter(None, found)] for kind, found in why_without_kernel(model).items()}
+    assert len(reasons["norms"]) == 2
+    assert all("has a forward of its own" in reason for reason in reasons["norms"])
+    assert reasons["MLPs"] == ["SiLUActivation in Qwen3MLP has hooks or another forward"]
+    assert ["apply_rotary_pos_emb" in reason for reason in reasons["rotary embeddings"]] == [True]
+    monkeypatch.setattr(compiled_modules.logger, "warning_once", told.append)
+    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+        pass
+    classes = {line.split(" runs as it is, because ")[0] for line in told}
+    expected = {"Qwen3RMSNorm", "Qwen3MLP", "Linear"}
+    assert classes == (expected | {"apply_rotary_pos_emb"} if is_known_before else expected)
+
+
+def test_a_norm_that_a_library_has_wrapped_is_not_told(monkeypatch):
+    model, told = built("qwen3"), []
+    add_hook_to_module(model.model.norm, ModelHook())
+    monkeypatch.setattr(compiled_modules.logger, "warning_once", told.append)
+    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+        assert not isinstance(vars(model.model.norm)["forward"], StandIn)
+    assert told == []
+
+
+@pytest.mark.parametrize("is_known_before", [True, False])
+def test_a_function_of_torch_that_was_replaced_counts(is_known_before, monkeypatch):
+    model, told = built("qwen3"), []
+    if is_known_before:
+        why_without_kernel(model)
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda x, inplace=False: torch.tanh(x))
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: torch._C._nn.linear(*args) * 2)
+    for logger in (compiled_modules.logger, shared_casts.logger):
+        monkeypatch.setattr(logger, "warning_once", told.append)
+    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+        placed = {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
+    assert placed == {"Qwen3RMSNorm"}
+    assert any("linear" in line and "was replaced" in line for line in told)
+    assert all(why_without_kernel(model)["MLPs"])
 
 
 def test_the_compiler_has_what_is_left():

@@ -11,9 +11,9 @@ from trl import GRPOTrainer
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.libraries import is_library_function
 from trl_fused_grpo.training.customisation import (
     MICRO_BATCH_METHODS,
-    is_library_function,
     replaced_backward,
     replaced_behind,
     replaced_method,

@@ -5,5 +5,5 @@ builds upon.
 `required` checks these names at import. `trl`, `trl_images` and `trl_cli` have what depends on TRL or accelerate,
 `trainers` the trainers of TRL that have a fused subclass, `models` what depends on transformers or PEFT, `peft` what
 PEFT's LoRA layer computes, `architecture` what a model of transformers is made of, `torch` private names of torch.
-`dataclass_fields` adds a field to a class of TRL's options.
+`libraries` tells whose a function is. `dataclass_fields` adds a field to a class of TRL's options.
 """

@@ -114,6 +114,7 @@ NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"),
     ),
     "torch._C": (torch._C, ("_len_torch_dispatch_stack",)),
+    "torch._C._nn": (torch._C._nn, ("linear", "scaled_dot_product_attention")),
     "torch.Tensor": (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks")),
 }
 

@@ -14,6 +14,7 @@ from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.modules import module as torch_module
 
 from . import required as required  # first: it names what is gone
+from .libraries import is_library_function
 
 
 # What torch's `varlen_attn` calls in the end: its wrappers take longer than the kernel at 4000 tokens of a small model
@@ -70,6 +71,20 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 def has_own_forward(cls: Any) -> bool:
     """Whether the forward of a class was defined in the class's own file: nobody has replaced it since."""
     return getattr(cls.forward, "__globals__", {}).get("__name__") == cls.__module__
+
+
+def replaced_in_linear() -> str | None:
+    """What of torch's linear layer somebody has replaced, in words, or `None`."""
+    if not has_own_forward(nn.Linear):
+        return "the forward of torch.nn.Linear"
+    function = nn.functional.linear
+    is_own = function is torch._C._nn.linear or is_library_function(function)
+    return None if is_own else "torch.nn.functional.linear"
+
+
+def sdpa_is_own() -> bool:
+    """Whether nobody has replaced `torch.nn.functional.scaled_dot_product_attention`."""
+    return nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
 
 def gradient_hooks(parameter: Tensor) -> list[Any]:

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
 
+from .libraries import is_own_module
 from .required import SAMPLING_CLIP_MAX as SAMPLING_CLIP_MAX
 from .required import TRANSFORMERS
 from .required import TRL as TRL
@@ -38,7 +39,6 @@ if "input_ids" not in LOGPS_ARGUMENTS:
 
 _TRAINERS: tuple[Any, ...] = (GRPOTrainer, RLOOTrainer)
 _GENERATION_CODES = [inspect.unwrap(cls._generate_and_score_completions).__code__ for cls in _TRAINERS]
-_PACKAGE = __name__.partition(".")[0]
 
 
 def is_asked_by_generation() -> bool:
@@ -50,14 +50,6 @@ def is_asked_by_generation() -> bool:
             break
         frame = frame.f_back
     return frame is not None and frame.f_code in _GENERATION_CODES
-
-
-def is_own_module(name: str) -> bool:
-    """
-    Whether a module is this package's. The cases in `parity` do what users do, so that their code counts as the user's.
-    """
-    root, _, rest = name.partition(".")
-    return root == _PACKAGE and not rest.startswith("parity")
 
 
 def logps_result(logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -98,6 +98,9 @@ def why_not_together(layer: Any, names: list[str], x: Tensor) -> str | None:
         return f"{type(base).__name__}, which carries an adapter, is wrapped, has a hook or another forward"
     if any(torch_compat.GLOBAL_HOOKS):
         return "there is a hook on every module"
+    replaced = torch_compat.replaced_in_linear()
+    if replaced is not None:
+        return f"{replaced} was replaced"
     tensors += [x, base.weight] if base.bias is None else [x, base.weight, base.bias]
     return _why_not_in_one_dtype(tensors, x)
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from .module_functions import CONSTANTS, constants_of, homes_of, is_changed, methods_of
+from .module_functions import CONSTANTS, constants_of, functionals_of, homes_of, is_changed, methods_of
 
 
 class AsRead:
     """
-    Tells whether a module is still what was read of it: its class, the methods of that, its constants and its parts.
+    Tells whether a module is still what was read of it: its class, the methods of that, the functions of
+    `torch.nn.functional` that these call, its constants and its parts.
 
     Args:
         module (`nn.Module`): the module. Hooks of its own do not count.
@@ -31,19 +32,26 @@ class AsRead:
             for name in [name for name, _ in constants_of(owner) if name != "training"]:
                 self._values.append((own, name, own[name]) if name in own else (without, name, None))
         for cls in {cls for _, cls in self._classes}:
+            self._values += [(vars(nn.functional), *item) for item in functionals_of(cls)]
             names_in_class = [name for name, _ in methods_of(cls)]
             self._values += [
                 (vars(home), name, vars(home).get(name)) for home in homes_of(cls) for name in names_in_class
             ]
 
-    def holds(self) -> bool:
-        """Whether it is."""
-        return (
-            "forward" not in vars(self.module)
-            and all(type(owner) is cls for owner, cls in self._classes)
-            and all(_is_same(home.get(name), value) for home, name, value in self._values)
-            and not any(map(is_changed, self._parts))
-        )
+    def change(self) -> str | None:
+        """What was replaced since, in words, or `None`."""
+        name = type(self.module).__name__
+        if "forward" in vars(self.module):
+            return f"{name} has a forward of its own"
+        for owner, cls in self._classes:
+            if type(owner) is not cls:
+                return f"{cls.__name__} has become {type(owner).__name__}"
+        for home, attribute, value in self._values:
+            if not _is_same(home.get(attribute), value):
+                where = "torch.nn.functional" if home is vars(nn.functional) else name
+                return f"`{attribute}` of {where} was replaced"
+        changed = next(filter(is_changed, self._parts), None)
+        return None if changed is None else f"{type(changed).__name__} in {name} has hooks or another forward"
 
 
 class StandIn:
@@ -60,9 +68,12 @@ class StandIn:
         self.module, self.needs_compiler = module, needs_compiler
         self._read = AsRead(module, names)
 
-    def may_run(self) -> bool:
-        """Whether the module still runs the forward of its class, with the same parts, functions and constants."""
-        return self._read.holds()
+    def change(self) -> str | None:
+        """
+        Which forward, part, function or constant of the module is another one since, in words; `None` while this may
+        stand in its place.
+        """
+        return self._read.change()
 
     def __reduce__(self) -> Any:
         return getattr, (self.module, "forward")  # a copy made meanwhile has nothing of its own yet: that of its class

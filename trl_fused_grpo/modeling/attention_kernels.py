@@ -14,7 +14,6 @@ from .kept_activations import is_recalled, recalled
 
 
 _HALF = (torch.float16, torch.bfloat16)
-_torch_sdpa = F.scaled_dot_product_attention
 
 
 class Boundaries(NamedTuple):
@@ -77,7 +76,7 @@ def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 def kernels_take(query: Tensor) -> bool:
     """Whether torch's fused kernels may be called directly for tensors like a `query`."""
     # Whoever replaces SDPA wants it called
-    return query.is_cuda and F.scaled_dot_product_attention is _torch_sdpa and query.dtype in (*_HALF, torch.float32)
+    return query.is_cuda and torch_compat.sdpa_is_own() and query.dtype in (*_HALF, torch.float32)
 
 
 def flash_takes(query: Tensor, value: Tensor) -> bool:

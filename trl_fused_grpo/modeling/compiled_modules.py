@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -23,11 +23,14 @@ from transformers.utils import logging
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo._compat.libraries import is_library_function
 from trl_fused_grpo.ops.kernels import why_not_triton
 
+from .as_read import StandIn
 from .attention_places import InFile
-from .compiled_parts import CompiledInFile, Forward, forwards_in, rotary_functions_in
+from .compiled_parts import CompiledInFile, Forward, find_parts
 from .layer_memo import LayerMemo
+from .module_functions import is_norm
 from .shared_casts import ProjectionForward
 
 
@@ -70,7 +73,8 @@ def compiling(model: nn.Module, is_on: bool = True, kernels: bool = False) -> Ge
 def compiled_forwards(causal_lm: PreTrainedModel) -> Generator[None, None, None]:
     """
     While it lasts, the norms, MLPs and rotary embeddings of a model's text model run compiled, as far as [`compiling`]
-    has them. So they do when its checkpointed layers are computed again in backward.
+    has them. So they do when its checkpointed layers are computed again in backward. What runs as it is because the
+    user has replaced it is told once.
     """
     on = _is_on.get()
     # A mode may have ended when the layers are computed again
@@ -82,6 +86,7 @@ def compiled_forwards(causal_lm: PreTrainedModel) -> Generator[None, None, None]
     functions = [(layer, model_compat.checkpoint_function(layer), inside) for layer, inside in parts.checkpointed]
     functions = [entry for entry in functions if entry[1] is not None]
     with _in_place(parts.forwards, parts.functions) as forwards:
+        _tell_what_was_replaced(parts)
         for layer, function, inside in functions:
             again = _Recomputation([forward for forward in inside if forward in forwards], parts.functions)
             model_compat.set_checkpoint_function(layer, _CompiledAgain(function, again))
@@ -124,6 +129,25 @@ def why_no_kernels(model: nn.Module, device: torch.device) -> str | None:
     return parts.refusal
 
 
+def why_without_kernel(model: nn.Module) -> dict[str, list[str | None]]:
+    """
+    Of a model's norms, MLPs and rotary embeddings, why each runs as it is and not in a kernel, or `None`.
+
+    Args:
+        model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
+    """
+    parts = compiled_parts(model_compat.without_adapter(torch_compat.without_compiler(model)))
+    kernels = parts.that_need(_On(kernels=True, compiler=False))
+    reasons: dict[nn.Module | InFile, str | None] = {**parts.without_kernel}
+    reasons |= {forward.module: forward.change() for forward in kernels.forwards if not _is_projection(forward)}
+    reasons |= {function.place: function.change() for function in kernels.functions}
+    found: dict[str, list[str | None]] = {"norms": [], "MLPs": [], "rotary embeddings": []}
+    for part, reason in reasons.items():
+        kind = "rotary embeddings" if isinstance(part, InFile) else "norms" if is_norm(part) else "MLPs"
+        found[kind].append(reason)
+    return found
+
+
 def _why_layers_are_left(causal_lm: PreTrainedModel) -> str | None:
     for module in causal_lm.modules():
         if torch_compat.is_compiled(module):
@@ -141,12 +165,14 @@ class CompiledParts(NamedTuple):
         forwards (`list`): the forwards of norms and MLPs.
         functions (`list`): functions of its modeling files.
         checkpointed (`list`): the modules of the text model that can checkpoint, each with the forwards in it.
+        without_kernel (`dict`): of its parts, those that have no kernel, each with the reason.
         refusal (`str`, *optional*): why nothing is compiled.
     """
 
     forwards: list[Forward]
     functions: list[CompiledInFile]
     checkpointed: list[tuple[nn.Module, list[Forward]]]
+    without_kernel: dict[nn.Module | InFile, str]
     refusal: str | None
 
     def that_need(self, on: _On) -> "CompiledParts":
@@ -163,15 +189,14 @@ def compiled_parts(causal_lm: PreTrainedModel) -> CompiledParts:
     """What is compiled of a model, as far as it is known here."""
     refusal = _why_layers_are_left(causal_lm)
     if refusal is not None:
-        return CompiledParts([], [], [], refusal)
+        return CompiledParts([], [], [], {}, refusal)
     text_model = architecture.text_model(causal_lm)
-    found = forwards_in(text_model)
+    found, functions, without_kernel = find_parts(text_model)
     forwards = [forward for of_module in found.values() for forward in of_module]
     checkpointed = [module for module in text_model.modules() if hasattr(module, "gradient_checkpointing")]
     inside = [(layer, [f for module in layer.modules() for f in found.get(module, ())]) for layer in checkpointed]
-    functions = rotary_functions_in(text_model)
     refusal = None if found or functions else "its norms, MLPs and rotary embeddings are not known"
-    return CompiledParts(forwards, functions, inside, refusal)
+    return CompiledParts(forwards, functions, inside, without_kernel, refusal)
 
 
 # How many running forwards need a function in its file: layers on several devices are computed again in several threads
@@ -184,7 +209,7 @@ def _in_place(forwards: Iterable[Forward], functions: Iterable[CompiledInFile]) 
     """While it lasts, these forwards and functions stand where the model finds them; those of the user's stay."""
     placed = set()
     for forward in forwards:
-        if forward.may_run():  # of a module that has no other in its place yet
+        if forward.change() is None:  # another in its place counts as one
             forward.module.__dict__["forward"] = forward
             placed.add(forward)
     used = [function for function in functions if _use(function)]
@@ -196,14 +221,29 @@ def _in_place(forwards: Iterable[Forward], functions: Iterable[CompiledInFile]) 
         for forward in placed:
             if vars(forward.module).get("forward") is forward:
                 del forward.module.__dict__["forward"]
-            if isinstance(forward, ProjectionForward):
+            if _is_projection(forward):
                 forward.shared.forget()
+
+
+def _is_projection(forward: Forward) -> TypeGuard[ProjectionForward]:
+    return isinstance(forward, ProjectionForward)
+
+
+def _tell_what_was_replaced(parts: CompiledParts) -> None:
+    left: dict[str, Forward | CompiledInFile] = {}
+    for forward in parts.forwards:
+        own = vars(forward.module).get("forward")
+        if not isinstance(own, StandIn) and (own is None or not is_library_function(own)):
+            left[type(forward.module).__name__] = forward
+    left |= {f.place.name: f for f in parts.functions if not isinstance(f.place.read(), CompiledInFile)}
+    for name, part in left.items():
+        logger.warning_once(f"{name} runs as it is, because {part.change()}.")
 
 
 def _use(function: CompiledInFile) -> bool:
     with _lock:
-        if not function.may_run():
-            return False  # the user has put another one there
+        if function.change() is not None:
+            return False
         function.place.write(function)
         _users[function.place] += 1
         return True

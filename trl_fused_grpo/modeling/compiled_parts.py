@@ -6,7 +6,7 @@ Compiled stand-ins: for the forward of a module, and for a function of a modelin
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -130,9 +130,11 @@ class CompiledInFile:
         self.name = f"{place.file.__name__.rpartition('.')[2]}_{place.name}"
         self._compiled: dict[Any, Function] = {}
 
-    def may_run(self) -> bool:
-        """Whether its place still has the original, or this, and what that calls is the same."""
-        return self.place.read() in (self, self.original) and self._read.holds()
+    def change(self) -> str | None:
+        """What stands in its place, or what the original calls, in words; `None` while those are as they were."""
+        if self.place.read() not in (self, self.original) or not self._read.holds():
+            return f"`{self.place.name}`, or a function that it calls, was replaced in {self.place.file.__name__}"
+        return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(self.original, *args, **kwargs)
@@ -182,20 +184,46 @@ def compiled_in_file(place: InFile) -> list[CompiledInFile]:
 Forward: TypeAlias = CompiledForward | CompiledActivation | ProjectionForward
 
 
-def forwards_in(text_model: nn.Module) -> dict[nn.Module, list[Forward]]:
-    """The norms, MLPs and projections of a text model, each with its compiled forwards, the best first."""
+class FoundParts(NamedTuple):
+    """
+    The parts of a text model that may run compiled.
+
+    Args:
+        forwards (`dict`): the norms, MLPs and projections, each with its compiled forwards, the best first.
+        functions (`list`): for rotary embeddings, those in one place the best first.
+        without_kernel (`dict`): the norms, the MLPs and the places of functions that have no kernel, with the reason.
+    """
+
+    forwards: dict[nn.Module, list[Forward]]
+    functions: list[CompiledInFile]
+    without_kernel: dict[nn.Module | InFile, str]
+
+
+def find_parts(text_model: nn.Module) -> FoundParts:
+    """The norms, MLPs, projections and rotary embeddings of a text model."""
     callers = {part: module for module in text_model.modules() for part in module.children()}
-    found = {}
+    found = FoundParts({}, [], {})
     for module in _candidates(text_model):
-        forwards = _forwards_of(module)
+        name = type(module).__name__
+        forwards, reason = _forwards_of(module)
         if is_norm(module) and not _is_of_the_library(callers[module]):
             # A kernel keeps the norm's input for backward, and who calls it may change that in place
             forwards = [forward for forward in forwards if forward.needs_compiler]
+            reason = f"{type(callers[module]).__name__}, which calls {name}, is not transformers'"
         if forwards:
-            found[module] = forwards
+            found.forwards[module] = forwards
+        if all(forward.needs_compiler for forward in forwards):
+            found.without_kernel[module] = reason or f"{name} computes something else"
     # Last: a forward that has a whole MLP in it asks whether its projections are as they were
     for layer in layers_of(text_model):
-        found |= {forward.module: [forward] for forward in projections_in(layer)}
+        found.forwards.update({forward.module: [forward] for forward in projections_in(layer)})
+    for place in _rotary_places(text_model):
+        is_known = model_compat.is_plain_library_function(place.read())
+        functions = compiled_in_file(place) if is_known else []
+        found.functions.extend(functions)
+        if all(function.needs_compiler for function in functions):
+            reason = "computes something else" if is_known else "is not transformers'"
+            found.without_kernel[place] = f"`{place.name}` of {place.file.__name__} {reason}"
     return found
 
 
@@ -205,8 +233,11 @@ def _is_of_the_library(caller: nn.Module) -> bool:
     return (own is None or is_override(own)) and model_compat.is_plain_library_function(forward)
 
 
-def _forwards_of(module: nn.Module) -> list[Forward]:
-    """The compiled forwards that a module may have, the best first: that of its whole, that of an MLP's activation."""
+def _forwards_of(module: nn.Module) -> tuple[list[Forward], str | None]:
+    """
+    The compiled forwards that a module may have, the best first: that of its whole, that of an MLP's activation. Where
+    there are none, the reason.
+    """
     forwards: list[Forward] = []
     try:
         forwards += _by_blueprint(module, read_blueprint(module))
@@ -218,7 +249,8 @@ def _forwards_of(module: nn.Module) -> list[Forward]:
         forwards.sort(key=lambda forward: forward.needs_compiler)  # the order of the others stays
     if not forwards:
         logger.info(f"{type(module).__name__} is not compiled, because {reason}.")
-    return forwards
+        return [], reason
+    return forwards, None
 
 
 def _parts_of_mlp(module: nn.Module) -> MLPParts | None:
@@ -245,8 +277,8 @@ def _candidates_in(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def rotary_functions_in(text_model: nn.Module) -> list[CompiledInFile]:
-    """The functions for rotary embeddings that the forwards of a text model's modules look up in their files."""
+def _rotary_places(text_model: nn.Module) -> list[InFile]:
+    """Where the forwards of a text model's modules look up functions for rotary embeddings: in their files."""
     places = set()
     for cls in {type(module) for module in text_model.modules()}:
         forward: Any = inspect.unwrap(cls.forward)
@@ -254,6 +286,6 @@ def rotary_functions_in(text_model: nn.Module) -> list[CompiledInFile]:
         if code is None or file is None:
             continue
         for name in code.co_names:
-            if "rotary" in name and model_compat.is_plain_library_function(getattr(file, name, None)):
+            if "rotary" in name and callable(getattr(file, name, None)):
                 places.add(InFile(file, name))
-    return [function for place in sorted(places, key=lambda place: place.name) for function in compiled_in_file(place)]
+    return sorted(places, key=lambda place: place.name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,7 +22,6 @@ _COMMUTATIVE = {torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 32768  # of a norm: a row is held by one program
 MOST_ELEMENTS = 2**31  # of a tensor
-_SILU, _GELU = nn.functional.silu, nn.functional.gelu
 
 
 class KernelFunction:
@@ -101,9 +100,7 @@ def _is_norm_of_rows(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _are_gate_and_up(tensors: tuple[Tensor, ...]) -> bool:
-    # The function may call torch's, in whose place somebody may have put another
-    are_torch_s = nn.functional.silu is _SILU and nn.functional.gelu is _GELU
-    return len(tensors) == 2 and tensors[0].shape == tensors[1].shape and are_torch_s
+    return len(tensors) == 2 and tensors[0].shape == tensors[1].shape
 
 
 def _are_turned_by_angles(tensors: tuple[Tensor, ...]) -> bool:

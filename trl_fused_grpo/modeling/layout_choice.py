@@ -95,7 +95,7 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
         if architecture.names_no_text_model(causal_lm):
             return "its configuration names no text model, and not all of its attention is causal"
         return "its attention is not causal"  # padding would be attended to
-    return why_replaced(model_compat.attention_implementation(config))
+    return why_replaced(causal_lm, model_compat.attention_implementation(config))
 
 
 def why_not_aligned(causal_lm: PreTrainedModel, is_multimodal: bool) -> str | None:

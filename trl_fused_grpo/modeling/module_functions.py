@@ -38,6 +38,7 @@ class Blueprint(NamedTuple):
     Args:
         cls (`type`): the class of the module.
         methods (`tuple`): names and methods of the class, without those of `nn.Module`.
+        functionals (`tuple`): names and values of the functions in `torch.nn.functional` that its methods may call.
         constants (`tuple`): names and values of the attributes that its methods may read.
         parameters (`tuple[str, ...]`): names of its own parameters.
         children (`tuple`): names and blueprints of the modules in it.
@@ -45,6 +46,7 @@ class Blueprint(NamedTuple):
 
     cls: type
     methods: tuple[tuple[str, Any], ...]
+    functionals: tuple[tuple[str, Any], ...]
     constants: tuple[tuple[str, Any], ...]
     parameters: tuple[str, ...]
     children: tuple[tuple[str, Any], ...]
@@ -138,7 +140,8 @@ def read_blueprint(module: nn.Module) -> Blueprint:
         if is_changed(child):
             raise NotAFunctionError(f"{type(child).__name__} has hooks or another forward")
         children.append((name, read_blueprint(child)))
-    return Blueprint(cls, methods_of(cls), constants_of(module), parameter_names(module), tuple(children))
+    constants, parameters = constants_of(module), parameter_names(module)
+    return Blueprint(cls, methods_of(cls), functionals_of(cls), constants, parameters, tuple(children))
 
 
 def is_changed(part: nn.Module) -> bool:
@@ -201,6 +204,12 @@ def methods_of(cls: type) -> tuple[tuple[str, Any], ...]:
         if isinstance(value, _METHODS) and not name.startswith("__")
     }
     return tuple(found.items())
+
+
+def functionals_of(cls: type) -> tuple[tuple[str, Any], ...]:
+    """Names and values of the functions in `torch.nn.functional` that the methods of a class may call."""
+    found = {name: vars(nn.functional).get(name) for name in sorted(_names_used(methods_of(cls)))}
+    return tuple((name, value) for name, value in found.items() if callable(value) and not isinstance(value, type))
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat.libraries import replaced_call
 
 from .attention_places import InFile, InTable
 from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
@@ -103,13 +104,29 @@ def cudnn_attention_off() -> Generator[None, None, None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def why_replaced(implementation: str) -> str | None:
-    """Why transformers' attention of this name is not the one that packed rows stand for, or `None`."""
-    tables = {"attention": ALL_ATTENTION_FUNCTIONS, "mask": ALL_MASK_ATTENTION_FUNCTIONS}
-    for kind, table in tables.items():
-        function = table.get(implementation)
-        if function is not None and not (_is_ours(function) or model_compat.is_transformers_own(function)):
-            return f"the {kind} function registered as {implementation!r} is not transformers' own"
+def why_replaced(causal_lm: nn.Module, implementation: str) -> str | None:
+    """
+    Why a model's attention is not the one that packed rows stand for, or `None`.
+
+    Args:
+        causal_lm (`nn.Module`): the causal language model.
+        implementation (`str`): its `attn_implementation`.
+    """
+    functions = {
+        f"the attention function registered as {implementation!r}": ALL_ATTENTION_FUNCTIONS.get(implementation),
+        f"the mask function registered as {implementation!r}": ALL_MASK_ATTENTION_FUNCTIONS.get(implementation),
+    }
+    if implementation == "eager":
+        name = model_compat.EAGER_ATTENTION
+        functions |= {f"{name} of {file.__name__}": getattr(file, name) for file in _modeling_files(causal_lm)}
+    for name, function in functions.items():
+        if function is None:
+            continue
+        if not (_is_ours(function) or model_compat.is_transformers_own(function)):
+            return f"{name} is not transformers' own"
+        called = replaced_call(function)
+        if called is not None:
+            return f"`{called}`, which {name} calls, was replaced"
     return None
 
 

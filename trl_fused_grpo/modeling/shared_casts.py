@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.ops.layer_functions import SharedCast
@@ -18,7 +19,7 @@ from .as_read import StandIn
 from .layer_kernels import MOST_ELEMENTS
 
 
-_LINEAR = nn.functional.linear
+logger = logging.get_logger(__name__)
 
 
 class _Round:
@@ -87,7 +88,7 @@ def _may_be_shared(x: Tensor) -> bool:
     if x.is_leaf and x.requires_grad and torch.is_autocast_cache_enabled():
         return False  # autocast keeps the cast of a leaf, and adds the gradients of its uses in the lower precision
     is_watched = torch_compat.operations_are_seen() or torch_compat.functions_are_seen()
-    return not (is_watched or torch.compiler.is_compiling()) and nn.functional.linear is _LINEAR
+    return not (is_watched or torch.compiler.is_compiling())
 
 
 class ProjectionForward(StandIn):
@@ -113,7 +114,10 @@ class ProjectionForward(StandIn):
 def projections_in(module: nn.Module) -> Iterator[ProjectionForward]:
     """Of a layer, each projection beside which its module has another. Experts are none."""
     projections = [part for part in module.children() if type(part) is nn.Linear]
-    if len(projections) > 1 and torch_compat.has_own_forward(nn.Linear):
+    replaced = torch_compat.replaced_in_linear()
+    if replaced is not None:
+        logger.warning_once(f"Projections cast an input one by one, because {replaced} was replaced.")
+    elif len(projections) > 1:
         shared = SharedInput()
         yield from (ProjectionForward(projection, shared) for projection in projections)
     for part in module.children():

@@ -32,12 +32,9 @@ def rms_norm_formula(x: Tensor, weight: Tensor, eps: float, offset: float, casts
 
 def gated_formula(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """An activation (`"silu"` or `"gelu_tanh"`) of the gate, times the other projection, both `[..., I]`."""
-    activation = torch.nn.functional.silu(gate) if kind == "silu" else _gelu_tanh(gate)
+    # Those in `torch.nn.functional` may have been replaced
+    activation = torch.ops.aten.silu(gate) if kind == "silu" else torch.ops.aten.gelu(gate, approximate="tanh")
     return activation * up
-
-
-def _gelu_tanh(gate: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(gate, approximate="tanh")
 
 
 def rotary_formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

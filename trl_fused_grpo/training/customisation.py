@@ -1,20 +1,17 @@
 """
 Finds what the user replaced on a trainer: its methods, the accelerator's backward, callbacks that look on.
 
-A function counts as the user's unless it, and every function that it wraps, is defined in a library or in this package.
-What the user replaced on the model is found in `customised_model.py`.
+Whose a function is says `_compat/libraries.py`. What the user replaced on the model is found in `customised_model.py`.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.libraries import is_library_function
 
 
-# Libraries whose wrappers, hooks and forwards do not make a token's result depend on where the token stands
-LIBRARIES = {"accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "torch", "transformers", "trl"}
 _PACKAGE = __name__.partition(".")[0]
 
 # Every method of the trainer that sees a micro-batch between generation and backward
@@ -30,41 +27,8 @@ MICRO_BATCH_METHODS = (
     "_get_per_token_logps_and_entropies",
 )
 
-
 # Attributes of the trainer that the log-probs of a micro-batch are computed with
 _LOGPS_OPTIONS = ("temperature", "args")
-
-
-def is_library_module(name: str) -> bool:
-    """Whether a module belongs to a library or to this package."""
-    return name.partition(".")[0] in LIBRARIES or trl_compat.is_own_module(name)
-
-
-def is_library_function(function: Any, stop: Any = None) -> bool:
-    """
-    Whether a function was defined in one of the [`LIBRARIES`] or in this package, and everything that it wraps too.
-
-    Args:
-        function (`Callable`): a function, bound method, partial or callable object.
-        stop (`Callable`, *optional*): a function that counts as a library's wherever it was defined: the forward of a
-            module's class, whose own code is not a replacement.
-    """
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        if function is stop:
-            return True
-        if isinstance(function, functools.partial):
-            wrapped, function = getattr(function, "__wrapped__", None), function.func
-            if wrapped is not None and not is_library_function(wrapped, stop):
-                return False
-            continue
-        # A function's globals are those of the file that defines it; `functools.wraps` does not change them
-        names = getattr(function, "__globals__", None)
-        module = type(function).__module__ if names is None else names.get("__name__", "")
-        if not is_library_module(module):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
 
 
 def _is_fused_trainer(cls: type) -> bool:

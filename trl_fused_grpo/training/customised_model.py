@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
-
-from .customisation import is_library_function, is_library_module
+from trl_fused_grpo._compat.libraries import is_library_function, is_library_module
 
 
 # Modules of torch's whose output for a token depends on other tokens
@@ -60,8 +59,12 @@ def changed_head(model: nn.Module, causal_lm: PreTrainedModel, heads: Iterable[n
     wrappers = [model]
     for name in path.split(".") if path else ():
         wrappers.append(getattr(wrappers[-1], name))
-    if trl_compat.LOGPS_FROM_LOGITS and not is_library_function(type(causal_lm).forward):
-        return f"{type(causal_lm).__name__}.forward"
+    if trl_compat.LOGPS_FROM_LOGITS:
+        if not is_library_function(type(causal_lm).forward):
+            return f"{type(causal_lm).__name__}.forward"
+        replaced = torch_compat.replaced_in_linear()
+        if replaced is not None:
+            return replaced
     return _changed_in([*wrappers, *heads])
 
 

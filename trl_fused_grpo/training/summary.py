@@ -16,7 +16,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.adapters import why_not_together
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
-from trl_fused_grpo.modeling.compiled_modules import why_no_kernels, why_not_compiled
+from trl_fused_grpo.modeling.compiled_modules import why_no_kernels, why_not_compiled, why_without_kernel
 from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import choose_backward
@@ -242,8 +242,12 @@ class _Lines:
         if not self.options.fused_kernels:
             return SummaryLine(name, off, "fused_kernels=False", "fused_kernels=True")
         reason = why_no_kernels(self.model, self.trainer.accelerator.device)
-        value = "norms, gated activations, rotary embeddings in a kernel each, as far as they have one"
-        return SummaryLine(name, off if reason else value, reason)
+        if reason is not None:
+            return SummaryLine(name, off, reason)
+        reasons = why_without_kernel(self.model)
+        counts = [f"{found.count(None)} of {len(found)} {kind}" for kind, found in reasons.items() if found]
+        left = [reason for found in reasons.values() for reason in found if reason is not None]
+        return SummaryLine(name, f"{', '.join(counts)} in a kernel each", left[0] if left else None)
 
     def compiled(self) -> SummaryLine:
         reason = why_not_compiled(self.model) if self.options.fused_compile else _OFF

@@ -19,6 +19,7 @@ CUSTOMISED_CASES: tuple[Case, ...] = (
     *callbacks.generation_batches(),
     *callbacks.reference_models(),
     *model.hooks(),
+    *model.parts_of_layers(),
     *model.models(),
     *model.adapters(),
     *around_the_trainer.around(),

@@ -1,14 +1,18 @@
-"""Cases of hooks on the model, replaced layers, adapters, and models with their own positions, masks or dropout."""
+"""Cases of hooks on the model, replaced layers and their parts, adapters, models with positions, masks or dropout."""
 
 from typing import Any
 
+import torch
+
 from trl_fused_grpo.parity.case import Case
+from trl_fused_grpo.parity.customisations import layers as p
 from trl_fused_grpo.parity.customisations import models as m
 
 from .common import AS_PADDED, KL, OFF_POLICY, SAMPLED, VLLM, WITH_MARKER
 from .common import customised_case as _case
 
 
+SDPA, SDPA_FILE = "scaled_dot_product_attention", "transformers.integrations.sdpa_attention"
 MULTIPLE = {"pad_to_multiple_of": 8}
 NO_AUX_LOSS = {"router_aux_loss_coef": 0.0}
 
@@ -31,6 +35,48 @@ def hooks() -> list[Case]:
         _case("layer-forward-column", "layer.forward replaced, by column", m.layer_forward(m.by_column)),
         _case("layer-forward-token", "layer.forward replaced, by token", m.layer_forward(m.by_token)),
         _case("mlp-forward-batch", "mlp.forward replaced, by number of rows", m.mlp_forward(m.by_batch)),
+    ]
+
+
+def parts_of_layers() -> list[Case]:
+    def case(name: str, description: str, replace: p.Replace, **config: Any) -> Case:
+        return _case(f"part-{name}", description, p.replaced(replace), config)
+
+    def later(name: str, description: str, replace: p.Replace, attention: str | None = None, **config: Any) -> Case:
+        custom = p.replaced_later(replace, attention)
+        return _case(f"part-{name}-later", f"{description}, after the first step", custom, config)
+
+    again: dict[str, Any] = {"gradient_checkpointing": True}
+    rotary, in_file = p.function_in_file("apply_rotary_pos_emb"), p.function_in_file("eager_attention_forward")
+    repeat, repeat_eager = p.function_in_file("repeat_kv", SDPA_FILE), p.function_in_file("repeat_kv")
+    eps = p.attribute_of(p.norm, "variance_epsilon", lambda value: 0.3)
+    own_norm = p.attribute_of(lambda model: model.model, "norm", p.OwnNorm)
+    own_mlp = p.attribute_of(p.layer, "mlp", p.OwnMLP)
+    tanh = p.attribute_of(p.mlp, "act_fn", lambda function: torch.nn.Tanh())
+    return [
+        case("norm-forward", "norm.forward replaced", p.forward_of(p.norm)),
+        case("norm-class", "the forward of the norms' class replaced", p.class_forward_of(p.norm), **again),
+        later("norm-class", "the forward of the norms' class replaced", p.class_forward_of(p.norm)),
+        case("norm-hook", "a hook on a norm changes what it returns", p.hook_on(p.norm), **again),
+        later("norm-eps", "norm.variance_epsilon replaced", eps, **again),
+        case("norm", "model.norm replaced by a module of the user's", own_norm),
+        case("activation", "mlp.act_fn replaced", tanh),
+        later("activation-hook", "a hook on mlp.act_fn changes what it returns", p.hook_on(p.activation)),
+        case("activation-class", "the forward of the activations' class replaced", p.class_forward_of(p.activation)),
+        later("silu", "torch.nn.functional.silu replaced", p.function_of_torch("silu"), **again),
+        later("mlp", "layer.mlp replaced by a module of the user's", own_mlp),
+        case("rotary", "apply_rotary_pos_emb replaced in the model's file", rotary, **again),
+        later("rotate-half", "rotate_half replaced in the model's file", p.rotate_half),
+        case("projection", "q_proj.forward replaced", p.forward_of(p.queries)),
+        later("linear-class", "nn.Linear.forward replaced", p.class_forward_of(p.queries)),
+        case("mask", "create_causal_mask replaced in the model's file", p.mask_in_file),
+        later("mask", "create_causal_mask replaced in the model's file", p.mask_in_file, **again),
+        later("sdpa", "torch's scaled_dot_product_attention replaced", p.function_of_torch(SDPA)),
+        later("repeat-kv", "repeat_kv replaced where SDPA is called", repeat),
+        later("eager", "eager_attention_forward replaced in the model's file", in_file, "eager"),
+        later("softmax", "torch.nn.functional.softmax replaced, eager", p.function_of_torch("softmax"), "eager"),
+        later("repeat-kv-eager", "repeat_kv replaced in the model's file, eager", repeat_eager, "eager"),
+        later("linear", "torch.nn.functional.linear replaced", p.function_of_torch("linear"), **again),
     ]
 
 
