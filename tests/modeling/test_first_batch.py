@@ -136,8 +136,8 @@ def test_a_model_is_tried_out_once_in_evaluation_and_leaves_no_trace(tmp_path, m
     for _ in range(2):
         seeded(fused, short_rows())
         calls.append(len(modes))
-    assert calls == [5, 5]  # four sequences alone, and together
-    assert modes == [{False}] * 5
+    assert calls == [6, 6]  # five sequences alone, and together
+    assert modes == [{False}] * 6
     assert all(module.training for module in fused.model.modules())
 
 

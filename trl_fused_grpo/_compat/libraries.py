@@ -5,6 +5,7 @@ or in this package.
 
 import functools
 import inspect
+from collections.abc import Iterator
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -56,16 +57,16 @@ def is_library_function(function: Any, stop: Any = None) -> bool:
     return True
 
 
-def replaced_call(function: Any) -> str | None:
+def replaced_calls(function: Any) -> Iterator[tuple[str, Any]]:
     """
-    The name of a function that a library's function calls, in its own file or in `torch.nn.functional`, and that is the
-    user's now; `None` where there is none.
+    The names and values of functions that a library's function calls by their names, in its own file or in
+    `torch.nn.functional`, and that are the user's now.
     """
     function = inspect.unwrap(getattr(function, "func", function))  # of a `functools.partial`
-    for name in function.__code__.co_names:
-        for home in (function.__globals__, vars(functional)):
+    code, own_file = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    for name in () if code is None else code.co_names:
+        for home in (own_file, vars(functional)):
             called = home.get(name)
             is_function = callable(called) and not isinstance(called, (type, BuiltinFunctionType))
             if is_function and not is_library_function(called):
-                return name
-    return None
+                yield name, called

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
-from trl_fused_grpo._compat.libraries import replaced_call
+from trl_fused_grpo._compat.libraries import replaced_calls
 
 from .attention_places import InFile, InTable
 from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
@@ -124,9 +124,9 @@ def why_replaced(causal_lm: nn.Module, implementation: str) -> str | None:
             continue
         if not (_is_ours(function) or model_compat.is_transformers_own(function)):
             return f"{name} is not transformers' own"
-        called = replaced_call(function)
-        if called is not None:
-            return f"`{called}`, which {name} calls, was replaced"
+        for called, _ in replaced_calls(function):
+            if called != "scaled_dot_product_attention":  # packed rows call it too
+                return f"`{called}`, which {name} calls, was replaced"
     return None
 
 

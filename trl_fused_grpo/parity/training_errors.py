@@ -8,8 +8,8 @@ from .errors import Errors, close, measure
 from .run_training import Pair, Run
 
 
-# At its first batch a model is tried out: four sequences together in a row, and each alone
-TRIAL_FORWARDS = 5
+# At its first batch a model is tried out: five sequences together in a row, and each alone
+TRIAL_FORWARDS = 6
 
 # float32: the change of all weights and of each, relative to stock's, beside the rounding of the weights themselves
 UPDATE_TOLERANCE = 1e-5

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.libraries import is_library_function, is_library_module
+from trl_fused_grpo._compat.libraries import is_library_function, is_library_module, replaced_calls
 
 
 # Modules of torch's whose output for a token depends on other tokens
@@ -76,6 +76,8 @@ def changed_module(modules: Iterable[nn.Module]) -> str | None:
     for hooks in torch_compat.GLOBAL_HOOKS:
         if not all(map(is_library_function, hooks.values())):
             return "a hook on every module"
+    if not torch_compat.sdpa_is_own():
+        return "torch.nn.functional.scaled_dot_product_attention, which was replaced,"
     return _changed_in(modules)
 
 
@@ -107,6 +109,15 @@ def own_class(modules: Iterable[nn.Module]) -> str | None:
     """A class among these modules whose forward is not a library's, or `None`: what it does is not known."""
     classes: set[Any] = {*map(type, modules)}
     return min((cls.__name__ for cls in classes if _has_own_forward(cls)), default=None)
+
+
+def code_of(modules: Iterable[nn.Module]) -> frozenset[Any]:
+    """
+    The classes of a model's modules, and the user's functions that the forwards of libraries among them call by name: a
+    trial of the model is one of these.
+    """
+    classes: set[Any] = {*map(type, modules)}
+    return frozenset({*classes, *(function for cls in classes for _, function in replaced_calls(cls.forward))})
 
 
 def _has_own_forward(cls: Any) -> bool:

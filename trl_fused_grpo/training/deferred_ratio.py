@@ -15,7 +15,7 @@ from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 
 from .exchange_plan import GENERATED_BY
-from .logps_request import prompts_and_completions
+from .logps_request import LossCall, prompts_and_completions
 
 
 # Marks micro-batches whose importance ratio generation left to the training
@@ -57,26 +57,29 @@ class DeferredRatio:
         del output["old_per_token_logps"], output["importance_sampling_ratio"]
         output[DEFERRED] = torch.tensor(True)
 
-    def fill(self, inputs: dict[str, Any], logps: Tensor, counts: bool = True) -> None:
+    def fill(self, loss_call: LossCall, logps: Tensor, counts: bool = True) -> None:
         """
-        Put the ratio into a marked micro-batch before TRL reads it. With the last micro-batch of a generation batch the
-        metrics are logged.
+        Put the ratio into what TRL reads of a marked micro-batch, before TRL reads it. From then on the micro-batch is
+        one that TRL made, with old log-probs, for the case that the weights move before it is used again: somebody may
+        raise `num_iterations` meanwhile. With the last micro-batch of a generation batch the metrics are logged.
 
         Args:
-            inputs (`dict`): what TRL's `_compute_loss` reads.
+            loss_call ([`LossCall`]): of TRL's `_compute_loss`.
             logps (`Tensor`): `[B, T]`, of the training forward.
-            counts (`bool`): whether the micro-batch counts in the metrics.
+            counts (`bool`): whether the call is that of the training. Another leaves the micro-batch as it is.
         """
+        inputs = loss_call.inputs
         if DEFERRED not in inputs:
             return
         if not counts:
             inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), None)
             return
-        trainer = self.trainer
-        steps = trl_compat.steps_per_generation(trainer)
-        place = trl_compat.step_of(trainer) % (steps * trainer.num_iterations)
-        # Later iterations see the same sequences again, which count once in the metrics
-        inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), place if place < steps else None)
+        steps = trl_compat.steps_per_generation(self.trainer)
+        place = trl_compat.step_of(self.trainer) % steps
+        ratio = self._ratio(inputs, logps.detach(), place)
+        inputs["importance_sampling_ratio"] = ratio
+        loss_call.micro_batch.update(importance_sampling_ratio=ratio, old_per_token_logps=logps.detach())
+        del loss_call.micro_batch[DEFERRED]
         if place == steps - 1:
             self._log()
 

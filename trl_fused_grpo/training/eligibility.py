@@ -175,23 +175,23 @@ def why_forwards_differ(model: nn.Module) -> str | None:
             return f"dropout ({name}) makes two forwards differ"
         if (noise := model_compat.noise_of(module)) is not None:
             return f"{noise} makes two forwards differ"
+        if (option := _noise_option(vars(module)) if module.training else None) is not None:
+            return f"dropout ({name}.{option}) makes two forwards differ"
     config = getattr(model, "config", None)
     option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
     return f"dropout ({option}) makes two forwards differ" if option else None
 
 
-def _noise_option(config: dict[str, Any]) -> str | None:
+def _noise_option(options: dict[str, Any]) -> str | None:
     """
-    The first option of a model's configuration, or of one nested in it, that draws random numbers: a probability of
-    dropout or a strength of router jitter. The modules do not show these: attention passes its dropout to a function,
-    and each family has a name of its own for it.
+    The first option of a configuration, of one nested in it, or of a module that draws random numbers: a probability of
+    dropout, a strength of router jitter. Attention passes its dropout to a function, each family by its own name.
     """
-    for key, value in config.items():
-        name = str(key)
+    for name, value in options.items():
         nested = _noise_option(value) if isinstance(value, dict) else None
         if nested is not None:
             return nested
-        if ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0:
+        if isinstance(value, float) and value > 0 and any(word in str(name) for word in ("drop", "jitter")):
             return name
     return None
 

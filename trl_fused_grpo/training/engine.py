@@ -39,7 +39,7 @@ from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, multi
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
 from .memory import MemoryBudget, memory_budget
-from .trial import RandomStates, try_layout, try_rows
+from .trial import RandomStates, Tried, try_layout, try_rows
 
 
 logger = logging.get_logger(__name__)
@@ -60,7 +60,7 @@ class LogpsEngine:
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.options = self._defaults = defaults
         self._refusals: WeakKeyDictionary[nn.Module, dict[bool, Refusal]] = WeakKeyDictionary()
-        self._tried: LayerMemo[set[Any]] = LayerMemo(lambda _: set())
+        self._tried: LayerMemo[Tried] = LayerMemo(lambda _: Tried())
         self._modules: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
         self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
@@ -277,7 +277,7 @@ class LogpsEngine:
         """Whether a layout stands its trials, each of which a model has once. If not, it is refused from now on."""
         if options.layout == "padded":
             return True
-        tried = self._tried(causal_lm)
+        tried = self._tried(causal_lm).by(self._modules_of(call.model))
         try:
             if (options.layout, is_multimodal) not in tried:
                 with compiling(causal_lm, is_on=False):  # of other kinds of rows than those that train

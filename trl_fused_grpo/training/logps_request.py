@@ -133,6 +133,24 @@ def can_join_images(micro_batches: list[dict[str, Any]]) -> bool:
     return True
 
 
+@dataclass
+class LossCall:
+    """
+    A call of TRL's own `_compute_loss`.
+
+    Args:
+        micro_batch (`dict`): as TRL keeps it for later iterations.
+        inputs (`dict`): what TRL reads, a copy: what is added for TRL does not go into the micro-batch.
+        beta (`float`): coefficient of the KL term, also while TRL's own KL term is left out.
+        logps (`Tensor`, *optional*): the log-probs `[B, T]` that TRL got.
+    """
+
+    micro_batch: dict[str, Any]
+    inputs: dict[str, Any]
+    beta: float
+    logps: Tensor | None = None
+
+
 def prompts_and_completions(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask `[B, P + T]` of a micro-batch."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)

@@ -1,10 +1,8 @@
 """Which positions a loss projects, and the gradients that it expects back."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
@@ -34,24 +32,6 @@ _OPTIONS_IN_ARGS = (
     "vespo_k_neg",
     "vespo_lambda_neg",
 )
-
-
-@dataclass
-class LossCall:
-    """
-    A call of TRL's own `_compute_loss`.
-
-    Args:
-        micro_batch (`dict`): as TRL keeps it for later iterations.
-        inputs (`dict`): what TRL reads, a copy: what is added for TRL does not go into the micro-batch.
-        beta (`float`): coefficient of the KL term, also while TRL's own KL term is left out.
-        logps (`Tensor`, *optional*): the log-probs `[B, T]` that TRL got.
-    """
-
-    micro_batch: dict[str, Any]
-    inputs: dict[str, Any]
-    beta: float
-    logps: Tensor | None = None
 
 
 def padding_counts(trainer: GRPOTrainer, beta: float | None = None) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
 
 from .deferred_ratio import DeferredRatio
-from .logps_request import LogpsRequest
+from .logps_request import LogpsRequest, LossCall
 
 
 # Marks micro-batches whose old log-probs generation left to the training
@@ -49,12 +49,17 @@ class DeferredOldLogps(DeferredRatio):
         del output["old_logps"]
         output[DEFERRED_OLD] = torch.tensor(True)
 
-    def fill(self, inputs: dict[str, Any], logps: Tensor, counts: bool = True) -> None:
-        if DEFERRED_OLD in inputs:
-            inputs["old_logps"] = (logps.detach() * inputs["completion_mask"]).sum(1)
+    def fill(self, loss_call: LossCall, logps: Tensor, counts: bool = True) -> None:
+        if DEFERRED_OLD in loss_call.inputs:
+            self._fill(loss_call.inputs, logps)
+            if counts:
+                self._fill(loss_call.micro_batch, logps)
 
     def resolve(self) -> None:
         for batch in self._unused_micro_batches():
             if DEFERRED_OLD in batch:
-                self.fill(batch, self._logps_of(batch))
-                del batch[DEFERRED_OLD]
+                self._fill(batch, self._logps_of(batch))
+
+    def _fill(self, batch: dict[str, Any], logps: Tensor) -> None:
+        batch["old_logps"] = (logps.detach() * batch["completion_mask"]).sum(1)
+        del batch[DEFERRED_OLD]

@@ -31,8 +31,8 @@ from .deferred_ratio import DeferredRatio
 from .eligibility import why_forwards_are_not_shared, why_not_fused, why_padding_may_be_read
 from .engine import LogpsEngine
 from .kl import kl_term, replaces_kl
-from .logps_request import LogpsArgs, LogpsRequest, PerTokenLogps
-from .loss_request import LossCall, build_call_request, build_loss_request, padding_counts
+from .logps_request import LogpsArgs, LogpsRequest, LossCall, PerTokenLogps
+from .loss_request import build_call_request, build_loss_request, padding_counts
 from .merging import MicroBatchMerger, reducing_gradients
 from .rloo import DeferredOldLogps
 from .summary import print_summary
@@ -205,9 +205,10 @@ class FusedState:
             trl_loss (`Callable`): TRL's own `_compute_loss` for given inputs.
         """
         checks.check_micro_batch(micro_batch)
+        as_generated = dict(micro_batch)
         loss = self._loss_of(micro_batch, trl_loss)
         if self._is_in_step:
-            self.verification.keep(micro_batch, trl_loss, loss)
+            self.verification.keep(as_generated, trl_loss, loss)
         return loss
 
     def _loss_of(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
@@ -245,7 +246,7 @@ class FusedState:
             result = self._logps_of_call(call, trl_method)
         if loss_call is not None:
             loss_call.logps = result.logps
-            self.ratio.fill(loss_call.inputs, result.logps, counts=not self.verification.is_running)
+            self.ratio.fill(loss_call, result.logps, counts=not self.verification.is_running)
         entropies = trl_compat.entropies_as_trl(trainer, result.entropies)
         return trl_compat.logps_result(result.logps, entropies, result.aux_loss)
 

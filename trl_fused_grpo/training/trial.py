@@ -3,9 +3,10 @@ Trials of a model at its first batch. Do sequences that share rows have the hidd
 the model's code is not known: are its log-probs the same without TRL's padding?
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +18,43 @@ from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, HiddenS
 from trl_fused_grpo.modeling.layout import Layout, Rows
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 
-from .customised_model import own_class, row_reader, zero_weight
+from .customised_model import code_of, own_class, row_reader, zero_weight
 from .logps import PromptsNotSharedError, RowsRefusedError, RowsWithImages, compute_logps, lay_out, run_model
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 
 
-_ROWS_TRIED = 4
+_ROWS_TRIED = 5
 _FIRST_TOKENS = 8  # of a sequence: what leaks into it over a boundary is seen there best
 _MOST_ROUNDING = 0.03  # of hidden states, relative: more than this is no rounding
 _NOISE = 8  # how many times the rounding error a difference must be to count as one
+
+
+class Tried:
+    """Which trials a model has had, as long as its code is the same."""
+
+    def __init__(self) -> None:
+        self._code: frozenset[Any] = frozenset()
+        self._names: set[Any] = set()
+
+    def by(self, modules: Iterable[nn.Module]) -> set[Any]:
+        """The trials of a model with these modules: none if one has another class since, or calls another function."""
+        code = code_of(modules)
+        if code != self._code:
+            self._code, self._names = code, set()
+        return self._names
 
 
 def try_rows(
     call: LogpsArgs, options: LogpsOptions, images: MultimodalInputs | None, on_any_process: Callable[[bool], bool]
 ) -> bool:
     """
-    Compare the hidden states of the shortest sequences of a batch, each alone in TRL's padding, with those of the same
+    Compare the hidden states of short sequences of a batch, each alone in TRL's padding, with those of the same
     sequences together in a layout, in the precision that trains, without dropout and without gradient. Where the layout
     was asked for, each is alone in this layout: whoever asks for it says that padding does not matter.
 
     Nothing stands before the first sequence in a packed row: it shows how much rounding makes. A model mixes sequences
-    when each of the others differs by more than several times that. A process whose batch cannot tell calls the model
-    as often as the others, and hears what they found.
+    when each of the others differs by more than several times that, or each that shares its prompt with one before. A
+    process whose batch cannot tell calls the model as often as the others, and hears what they found.
 
     Args:
         call ([`LogpsArgs`]): the batch.
@@ -60,9 +76,9 @@ def try_rows(
     selected = call.attention_mask[:, -call.logits_to_keep :].bool()
     with_images = [] if images is None else images.rows_with_images
     if options.processes > 1 or len(with_images) > 1:  # all processes must run the vision tower as often
-        tried = _shortest_sequences(call, selected, with_images)
+        tried = _few_sequences(call, selected, with_images)
     else:
-        tried = _shortest_sequences(call, selected)
+        tried = _few_sequences(call, selected)
     can_tell = len(tried) > 1
     count = next((n for n in range(_ROWS_TRIED, 1, -1) if on_any_process(len(tried) >= n)), 0)
     if not count:
@@ -96,7 +112,11 @@ def try_rows(
         mine = next((error for error in refusals if isinstance(error, kind)), None)
         if on_any_process(mine is not None):
             raise mine or kind("another process found it out")
-    difference = _difference(together, [own for own, *_ in each], _rounding(call, options)) if can_tell else None
+    difference = None
+    if can_tell:
+        errors = [_relative_error(mine, own) for mine, (own, *_) in zip(together, each, strict=False)]
+        prompts = _prompts(call) if options.share_prompts else range(len(selected))
+        difference = _difference(errors, [prompts[row] for row in tried], _rounding(call, options))
     if not on_any_process(difference is not None):
         return True
     found = f"({difference or 'found on another process'})"
@@ -114,27 +134,43 @@ def _places(layout: Layout, hidden: Tensor, completion_length: int) -> Tensor:
     return torch.arange(rows, device=hidden.device).unsqueeze(1) * width + columns
 
 
-def _difference(together: Sequence[Tensor], alone: Sequence[Tensor], eps: float) -> str | None:
-    """How far hidden states `[n, H]` of sequences in rows are from those of each alone; `None` for rounding."""
-    errors = [_relative_error(mine, other) for mine, other in zip(together, alone, strict=False)]
+def _difference(errors: Sequence[float], prompts: Sequence[int], eps: float) -> str | None:
+    """
+    How far the hidden states of sequences in rows are from those of each alone; `None` for rounding.
+
+    Args:
+        errors (`Sequence[float]`): of each sequence, relative.
+        prompts (`Sequence[int]`): a number for the prompt of each, the same for those that share it in a row.
+        eps (`float`): the rounding error of the precision.
+    """
     most = min(128 * eps, _MOST_ROUNDING)
     limit = max(_NOISE * min(errors[0], most), most)  # the first may be right to the last bit
-    if min(errors[1:]) <= limit:
-        return None
-    return f"by {min(errors[1:]):.1e}, where rounding makes {min(limit, errors[0]):.1e}"
+    sharing = [error for i, error in enumerate(errors) if prompts[i] in prompts[:i]]
+    found = max(min(errors[1:]), min(sharing, default=0.0))
+    return f"by {found:.1e}, where rounding makes {min(limit, errors[0]):.1e}" if found > limit else None
 
 
-def _shortest_sequences(call: LogpsArgs, selected: Tensor, among: Sequence[int] = ()) -> list[int]:
+def _prompts(call: LogpsArgs) -> list[int]:
+    """A number for the prompt of each row, the same for equal ones."""
+    length = call.input_ids.shape[1] - call.logits_to_keep
+    mask = call.attention_mask[:, :length]
+    prompts = torch.cat([call.input_ids[:, :length] * mask, mask], dim=1)
+    return torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()
+
+
+def _few_sequences(call: LogpsArgs, selected: Tensor, among: Sequence[int] = ()) -> list[int]:
     """
-    The rows of a few sequences without holes, of which `selected` `[B, T]` has tokens; the shortest, `among` some rows
-    if any are given.
+    The rows of a few sequences without holes, of which `selected` `[B, T]` has tokens, `among` some rows if any are
+    given: the shortest, two more with its prompt, and the shortest with other prompts.
     """
     mask = call.attention_mask.bool()
     padded = Rows(call.input_ids, call.attention_mask, call.logits_to_keep, selected, selected.any(1))
     lengths = (mask.sum(1) * selected.any(1)).masked_fill(padded.with_holes(mask), 0)
     order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
     order = [row for row in order if not among or row in among]
-    return sorted(order[:_ROWS_TRIED])
+    prompts = _prompts(call)
+    siblings = [row for row in order if prompts[row] == prompts[order[0]]][:3]
+    return sorted([*siblings, *(row for row in order if row not in siblings)][:_ROWS_TRIED])
 
 
 def _relative_error(value: Tensor, reference: Tensor) -> float:
@@ -201,7 +237,9 @@ def try_layout(
 
 def _difference_from_padded(call: LogpsArgs, options: LogpsOptions) -> Tensor | None:
     """The largest difference of log-probs, a scalar in nats. `None` where the model refuses the layout by itself."""
-    ids, mask = call.input_ids[:_ROWS_TRIED], call.attention_mask[:_ROWS_TRIED]
+    rows = _few_sequences(call, call.attention_mask[:, -call.logits_to_keep :].bool())
+    index = torch.tensor(rows or range(len(call.input_ids))[:_ROWS_TRIED], device=call.input_ids.device)
+    ids, mask = call.input_ids[index], call.attention_mask[index]
     few = replace(call, input_ids=ids, attention_mask=mask, compute_entropy=False, compute_aux_loss=False)
     completion_mask = mask[:, -call.logits_to_keep :]
     with torch.no_grad(), random_states_kept(call.input_ids):

@@ -81,6 +81,10 @@ def without_nan(trainer: Trainer, control: Any, number: int) -> None:
             parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
+def set_iterations(trainer: Trainer, control: Any, number: int) -> None:
+    trainer.num_iterations = 2
+
+
 def set_epsilon(trainer: Trainer, control: Any, number: int) -> None:
     trainer.epsilon_low = trainer.epsilon_high = (0.001, 0.5)[number % 2]
 

@@ -1,8 +1,9 @@
 """Replaced parts of a model's layers: norms, activations, rotary embeddings, projections, what these call."""
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,6 +50,11 @@ def _changed(tensor: Tensor) -> Tensor:
     return tensor + 0.1 * torch.tanh(tensor)
 
 
+def grown(queries: Tensor) -> Tensor:
+    """Queries `[B, heads, L, D]` that grow with the column."""
+    return queries * (1 + 0.05 * torch.arange(queries.shape[2], device=queries.device)).unsqueeze(-1)
+
+
 def _then_changed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: _changed(function(*args, **kwargs))
 
@@ -73,6 +79,36 @@ def class_forward_of(place: Callable[[Any], nn.Module]) -> Replace:
     return replace
 
 
+def subclass_of(place: Callable[[Any], nn.Module], forward: Callable[..., Any]) -> Replace:
+    """A module becomes one of a subclass, whose forward is `forward(original, *args)`."""
+
+    @contextmanager
+    def replace(model: Any) -> Generator[None, None, None]:
+        module = place(model)
+        cls: Any = type(module)
+
+        def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(partial(cls.forward, self), *args, **kwargs)
+
+        module.__class__ = type(f"Own{cls.__name__}", (cls,), {"forward": own_forward})
+        try:
+            yield
+        finally:
+            module.__class__ = cls
+
+    return replace
+
+
+def mixed(original: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    """What a token gets depends on those before it in its row."""
+    return original(hidden) + 0.1 * hidden.cumsum(1)
+
+
+def by_columns(original: Callable[..., Any], hidden: Tensor, position_ids: Tensor) -> Any:
+    """Positions are columns."""
+    return original(hidden, torch.arange(hidden.shape[1], device=hidden.device).expand_as(position_ids))
+
+
 def hook_on(place: Callable[[Any], nn.Module]) -> Replace:
     """A forward hook that changes what a module returns."""
     return lambda model: place(model).register_forward_hook(lambda module, args, output: _changed(output))
@@ -88,7 +124,7 @@ def attribute_of(place: Callable[[Any], nn.Module], name: str, make: Callable[[A
     return replace
 
 
-def function_in_file(name: str, file: str | None = None) -> Replace:
+def function_in_file(name: str, file: str | None = None, change: Callable[[Tensor], Tensor] = _changed) -> Replace:
     """A function of a file that returns one tensor, or several of which the first counts; by default the model's."""
 
     def replace(model: Any) -> AbstractContextManager[Any]:
@@ -97,7 +133,7 @@ def function_in_file(name: str, file: str | None = None) -> Replace:
 
         def other(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            return (_changed(result[0]), *result[1:]) if isinstance(result, tuple) else _changed(result)
+            return (change(result[0]), *result[1:]) if isinstance(result, tuple) else change(result)
 
         return mock.patch.object(module, name, other)
 

@@ -40,6 +40,9 @@ def callbacks() -> list[Case]:
         _case(
             "step-epsilon", "the same between accumulation windows", c.at("on_step_begin", c.set_epsilon), OFF_POLICY
         ),
+        _case(
+            "step-iterations", "a callback sets num_iterations, vLLM", c.at("on_step_end", c.set_iterations), **_VLLM
+        ),
         _case("step-temperature", "a callback sets the temperature", c.at("on_step_begin", c.set_temperature)),
         _case("step-freezes", "a callback freezes a layer", c.at("on_step_begin", c.freeze)),
         _case(

@@ -6,6 +6,7 @@ from trl_fused_grpo.parity.case import Case
 from trl_fused_grpo.parity.customisations import fused_classes as f
 from trl_fused_grpo.parity.customisations import methods as m
 from trl_fused_grpo.parity.customisations import objectives as o
+from trl_fused_grpo.parity.customisations.callbacks import at, set_iterations
 
 from .common import KL, OFF_POLICY, SAMPLED, VLLM
 from .common import customised_case as _case
@@ -42,10 +43,12 @@ def of_rloo() -> list[Case]:
     off_policy = {**warm, **OFF_POLICY}
     rewards = {"normalize_advantages": True, "reward_clip_range": (0.3, 1.2)}
     zero_grad = {"fused_skip_zero_grad_sequences": True}
+    later = replace(plain, change_trainer=at("on_step_end", set_iterations).change_trainer)
     lora = {**warm, **KL, "learning_rate": 0.5}
     return [
         _case("rloo", "RLOOTrainer, on-policy without a KL penalty", free, warm),
         _case("rloo-off-policy", "the same with two iterations", merged, {**warm, "num_iterations": 2}),
+        _case("rloo-iterations", "a callback sets num_iterations", later, warm),
         _case("rloo-options", "the same with other advantages", merged, {**off_policy, **rewards}),
         _case("rloo-kl", "the same with a KL penalty in the reward", merged, {**off_policy, **KL}),
         _case("rloo-kl-lora", "the same with LoRA", merged, lora, adapter="attention"),

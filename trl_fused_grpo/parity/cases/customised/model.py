@@ -8,7 +8,7 @@ from trl_fused_grpo.parity.case import Case
 from trl_fused_grpo.parity.customisations import layers as p
 from trl_fused_grpo.parity.customisations import models as m
 
-from .common import AS_PADDED, KL, OFF_POLICY, SAMPLED, VLLM, WITH_MARKER
+from .common import AS_PADDED, KL, OFF_POLICY, SAMPLED, UNEVEN, VLLM, WITH_MARKER
 from .common import customised_case as _case
 
 
@@ -43,13 +43,16 @@ def parts_of_layers() -> list[Case]:
         return _case(f"part-{name}", description, p.replaced(replace), config)
 
     def later(name: str, description: str, replace: p.Replace, attention: str | None = None, **config: Any) -> Case:
-        custom = p.replaced_later(replace, attention)
-        return _case(f"part-{name}-later", f"{description}, after the first step", custom, config)
+        custom, data = p.replaced_later(replace, attention), config.pop("data", UNEVEN)
+        return _case(f"part-{name}-later", f"{description}, after the first step", custom, config, data=data)
 
     again: dict[str, Any] = {"gradient_checkpointing": True}
     rotary, in_file = p.function_in_file("apply_rotary_pos_emb"), p.function_in_file("eager_attention_forward")
     repeat, repeat_eager = p.function_in_file("repeat_kv", SDPA_FILE), p.function_in_file("repeat_kv")
     eps = p.attribute_of(p.norm, "variance_epsilon", lambda value: 0.3)
+    angles, last_norm = (lambda model: model.model.rotary_emb), (lambda model: model.model.norm)
+    queries_grow = p.function_in_file("apply_rotary_pos_emb", change=p.grown)
+    dropout = p.attribute_of(lambda model: p.layer(model).self_attn, "attention_dropout", lambda value: 0.3)
     own_norm = p.attribute_of(lambda model: model.model, "norm", p.OwnNorm)
     own_mlp = p.attribute_of(p.layer, "mlp", p.OwnMLP)
     tanh = p.attribute_of(p.mlp, "act_fn", lambda function: torch.nn.Tanh())
@@ -69,6 +72,13 @@ def parts_of_layers() -> list[Case]:
         later("rotate-half", "rotate_half replaced in the model's file", p.rotate_half),
         case("projection", "q_proj.forward replaced", p.forward_of(p.queries)),
         later("linear-class", "nn.Linear.forward replaced", p.class_forward_of(p.queries)),
+        later("mlp-mixes", "a subclass of the MLP that mixes tokens", p.subclass_of(p.mlp, p.mixed)),
+        later("norm-mixes", "a subclass of the last norm that mixes tokens", p.subclass_of(last_norm, p.mixed)),
+        case("positions", "a rotary embedding by columns", p.subclass_of(angles, p.by_columns)),
+        later("positions", "a rotary embedding by columns", p.subclass_of(angles, p.by_columns)),
+        later("rotary-column", "queries that grow by column", queries_grow),
+        later("dropout", "attention_dropout set", dropout),
+        later("dropout-vllm", "attention_dropout set, vLLM", dropout, None, data=SAMPLED, **VLLM),
         case("mask", "create_causal_mask replaced in the model's file", p.mask_in_file),
         later("mask", "create_causal_mask replaced in the model's file", p.mask_in_file, **again),
         later("sdpa", "torch's scaled_dot_product_attention replaced", p.function_of_torch(SDPA)),
