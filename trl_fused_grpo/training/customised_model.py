@@ -111,13 +111,14 @@ def own_class(modules: Iterable[nn.Module]) -> str | None:
     return min((cls.__name__ for cls in classes if _has_own_forward(cls)), default=None)
 
 
-def code_of(modules: Iterable[nn.Module]) -> frozenset[Any]:
+def code_of(modules: Iterable[nn.Module], counts_functions: bool) -> frozenset[Any]:
     """
-    The classes of a model's modules, and the user's functions that the forwards of libraries among them call by name: a
-    trial of the model is one of these.
+    The classes of a model's modules and, if they count, the user's functions that the forwards of libraries' classes
+    among them call by name. A trial of the model is one of these.
     """
     classes: set[Any] = {*map(type, modules)}
-    return frozenset({*classes, *(function for cls in classes for _, function in replaced_calls(cls.forward))})
+    functions = [function for cls in classes if counts_functions for _, function in replaced_calls(cls.forward)]
+    return frozenset({*classes, *functions})
 
 
 def _has_own_forward(cls: Any) -> bool:

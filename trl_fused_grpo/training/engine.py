@@ -277,7 +277,7 @@ class LogpsEngine:
         """Whether a layout stands its trials, each of which a model has once. If not, it is refused from now on."""
         if options.layout == "padded":
             return True
-        tried = self._tried(causal_lm).by(self._modules_of(call.model))
+        tried = self._tried(causal_lm).by(self._modules_of(call.model), options.processes)
         try:
             if (options.layout, is_multimodal) not in tried:
                 with compiling(causal_lm, is_on=False):  # of other kinds of rows than those that train

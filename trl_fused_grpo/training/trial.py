@@ -36,9 +36,13 @@ class Tried:
         self._code: frozenset[Any] = frozenset()
         self._names: set[Any] = set()
 
-    def by(self, modules: Iterable[nn.Module]) -> set[Any]:
-        """The trials of a model with these modules: none if one has another class since, or calls another function."""
-        code = code_of(modules)
+    def by(self, modules: Iterable[nn.Module], processes: int) -> set[Any]:
+        """
+        The trials of a model with these modules: none if one has become of another class since, or calls another
+        function. Who replaces a function, as to log its calls, may do so on the main process alone, and a trial runs on
+        all: functions count in one process.
+        """
+        code = code_of(modules, counts_functions=processes == 1)
         if code != self._code:
             self._code, self._names = code, set()
         return self._names
