@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 
 from tests.layout_pairs import assert_trains_as_stock, make_pair, seeded, short_rows
 from trl_fused_grpo._compat.models import PADDING_MATTERS
@@ -162,6 +163,48 @@ def test_a_model_is_tried_out_anew_when_a_layer_was_replaced(tmp_path):
         layers[0].self_attn.load_state_dict(weights)
     assert_trains_as_stock(fused, stock, short_rows())
     assert fused.fused_layout() == "aligned"
+
+
+class ColumnRotaryEmbedding(LlamaRotaryEmbedding):
+    """Positions are columns."""
+
+    def forward(self, x, position_ids):
+        return super().forward(x, torch.arange(x.shape[1], device=x.device).expand_as(position_ids))
+
+
+def test_positions_by_columns_are_found_out_where_sequences_share_a_prompt(tmp_path, warnings):
+    """Attention knows distances alone: these are right but for a completion that stands far from its prompt."""
+
+    def model():
+        model = tiny_model("llama")
+        model.model.rotary_emb = ColumnRotaryEmbedding(model.config)
+        return model
+
+    fused, stock = make_pair(tmp_path, model)
+    for _ in range(2):
+        assert_trains_as_stock(fused, stock, short_rows())
+    assert fused.fused_layout() == "aligned"
+    assert any("change when sequences share a row" in message for message in warnings)
+
+
+@pytest.mark.parametrize("change", ["class", "function"])
+def test_a_model_is_tried_out_anew_when_its_code_has_changed(tmp_path, change, monkeypatch):
+    fused, stock = make_pair(tmp_path, lambda: tiny_model("llama"))
+    assert_trains_as_stock(fused, stock, short_rows())
+    assert fused.fused_layout() == "packed"
+    if change == "class":
+        for trainer in (fused, stock):
+            trainer.model.model.layers[1].mlp.__class__ = ShiftingMLP
+    else:
+        rotate = modeling_llama.apply_rotary_pos_emb
+
+        def grown(q, k, *args, **kwargs):
+            q, k = rotate(q, k, *args, **kwargs)
+            return q * (1 + 0.1 * torch.arange(q.shape[2])).unsqueeze(-1), k
+
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", grown)
+    assert_trains_as_stock(fused, stock, short_rows())
+    assert fused.fused_layout() == ("aligned" if change == "class" else "padded")
 
 
 @pytest.mark.skipif("lfm2" in PADDING_MATTERS, reason="this transformers lets padding into LFM2's convolutions")
