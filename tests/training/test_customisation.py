@@ -44,6 +44,8 @@ def users_function(self, *args, **kwargs):
         (functools.partial(users_function), False),
         (functools.partial(GRPOTrainer._compute_loss), True),
         (types.MethodType(users_function, object()), False),
+        (functools.lru_cache(GRPOTrainer._compute_loss), True),
+        (functools.lru_cache(users_function), False),
     ],
     ids=[
         "trl",
@@ -55,6 +57,8 @@ def users_function(self, *args, **kwargs):
         "users-partial",
         "trl-partial",
         "users-method",
+        "trl-cached",
+        "users-cached",
     ],
 )
 def test_a_function_counts_as_a_librarys_when_all_that_it_wraps_does(function, expected):

@@ -43,6 +43,9 @@ def is_library_function(function: Any, stop: Any = None) -> bool:
         function = getattr(function, "__func__", function)
         if function is stop:
             return True
+        if isinstance(function, functools._lru_cache_wrapper):
+            function = function.__wrapped__
+            continue
         if isinstance(function, functools.partial):
             wrapped, function = getattr(function, "__wrapped__", None), function.func
             if wrapped is not None and not is_library_function(wrapped, stop):

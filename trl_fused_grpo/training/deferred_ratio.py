@@ -78,8 +78,8 @@ class DeferredRatio:
         place = trl_compat.step_of(self.trainer) % steps
         ratio = self._ratio(inputs, logps.detach(), place)
         inputs["importance_sampling_ratio"] = ratio
-        loss_call.micro_batch.update(importance_sampling_ratio=ratio, old_per_token_logps=logps.detach())
-        del loss_call.micro_batch[DEFERRED]
+        if loss_call.micro_batch.pop(DEFERRED, None) is not None:
+            loss_call.micro_batch.update(importance_sampling_ratio=ratio, old_per_token_logps=logps.detach())
         if place == steps - 1:
             self._log()
 

@@ -52,7 +52,7 @@ class DeferredOldLogps(DeferredRatio):
     def fill(self, loss_call: LossCall, logps: Tensor, counts: bool = True) -> None:
         if DEFERRED_OLD in loss_call.inputs:
             self._fill(loss_call.inputs, logps)
-            if counts:
+            if counts and DEFERRED_OLD in loss_call.micro_batch:
                 self._fill(loss_call.micro_batch, logps)
 
     def resolve(self) -> None:
