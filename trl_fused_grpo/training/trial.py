@@ -165,7 +165,7 @@ def _prompts(call: LogpsArgs) -> list[int]:
 def _few_sequences(call: LogpsArgs, selected: Tensor, among: Sequence[int] = ()) -> list[int]:
     """
     The rows of a few sequences without holes, of which `selected` `[B, T]` has tokens, `among` some rows if any are
-    given: the shortest, two more with its prompt, and the shortest with other prompts.
+    given: the shortest, others with its prompt, and one or more with another prompt if there is any.
     """
     mask = call.attention_mask.bool()
     padded = Rows(call.input_ids, call.attention_mask, call.logits_to_keep, selected, selected.any(1))
@@ -173,7 +173,7 @@ def _few_sequences(call: LogpsArgs, selected: Tensor, among: Sequence[int] = ())
     order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
     order = [row for row in order if not among or row in among]
     prompts = _prompts(call)
-    siblings = [row for row in order if prompts[row] == prompts[order[0]]][:3]
+    siblings = [row for row in order if prompts[row] == prompts[order[0]]][: _ROWS_TRIED - 1]
     return sorted([*siblings, *(row for row in order if row not in siblings)][:_ROWS_TRIED])
 
 
