@@ -62,13 +62,14 @@ def is_library_function(function: Any, stop: Any = None) -> bool:
 
 def replaced_calls(function: Any) -> Iterator[tuple[str, Any]]:
     """
-    The names and values of functions that a library's function calls by their names, in its own file or in
+    The names and values of functions that a function calls by their names, in a library's file that it belongs to or in
     `torch.nn.functional`, and that are the user's now.
     """
     function = inspect.unwrap(getattr(function, "func", function))  # of a `functools.partial`
     code, own_file = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    homes = [own_file, vars(functional)] if is_library_module(own_file.get("__name__", "")) else [vars(functional)]
     for name in () if code is None else code.co_names:
-        for home in (own_file, vars(functional)):
+        for home in homes:
             called = home.get(name)
             is_function = callable(called) and not isinstance(called, (type, BuiltinFunctionType))
             if is_function and not is_library_function(called):

@@ -12,7 +12,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 
 from .layer_memo import LayerMemo
 from .layout import LayoutName
-from .packed_attention import why_replaced
+from .packed_attention import why_not_watched, why_replaced
 from .unpacked_layers import unpacked_layers
 
 
@@ -95,7 +95,7 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
         if architecture.names_no_text_model(causal_lm):
             return "its configuration names no text model, and not all of its attention is causal"
         return "its attention is not causal"  # padding would be attended to
-    return why_replaced(causal_lm, model_compat.attention_implementation(config))
+    return why_replaced(model_compat.attention_implementation(config))
 
 
 def why_not_aligned(causal_lm: PreTrainedModel, is_multimodal: bool) -> str | None:
@@ -130,6 +130,9 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
         return "SDPA does not cap its attention scores"
     if attention == "sdpa" and traits(causal_lm).has_sinks:
         return "SDPA leaves out the sinks of its attention"
+    replaced = why_not_watched(causal_lm, attention)
+    if replaced is not None:
+        return replaced
     # Dropout in the others is seen when they are called
     if is_flash and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
         return "it drops out attention"

@@ -35,6 +35,7 @@ from .varlen_attention import chunked, gathered_keys, varlen_attention
 # or a checkpointed layer that will be computed again in backward and holds the keyword arguments of its first call
 _living: set[int] = set()
 _lock = threading.RLock()  # backward lets go of watched calls in autograd's threads
+_TABLES: dict[str, Any] = {"attention": ALL_ATTENTION_FUNCTIONS, "mask": ALL_MASK_ATTENTION_FUNCTIONS}
 # The modeling files of a model's attention layers; to walk over all modules takes as long as a layer
 _FILES: weakref.WeakKeyDictionary[nn.Module, list[ModuleType]] = weakref.WeakKeyDictionary()
 
@@ -104,29 +105,33 @@ def cudnn_attention_off() -> Generator[None, None, None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def why_replaced(causal_lm: nn.Module, implementation: str) -> str | None:
+def why_replaced(implementation: str) -> str | None:
+    """Why transformers' attention of this name is not the one that rows without padding stand for, or `None`."""
+    for kind, table in _TABLES.items():
+        function = table.get(implementation)
+        if function is not None and not (_is_ours(function) or model_compat.is_transformers_own(function)):
+            return f"the {kind} function registered as {implementation!r} is not transformers' own"
+    return None
+
+
+def why_not_watched(causal_lm: nn.Module, implementation: str) -> str | None:
     """
-    Why a model's attention is not the one that packed rows stand for, or `None`.
+    Why packed rows cannot stand for a model's attention, or `None`: its eager function is another, or the one that is
+    registered calls another.
 
     Args:
         causal_lm (`nn.Module`): the causal language model.
         implementation (`str`): its `attn_implementation`.
     """
-    functions = {
-        f"the attention function registered as {implementation!r}": ALL_ATTENTION_FUNCTIONS.get(implementation),
-        f"the mask function registered as {implementation!r}": ALL_MASK_ATTENTION_FUNCTIONS.get(implementation),
-    }
-    if implementation == "eager":
-        name = model_compat.EAGER_ATTENTION
-        functions |= {f"{name} of {file.__name__}": getattr(file, name) for file in _modeling_files(causal_lm)}
-    for name, function in functions.items():
-        if function is None:
-            continue
+    name = model_compat.EAGER_ATTENTION
+    for file in _modeling_files(causal_lm) if implementation == "eager" else ():
+        function = getattr(file, name)
         if not (_is_ours(function) or model_compat.is_transformers_own(function)):
-            return f"{name} is not transformers' own"
-        for called, _ in replaced_calls(function):
+            return f"{name} of {file.__name__} is not transformers' own"
+    for table in _TABLES.values():
+        for called, _ in replaced_calls(table.get(implementation)):
             if called != "scaled_dot_product_attention":  # packed rows call it too
-                return f"`{called}`, which {name} calls, was replaced"
+                return f"{called}, which its attention or mask function calls, was replaced"
     return None
 
 

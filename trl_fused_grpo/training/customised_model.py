@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -114,11 +115,18 @@ def own_class(modules: Iterable[nn.Module]) -> str | None:
 def code_of(modules: Iterable[nn.Module], counts_functions: bool) -> frozenset[Any]:
     """
     The classes of a model's modules and, if they count, the user's functions that the forwards of libraries' classes
-    among them call by name. A trial of the model is one of these.
+    among them call by name, in references that do not keep them. A trial of the model is one of these.
     """
     classes: set[Any] = {*map(type, modules)}
     functions = [function for cls in classes if counts_functions for _, function in replaced_calls(cls.forward)]
-    return frozenset({*classes, *functions})
+    return frozenset({*classes, *map(_reference, functions)})
+
+
+def _reference(function: Any) -> Any:
+    try:
+        return ref(function)
+    except TypeError:  # a class of its own may not allow that
+        return id(function)
 
 
 def _has_own_forward(cls: Any) -> bool:
