@@ -323,3 +323,27 @@ def test_results_repeat_to_the_bit():
     problem = Problem()
     first, second = (problem.fused(KnownGradients(problem.grad_logps))[0] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_without_gradient_no_mode_is_taken_and_by_default_entropies_need_none():
+    problem, stats = Problem(frozen=True), FusedStats()
+    rows = problem.hidden, problem.head(), problem.targets
+    fused_linear_logps(*rows, stats=stats)
+    assert (stats.backward, stats.rows, stats.recomputed) == ("frozen", N, 0)
+    with torch.no_grad():
+        _, entropies = fused_linear_logps(*rows, entropy=False, stats=stats)
+    assert (stats.backward, entropies) == ("no_grad", None)
+    fused_linear_logps(problem.hidden.detach(), *rows[1:], stats=stats)
+    assert stats.backward == "no_grad"
+
+
+def test_under_autocast_the_bits_of_log_probs_are_those_of_a_head_in_bfloat16():
+    problem, low = Problem(), Problem(torch.bfloat16)
+    with torch.no_grad():
+        problem.hidden.copy_(low.hidden)
+        low.weight.copy_(problem.weight)
+        low.bias.copy_(problem.bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mine, _ = problem.fused()
+    other, _ = low.fused()
+    assert torch.equal(mine[0], other[0]) and torch.equal(mine[1], other[1])

@@ -95,3 +95,54 @@ def test_empty_groups_make_no_block():
     blocks = plan_blocks(4, 4, RowGroups([0, 4, 4]), limits)
     assert [(block.rows.start, block.rows.stop) for block in blocks] == [(0, 4)]
     assert plan_blocks(0, 0, RowGroups([0]), limits) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        ((1000, 151_936, 100), (1000, 13_824)),  # 15193 columns fit beside all rows: eleven tiles of even size
+        ((50_000, 151_936, 8192), (50_000, 15_232)),  # the widest: ten
+        ((1, 10_000, 1), (1, 10_000)),
+    ],
+)
+def test_tiles_are_as_wide_as_all_rows_allow_and_of_even_size(shape, tile):
+    assert _tile_shape(*shape) == tile
+
+
+def test_inputs_without_further_columns_are_not_copied_and_columns_have_the_dtype_of_the_hidden_states():
+    hidden, weight, _, (a, b) = leaves_of((3,), frozen=True, bias=False)
+    assert LMHead(weight).linear_inputs(hidden, 1.0).hidden is hidden
+    head = LMHead(weight.bfloat16(), low_rank=(LowRank(a, b),))  # as PEFT makes adapters, in float32
+    for temperature in (1.0, torch.ones(N)):
+        inputs = head.linear_inputs(hidden.bfloat16(), temperature)
+        assert inputs.hidden.dtype == torch.bfloat16 and inputs.lora_b is b
+
+
+def test_a_temperature_for_each_row_with_a_softcap_raises_with_what_to_pass():
+    with pytest.raises(ValueError, match="pass one number for all rows"):
+        LMHead(torch.zeros(V, H), softcap=5.0).linear_inputs(torch.zeros(N, H), torch.ones(N))
+
+
+def test_blocks_without_groups_are_chunks_and_rows_without_gradient_assume_none():
+    limits = RowLimits(chunk=4, packed=10, group=20, head_grad=1000)
+    blocks = plan_blocks(11, 6, None, limits)
+    assert [(block.rows, block.parts, block.assumes) for block in blocks] == [
+        (rows, [rows], assumes)
+        for rows, assumes in (
+            *((slice(0, 4), "forecast"), (slice(4, 6), "forecast")),
+            *((slice(6, 10), "none"), (slice(10, 11), "none")),
+        )
+    ]
+
+
+def test_a_group_of_one_gradient_is_whole_only_where_its_logits_take_no_more_than_a_gradient_of_the_head():
+    limits = RowLimits(chunk=4, packed=5, group=20, head_grad=10)
+    blocks = plan_blocks(32, 32, RowGroups([10, 21, 32], have_equal_grads=True), limits)
+    assert [(block.rows.stop, block.assumes) for block in blocks] == [(21, "equal"), (32, "equal"), (10, "forecast")]
+
+
+def test_limits_by_hand():
+    two_mib = {"vocab_size": 2**10, "itemsize": 2, "logits_mib": 2}  # a row is 2 KiB
+    assert RowLimits.of(**two_mib, group_mib=None, head_grad_bytes=4097) == RowLimits(1024, 1024, 1024, 3)
+    assert RowLimits.of(**two_mib, group_mib=5.001, head_grad_bytes=4096) == RowLimits(1024, 2048, 2560, 2)
+    assert RowLimits.of(**two_mib, group_mib=0.5, head_grad_bytes=1) == RowLimits(1024, 1024, 1024, 1)

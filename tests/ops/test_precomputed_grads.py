@@ -99,3 +99,38 @@ def test_a_gradient_of_entropies_that_nobody_announced_is_not_lost(frozen):
     assert_close(values, problem.truth(), 3e-6)
     assert stats.backward == ("frozen" if frozen else "forecast")
     assert stats.recomputed > 0
+
+
+@pytest.mark.parametrize("zeros", ["true", "assumed"])
+def test_rows_with_a_zero_do_not_decide_about_the_common_factor(zeros):
+    problem = Problem()
+    problem.grad_logps[:] = torch.linspace(0.5, 2.0, len(problem.grad_logps))
+    assumed = 7 * problem.grad_logps
+    (problem.grad_logps if zeros == "true" else assumed)[100:] = 0
+    values, stats = problem.fused(KnownGradients(assumed), backward="forecast")
+    assert_close(values, problem.truth(), 3e-6)
+    # Where the greater part of what is assumed is wrong, all rows with a gradient are computed again
+    assert stats.recomputed == (100 if zeros == "true" else len(assumed) - 100)
+
+
+def test_an_infinite_gradient_excuses_no_other_row():
+    true = torch.full((1, 100), 1e-8)
+    true[0, 3] = float("inf")
+    assumed = true.clone()
+    assumed[0, 7] *= 1.01
+    assert _rows_that_differ(true, assumed).nonzero().tolist() == [[3], [7]]
+
+
+def test_gradients_of_entropies_differ_by_their_own_size():
+    true = torch.stack([torch.ones(100), torch.full((100,), 1e-7)])
+    assumed = true.clone()
+    assumed[1, 7] *= 1.01
+    assert _rows_that_differ(true, assumed).nonzero().tolist() == [[7]]
+    assert not _rows_that_differ(torch.zeros(2, 9), torch.zeros(2, 9)).any()
+
+
+def test_an_assumed_gradient_of_entropies_that_does_not_come_is_taken_back():
+    problem = Problem()
+    values, stats = problem.fused(KnownGradients(problem.grad_logps, 0.1 * torch.ones_like(problem.grad_logps)))
+    assert_close(values, problem.truth(), 3e-6)
+    assert stats.recomputed > 0
