@@ -92,8 +92,6 @@ def plan_blocks(rows: int, grad_rows: int, groups: RowGroups | None, limits: Row
         # The first needs no memory of its own: nothing else is in the gradient of the head yet
         elif groups.have_equal_grads and (not equal or limits.head_grad <= limits.group):
             equal.append(RowBlock(slice(start, end), parts, "equal"))
-        elif size <= limits.group:
-            whole.add(start, end)
         else:
             left.append(RowBlock(slice(start, end), parts, "none"))
         start = end
