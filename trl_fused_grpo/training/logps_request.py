@@ -140,7 +140,8 @@ class LossCall:
 
     Args:
         micro_batch (`dict`): as TRL keeps it for later iterations.
-        inputs (`dict`): what TRL reads, a copy: what is added for TRL does not go into the micro-batch.
+        inputs (`dict`): what TRL reads, a copy: what is added for TRL goes into the micro-batch only where generation
+            left it to the training forward.
         beta (`float`): coefficient of the KL term, also while TRL's own KL term is left out.
         logps (`Tensor`, *optional*): the log-probs `[B, T]` that TRL got.
     """
