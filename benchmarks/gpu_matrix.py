@@ -4,8 +4,11 @@ the marker `gpu`, parity and drawn cases in float32 and bfloat16, determinism, l
 `examples/`, and with two GPUs the engines.
 
     python benchmarks/gpu_matrix.py --jobs 6 --json benchmarks/results/gpu-matrix-h200.json
-    python benchmarks/gpu_matrix.py --only parity --only fuzz --random 2000 --jobs 6
+    python benchmarks/gpu_matrix.py --only parity --only fuzz --random 2000 --jobs 6 --json gpu-matrix.json
     python benchmarks/gpu_matrix.py --device cpu --only recipe --skip arithmetic
+
+The record is written after each job. Where the file is there already, from the same commit, device and versions, what
+other jobs did stays in it, so that a matrix can be run in parts.
 """
 
 import json
@@ -45,21 +48,21 @@ class Job:
         command (`list[str]`): its words; `{json}` is the file of its own record.
         minutes (`float`): after which it is ended.
         gpus (`int`): how many it needs; 0 where it runs on a CPU as well.
-        details (`str`, *optional*): under this key the results in its own record go to the one of the matrix.
+        keeps_results (`bool`): whether the results in its own record go to the one of the matrix.
     """
 
     name: str
     command: list[str] = field(default_factory=list)
     minutes: float = 10
     gpus: int = 0
-    details: str | None = None
+    keeps_results: bool = False
 
 
 def jobs_of(device: str, random_cases: int, seed: int, soak_steps: int, processes: int) -> list[Job]:
     """All jobs, the cheap ones that tell most first."""
     python = [sys.executable]
     parity = [*python, "-m", "trl_fused_grpo", "parity", "--device", device, "--jobs", str(processes)]
-    pytest = [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    pytest = [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(processes), "-m", "gpu"]
     jobs = [Job(f"tests {path}", [*pytest, path], 10, 1) for path in files_with_gpu_tests()]
     for dtype in ("float32", "bfloat16"):
         of_dtype = ["--dtype", dtype, "--json", "{json}"]
@@ -80,15 +83,13 @@ def _trainings(device: str, soak_steps: int) -> list[Job]:
     scripts = [sys.executable, "benchmarks/determinism.py"], [sys.executable, "benchmarks/soak.py"]
     determinism, soak = ([*script, "--device", device, "--json", "{json}"] for script in scripts)
     dtypes = ("float32", "bfloat16") if device == "cuda" else ("float32",)
-    jobs = [Job(f"determinism {dtype}", [*determinism, "--dtype", dtype], 15, 0, "determinism") for dtype in dtypes]
+    jobs = [Job(f"determinism {dtype}", [*determinism, "--dtype", dtype], 15, 0, True) for dtype in dtypes]
     soak += ["--steps", str(soak_steps)]
-    jobs += [
-        Job(f"soak {arm}", [*soak, "--arm", arm], 20, 0, "soak") for arm in ("default", "compile", "lora", "stock")
-    ]
+    jobs += [Job(f"soak {arm}", [*soak, "--arm", arm], 20, 0, True) for arm in ("default", "compile", "lora", "stock")]
     faults = ["--faults", "0.1", "--every", "5"]
     return [
         *jobs,
-        *(Job(f"faults {arm}", [*soak, "--arm", arm, *faults], 20, 0, "faults") for arm in ("default", "lora")),
+        *(Job(f"faults {arm}", [*soak, "--arm", arm, *faults], 20, 0, True) for arm in ("default", "lora")),
     ]
 
 
@@ -123,15 +124,32 @@ class Matrix:
     Args:
         logs (`Path`): the folder of their outputs.
         threads (`int`): of torch, for each process.
+        start (`dict`): of the record: the environment, and what is not run.
+        path (`Path`, *optional*): where the record goes after each job.
     """
 
-    def __init__(self, logs: Path, threads: int):
-        self.logs, self.threads = logs, threads
-        self.details: dict[str, list[Any]] = {}
+    def __init__(self, logs: Path, threads: int, start: dict[str, Any], path: Path | None = None):
+        self.logs, self.threads, self.start, self.path = logs, threads, start, path
+        self._results = {job["name"]: job for job in _earlier_jobs(path, start)}
         self._lock = threading.Lock()
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the jobs did until now."""
+        jobs = list(self._results.values())
+        failed = [job["name"] for job in jobs if not job["right"]]
+        return {**self.start, "right": not failed, "failed": failed, "jobs": jobs}
+
     def run(self, job: Job) -> dict[str, Any]:
-        """Run a job to its end, or until its time is over."""
+        """Run a job to its end, or until its time is over, and write the record."""
+        result = self._ended(job)
+        with self._lock:
+            self._results[job.name] = result
+            if self.path:
+                write_record(self.path, self.record)
+        return result
+
+    def _ended(self, job: Job) -> dict[str, Any]:
         name = job.name.replace("/", "_").replace(" ", "-")
         record, log = self.logs / f"{name}.json", self.logs / f"{name}.log"
         command = [word.replace("{json}", str(record)) for word in job.command]
@@ -155,8 +173,9 @@ class Matrix:
                 code = None
         seconds = round(time.perf_counter() - start, 1)
         result = self._result(job, command, code, seconds, log.read_text(errors="replace"))
-        self._keep_details(job, record)
         typer.echo(json.dumps({key: value for key, value in result.items() if key != "command"}))
+        if job.keeps_results and record.exists():
+            result["results"] = json.loads(record.read_text())["results"]
         return result
 
     def _result(self, job: Job, command: list[str], code: int | None, seconds: float, text: str) -> dict[str, Any]:
@@ -171,12 +190,16 @@ class Matrix:
         shown = [Path(word).name if str(self.logs) in word else word for word in words]
         return {**result, "right": passes, "command": " ".join(shown)}
 
-    def _keep_details(self, job: Job, record: Path) -> None:
-        if job.details is None or not record.exists():
-            return
-        entries = json.loads(record.read_text())["results"]
-        with self._lock:
-            self.details.setdefault(job.details, []).extend(entries)
+
+def _earlier_jobs(path: Path | None, start: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of the record at `path`, which must be of the same commit, device and versions."""
+    if path is None or not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    differ = [key for key in ("commit", "device", "versions") if record[key] != start[key]]
+    if differ:
+        raise typer.BadParameter(f"{path} is of another {', '.join(differ)}: name another file.", param_hint="--json")
+    return record["jobs"]
 
 
 # What jobs end with: pytest's counts, those of parity, and of the scripts here
@@ -212,28 +235,26 @@ def main(
 ) -> None:
     """Run the matrix; exit with 1 when a job failed."""
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    if device == "cuda" and not gpus:
-        raise typer.BadParameter("torch sees no CUDA device.")
     everything = jobs_of(device, random_cases, seed, soak_steps, processes)
     chosen = selected(everything, only or [], skip or [])
     lacking = [job.name for job in chosen if job.gpus > gpus]
-    chosen = [job for job in chosen if job.gpus <= gpus]
     if list_jobs:
         for job in chosen:
             typer.echo(f"{job.name:50} {' '.join(job.command[1:])}")
         return
+    if device == "cuda" and not gpus:
+        raise typer.BadParameter("torch sees no CUDA device.")
+    chosen = [job for job in chosen if job.gpus <= gpus]
     logs = logs or Path(tempfile.mkdtemp(prefix="gpu-matrix-"))
     logs.mkdir(parents=True, exist_ok=True)
-    matrix = Matrix(logs.absolute(), max(1, (os.cpu_count() or 1) // max(jobs, 1) // 2))
+    start = {**environment(device, commit), "gpus": gpus, "not_run": lacking}
+    threads = max(1, (os.cpu_count() or 1) // max(jobs, 1) // 2)
+    matrix = Matrix(logs.absolute(), threads, start, json_file)
     started = time.perf_counter()
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(matrix.run, chosen))
     failed = [result["name"] for result in results if not result["right"]]
     seconds = round(time.perf_counter() - started)
-    record = {**environment(device, commit), "gpus": gpus, "seconds": seconds, "right": not failed, "failed": failed}
-    record |= {"not_run": lacking, "jobs": results, **matrix.details}
-    if json_file:
-        write_record(json_file, record)
     typer.echo(f"{len(results) - len(failed)} of {len(results)} jobs right in {seconds} s; logs in {logs}")
     for name in failed:
         typer.echo(f"failed: {name}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import typer
 
 from tests.tiny_training import make_trainer
 from trl_fused_grpo.training import eligibility
@@ -173,7 +174,9 @@ def test_a_matrix_records_what_each_job_did(benchmark_module, tmp_path):
     def job(name, code, **more):
         return matrix.Job(name, [sys.executable, "-c", code], **more)
 
-    running = matrix.Matrix(tmp_path, threads=1)
+    path = tmp_path / "record.json"
+    start = {"commit": "abc", "device": "CPU", "versions": {}}
+    running = matrix.Matrix(tmp_path, 1, start, path)
     passed = running.run(job("one", "print('3 passed in 1 s'); print('bye')"))
     assert passed["right"]
     assert passed["counts"] == "3 passed in 1 s"
@@ -182,8 +185,17 @@ def test_a_matrix_records_what_each_job_did(benchmark_module, tmp_path):
     late = running.run(job("three", "import time; time.sleep(60)", minutes=0.02))
     assert (late["right"], late["exit_code"]) == (False, None)
     details = "import json; json.dump({'results': [{'name': 'a'}]}, open('{json}', 'w'))"
-    running.run(job("four", details, details="soak"))
-    assert running.details == {"soak": [{"name": "a"}]}
+    running.run(job("four", details, keeps_results=True))
+    record = json.loads(path.read_text())
+    assert record["failed"] == ["two", "three"]
+    assert [entry["name"] for entry in record["jobs"]] == ["one", "two", "three", "four"]
+    assert record["jobs"][-1]["results"] == [{"name": "a"}]
+
+    again = matrix.Matrix(tmp_path, 1, start, path)
+    again.run(job("two", "print('1 passed')"))
+    assert json.loads(path.read_text())["failed"] == ["three"]
+    with pytest.raises(typer.BadParameter, match="another commit"):
+        matrix.Matrix(tmp_path, 1, {**start, "commit": "def"}, path)
 
 
 def test_jobs_of_a_matrix_are_chosen_by_their_names(benchmark_module):
