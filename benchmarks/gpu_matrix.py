@@ -7,8 +7,8 @@ the marker `gpu`, parity and drawn cases in float32 and bfloat16, determinism, l
     python benchmarks/gpu_matrix.py --only parity --only fuzz --random 2000 --jobs 6 --json gpu-matrix.json
     python benchmarks/gpu_matrix.py --device cpu --only recipe --skip arithmetic
 
-The record is written after each job. Where the file is there already, from the same commit, device and versions, what
-other jobs did stays in it, so that a matrix can be run in parts.
+The record is written after each job. Where the file is there already, from the same device and versions, what other
+jobs did stays in it, so that a matrix can be run in parts. Each job names its commit.
 """
 
 import json
@@ -114,7 +114,8 @@ def _two_gpus(device: str) -> list[Job]:
 def files_with_gpu_tests() -> list[str]:
     """The test files with the marker, relative to the repository."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+    marked = re.compile(r"\bmark\.gpu\b|^from \S+ import .*\bgpu\b", re.MULTILINE)  # or the mark of another file
+    return [str(path.relative_to(ROOT)) for path in files if marked.search(path.read_text(encoding="utf-8"))]
 
 
 class Matrix:
@@ -182,6 +183,7 @@ class Matrix:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         words = ["python" if word == sys.executable else word for word in command]
         result = {"name": job.name, "exit_code": code, "seconds": seconds, "counts": counts_of(lines)}
+        result["commit"] = self.start["commit"]
         passes = code == 0 or (code == 5 and "pytest" in words)  # no test of this file is selected
         if not passes:
             result["tail"] = text[-TAIL:]
@@ -192,13 +194,13 @@ class Matrix:
 
 
 def _earlier_jobs(path: Path | None, start: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the record at `path`, which must be of the same commit, device and versions."""
+    """Of the record at `path`, which must be of the same device and versions."""
     if path is None or not path.exists():
         return []
     record = json.loads(path.read_text())
-    differ = [key for key in ("commit", "device", "versions") if record[key] != start[key]]
+    differ = [key for key in ("device", "versions") if record[key] != start[key]]
     if differ:
-        raise typer.BadParameter(f"{path} is of another {', '.join(differ)}: name another file.", param_hint="--json")
+        raise typer.BadParameter(f"{path} has other {' and '.join(differ)}: name another file.", param_hint="--json")
     return record["jobs"]
 
 

@@ -1,11 +1,13 @@
 """`fused_verify` compares a micro-batch with TRL's own path, finds what is wrong, and changes nothing."""
 
+import multiprocessing
 from unittest import mock
 
 import pytest
 import torch
 
 from tests.tiny_training import make_trainer
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.ops.precomputed_grads import PrecomputedGrads
 from trl_fused_grpo.parity.tiny import tiny_model
@@ -112,6 +114,41 @@ def test_bfloat16_is_judged_by_its_own_rounding(tmp_path, told):
     _, log = train(tmp_path, model=model, max_steps=1, fused_verify=1)
     assert all(log[0][name] < verification.BOUNDS[torch.bfloat16] for name in ERRORS)
     assert not told()
+
+
+def _legacy(on):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
+
+
+def _by_words(on):  # says nothing of convolutions
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cudnn.allow_tf32 = on
+
+
+def _of_everything(on):  # as transformers' `tf32` does
+    torch.backends.fp32_precision = "tf32" if on else "ieee"
+
+
+def _of_each(on):
+    for operation in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):
+        operation.fp32_precision = "tf32" if on else "ieee"
+
+
+def _what_is_tf32(switch):
+    found = []
+    for on in (True, False):
+        switch(on)
+        found.append((torch_compat.matmuls_are_tf32(), torch_compat.convolutions_are_tf32()))
+    return found
+
+
+@pytest.mark.parametrize("switch", [_legacy, _by_words, _of_everything, _of_each])
+def test_tf32_is_known_whichever_of_torchs_switches_was_used(switch):
+    if switch in (_of_everything, _of_each) and not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("torch < 2.9")
+    # In a process of its own: torch refuses to be asked by one kind of switch once another was used
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(_what_is_tf32, [switch]) == [(True, True), (False, False)]
 
 
 def test_the_reason_for_no_comparison_is_told(tmp_path, told):

@@ -157,6 +157,20 @@ def compiler_is_off() -> bool:
     return bool(config.disable)
 
 
+def matmuls_are_tf32() -> bool:
+    """Whether float32 matmuls on CUDA are rounded to TF32."""
+    matmul: Any = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # torch >= 2.9, where the other question raises once this was set
+        return matmul.fp32_precision == "tf32"
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def convolutions_are_tf32() -> bool:
+    """Whether float32 convolutions on CUDA are rounded to TF32, as torch lets cuDNN do."""
+    cudnn: Any = torch.backends.cudnn
+    return cudnn.conv.fp32_precision == "tf32" if hasattr(cudnn, "conv") else cudnn.allow_tf32
+
+
 def operations_are_seen() -> bool:
     """Whether a mode sees every operation that runs, as one that counts FLOPs: the compiler does not work under it."""
     return torch._C._len_torch_dispatch_stack() > 0

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from .case import Case, SkippedError
 from .errors import differing_metrics, measure
-from .judge import DRAWN_AGAIN, bfloat16_batches, bfloat16_problems, float32_problems, metric_problems, row_problems
+from .judge import AGAIN, bfloat16_batches, bfloat16_problems, float32_problems, metric_problems, row_problems
 from .result import Result
 from .rounding import Compared, rounding_verdict
 from .run_case import Data, Outcome, make_data, run_case, stock_may_fail
@@ -127,10 +127,10 @@ def _compare_bfloat16(case: Case, settings: Settings, result: Result) -> list[st
         start = initial_weights(case, settings)
     reference, stock, fused = [], [], []
     count = bfloat16_batches(case)
-    for seed in range(case.seed, case.seed + DRAWN_AGAIN * count):
+    for seed in range(case.seed, case.seed + AGAIN * count):
         if len(fused) == count:
             problems = _bfloat16_problems(reference, stock, fused, result)
-            if not (problems and case.drawn):
+            if not problems:
                 return problems
         data = make_data(case, load_weights(float64_trainer(case, settings), start), seed)
         reference.append(run_case(load_weights(float64_trainer(case, settings), start), case, data, settings.dtype))

@@ -23,9 +23,9 @@ BFLOAT16_BATCHES = 4
 # rounding error, so that a batch has 6 independent errors instead of about 50. Groups of four of VESPO's batches had
 # 0.71 to 1.20 times stock's error (16 groups, median 1.02, all 64 batches together 0.90), hence eight times as many.
 SEQUENCE_WEIGHT_BATCHES = 32
-# Of many drawn cases some exceed a limit by chance. Such a case is judged over so many times as many batches: chance
-# shrinks with them, a fault does not
-DRAWN_AGAIN = 4
+# Of many cases some exceed a limit by chance. Such a case is judged over so many times as many batches: chance shrinks
+# with them, a fault does not
+AGAIN = 4
 SLACK, PARAMETER_SLACK, LOSS_SLACK = 1.1, 1.25, 2.0
 LOSS_FLOOR = torch.finfo(torch.bfloat16).eps / 2
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import models as models_compat
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, HiddenStatesRequest
 from trl_fused_grpo.modeling.layout import Layout, Rows
@@ -23,6 +24,7 @@ from .logps import PromptsNotSharedError, RowsRefusedError, RowsWithImages, comp
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ROWS_TRIED = 5
 _FIRST_TOKENS = 8  # of a sequence: what leaks into it over a boundary is seen there best
 _MOST_ROUNDING = 0.03  # of hidden states, relative: more than this is no rounding
@@ -185,11 +187,15 @@ def _relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def _rounding(call: LogpsArgs, options: LogpsOptions) -> float:
-    """The rounding error of the precision that trains. On CUDA float32 may be TF32, at least in convolutions."""
+    """The rounding error of the precision that trains. On CUDA float32 may be TF32, by default in convolutions."""
     device_type = call.input_ids.device.type
     is_cast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if is_cast else options.causal_lm.dtype
-    return 2**-10 if device_type == "cuda" and dtype == torch.float32 else torch.finfo(dtype).eps
+    if device_type == "cuda" and dtype == torch.float32:
+        convolves = any(isinstance(module, CONVOLUTIONS) for module in options.causal_lm.modules())
+        if torch_compat.matmuls_are_tf32() or (convolves and torch_compat.convolutions_are_tf32()):
+            return 2**-10
+    return torch.finfo(dtype).eps
 
 
 @contextmanager

@@ -226,8 +226,7 @@ class Verification:
         accelerator = self.trainer.accelerator
         mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
         dtype = causal_lm.dtype if mixed is None else mixed
-        is_cuda = accelerator.device.type == "cuda"
-        if dtype == torch.float32 and is_cuda and torch.get_float32_matmul_precision() != "highest":
+        if dtype == torch.float32 and accelerator.device.type == "cuda" and torch_compat.matmuls_are_tf32():
             return "TF32", TF32_BOUND
         return str(dtype).removeprefix("torch."), BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
 

@@ -24,10 +24,10 @@ def reward_asks(trainer: Trainer) -> None:
 
     def confident(completion_ids: list[list[int]], **more: Any) -> list[float]:
         width = max(map(len, completion_ids))
-        ids = torch.full((len(completion_ids), 2 + width), 5)
+        ids = torch.full((len(completion_ids), 2 + width), 5, device=trainer.accelerator.device)
         mask = torch.zeros_like(ids)
         for row, completion in enumerate(completion_ids):
-            ids[row, 2 : 2 + len(completion)] = torch.tensor(completion)
+            ids[row, 2 : 2 + len(completion)] = torch.tensor(completion, device=ids.device)
             mask[row, : 2 + len(completion)] = 1
         with torch.no_grad():
             logps, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
