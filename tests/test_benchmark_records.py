@@ -166,6 +166,8 @@ def test_a_series_that_grows_is_told_from_one_that_varies(benchmark_module):
     assert not judged(tensors=lambda step: 90 + step // 100)["right"]
     assert not judged(seconds=lambda step: 0.2 + 1e-4 * step)["right"]
     assert judged(seconds=lambda step: 0.2 + 0.1 * (step % 70 == 0))["right"]
+    assert judged(reserved_mib=lambda step: 70 + 20 * (step > 600))["right"]
+    assert not judged(reserved_mib=lambda step: 70 + 20 * (step > 400) + 20 * (step > 700))["right"]
 
 
 def test_a_matrix_records_what_each_job_did(benchmark_module, tmp_path):
