@@ -276,6 +276,8 @@ def main(
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device.")
     if in_process:
+        # In half precision stock's padded rows get NaN gradients from it, and generation raises (nan_gradients.py)
+        torch.backends.cuda.enable_cudnn_sdp(False)
         result = train(arms[0], device.value, steps, every, longest, faults, seed)
         assert json_file is not None
         logging.set_verbosity_error()

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS
 from trl_fused_grpo.cli import app
-from trl_fused_grpo.parity import Settings, compare
+from trl_fused_grpo.parity import Settings, compare, jobs
 from trl_fused_grpo.parity.errors import measure
 from trl_fused_grpo.parity.random_cases import draw, name_of, options_of, random_case
+from trl_fused_grpo.parity.result import Result
 from trl_fused_grpo.parity.rounding import Compared, rounding_verdict
 from trl_fused_grpo.parity.run_case import make_data, run_case
 from trl_fused_grpo.parity.shrink import shrink
@@ -119,10 +121,34 @@ def test_drawn_cases_are_equal(parity, tmp_path):
     assert names == [f"random:7:{index}" for index in range(6)]
 
 
-def test_minutes_end_a_run(parity):
-    result = parity("--random", "1000", "--seed", "7", "--minutes", "0")
+def test_after_some_minutes_no_case_begins(parity, settings, monkeypatch):
+    started = []
+
+    def compare(case, settings):
+        started.append(case.name)
+        time.sleep(0.1)
+        return Result(case.name, "", "equal")
+
+    monkeypatch.setattr(jobs, "compare", compare)
+    result = parity("--random", "1000", "--seed", "7", "--minutes", "0.01")
     assert result.exit_code == 0, result.output
-    assert "1 cases of 1000 drawn" in result.output
+    assert 1 <= len(started) <= 6
+    assert f"{len(started)} cases of 1000 drawn" in result.output
+    monkeypatch.setattr(jobs, "_folder", mock.Mock())  # as in a process of `--jobs`
+    assert jobs._compare("random:7:0", settings, time.monotonic()) is None
+
+
+def test_what_came_out_is_written_while_a_run_lasts(parity, monkeypatch, tmp_path):
+    file = tmp_path / "random.json"
+
+    def compare(case, settings):
+        if case.name.endswith(":103"):
+            raise KeyboardInterrupt
+        return Result(case.name, "", "equal")
+
+    monkeypatch.setattr(jobs, "compare", compare)
+    assert parity("--random", "200", "--seed", "7", "--json", str(file)).exit_code != 0
+    assert len(json.loads(file.read_text())["cases"]) == 100
 
 
 def test_a_planted_fault_is_shrunk_to_a_command_that_repeats_it(parity, monkeypatch, settings):

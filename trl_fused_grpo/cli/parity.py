@@ -33,6 +33,7 @@ from trl_fused_grpo.patching import unpatched
 
 
 _UNTIL_THE_END = ExitStack()  # of a process of `--jobs`: a context that nobody keeps ends at once
+WRITTEN_EVERY = 50  # cases of `--random`: a run of hours may be killed
 
 
 class Device(str, Enum):
@@ -166,6 +167,8 @@ def _run_random(
             for result in fuzz(count, seed, settings, jobs, minutes, _silence):
                 results.append(result)
                 progress.update(task, description=result.name, advance=1)
+                if json_file and len(results) % WRITTEN_EVERY == 0:
+                    report.write_json(results, settings, json_file)
         print_summary(results, count, settings, console)
         if json_file:
             report.write_json(results, settings, json_file)

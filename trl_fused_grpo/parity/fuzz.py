@@ -1,10 +1,10 @@
 """Runs cases drawn at random, shrinks those that fail, and prints what came out."""
 
+import math
 import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 
 import torch
 from rich.console import Console
@@ -39,17 +39,13 @@ def fuzz(
         jobs (`int`):
             Number of processes.
         minutes (`float`, *optional*):
-            When to stop before all have run.
+            After which no other case begins.
         prepare (`Callable`, *optional*):
             Called once in each of several processes.
     """
-    end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     cases = [random_case(f"{PREFIX}{seed}:{index}") for index in range(count)]
-    with closing(run_cases(cases, settings, jobs, prepare)) as results:
-        for result in results:
-            yield result
-            if time.monotonic() > end:
-                return
+    return run_cases(cases, settings, jobs, prepare, until)
 
 
 def print_failures(results: Sequence[Result], settings: Settings, console: Console) -> None:

@@ -1,6 +1,8 @@
 """Runs cases one after the other in this process, or in several processes that each have checkpoints of their own."""
 
+import math
 import tempfile
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -19,7 +21,11 @@ _folder: tempfile.TemporaryDirectory[str] | None = None  # a worker process's ow
 
 
 def run_cases(
-    cases: Sequence[Case], settings: Settings, jobs: int, prepare: Callable[[], None] | None = None
+    cases: Sequence[Case],
+    settings: Settings,
+    jobs: int,
+    prepare: Callable[[], None] | None = None,
+    until: float = math.inf,
 ) -> Generator[Result, None, None]:
     """
     Run cases and yield their results in order.
@@ -33,9 +39,11 @@ def run_cases(
             Number of processes; with 1 everything runs in this one.
         prepare (`Callable`, *optional*):
             Called once in each of several processes.
+        until (`float`, defaults to `math.inf`):
+            No case begins later, by `time.monotonic()`, which processes share.
     """
     if jobs == 1:
-        yield from (compare(case, settings) for case in cases)
+        yield from (compare(case, settings) for case in cases if time.monotonic() < until)
         return
     everything = _all_cases()
     # A process gets the place of a case: a customisation is made of nested functions, which cannot be pickled, and two
@@ -44,7 +52,8 @@ def run_cases(
         case.name if case.drawn else next(i for i, known in enumerate(everything) if known is case) for case in cases
     ]
     with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (prepare,)) as pool:
-        yield from pool.map(_compare, places, [settings] * len(places))
+        results = pool.map(_compare, places, [settings] * len(places), [until] * len(places))
+        yield from (result for result in results if result is not None)
 
 
 def _all_cases() -> tuple[Case, ...]:
@@ -58,7 +67,9 @@ def _prepare(prepare: Callable[[], None] | None) -> None:
         prepare()
 
 
-def _compare(place: int | str, settings: Settings) -> Result:
+def _compare(place: int | str, settings: Settings, until: float) -> Result | None:
     assert _folder is not None, "see _prepare"
+    if time.monotonic() >= until:
+        return None
     case = random_case(place) if isinstance(place, str) else _all_cases()[place]
     return compare(case, replace(settings, folder=Path(_folder.name)))
