@@ -33,7 +33,7 @@ test: $(INSTALLED)  ## Every test that runs on this machine with the newest TRL
 	$(BIN)/python -m pytest -m "(distributed or example) and not nightly"
 
 nightly: $(INSTALLED)  ## Longer tests: every engine with every feature, kills, hours of steps
-	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m nightly
 
 parity: $(INSTALLED)  ## Compare with stock TRL, case by case
 	$(BIN)/trl-fused-grpo parity

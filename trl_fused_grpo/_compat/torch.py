@@ -160,7 +160,7 @@ def compiler_is_off() -> bool:
 def matmuls_are_tf32() -> bool:
     """Whether float32 matmuls on CUDA are rounded to TF32."""
     matmul: Any = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # torch >= 2.9, where the other question raises once this was set
+    if hasattr(matmul, "fp32_precision"):  # torch >= 2.9, where the line below raises once this was set
         return matmul.fp32_precision == "tf32"
     return torch.get_float32_matmul_precision() != "highest"
 
