@@ -12,7 +12,7 @@ from trl_fused_grpo._compat.models import PADDING_MATTERS
 from trl_fused_grpo.modeling.attention_watch import PACKED_ARGUMENTS
 from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
 from trl_fused_grpo.parity.tiny import model_config, tiny_model
-from trl_fused_grpo.training import engine, trial
+from trl_fused_grpo.training import engine, trial, trial_precision
 
 
 class DeafAttention(LlamaAttention):
@@ -120,6 +120,66 @@ def test_attention_that_ignores_sequence_boundaries_is_found_out_in_bfloat16(tmp
     fused, _ = make_pair(tmp_path, lambda: deaf(layers)().to(torch.bfloat16))
     seeded(fused, short_rows())
     assert fused.fused_layout() == "aligned"
+
+
+def under_autocast(tmp_path, make_model, **options):
+    """A fused trainer with bfloat16 autocast over float32 weights, TRL's default on a GPU, after a micro-batch."""
+    fused, _ = make_pair(tmp_path, make_model, shared={"bf16": True}, **options)
+    fused.model = fused.accelerator.prepare(fused.model)  # as `train()` does: autocast is entered in its forward
+    for seed in range(2):
+        seeded(fused, short_rows(8, seed=seed))
+    return fused
+
+
+def test_what_autocast_rounds_away_is_found_out_in_float32(tmp_path, warnings):
+    """A tenth of the token before: 0.2% of the hidden states, a quarter of a unit of bfloat16."""
+    fused = under_autocast(tmp_path, with_mlp(ShiftingMLP))
+    assert fused.fused_layout() == "aligned"
+    (message,) = warnings
+    assert "change when sequences share a row" in message
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt-oss", "qwen3-moe", "lfm2", "qwen3-vl"])
+def test_under_autocast_sequences_that_stay_apart_are_packed(tmp_path, kind, warnings):
+    if kind in PADDING_MATTERS:
+        pytest.skip("this transformers lets padding into its convolutions")
+    fused = under_autocast(tmp_path, lambda: tiny_model(kind))
+    assert (fused.fused_layout(), warnings) == ("packed", [])
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class HalfMLP(LlamaMLP):
+    """Takes bfloat16 alone, as kernels do that others wrote."""
+
+    def forward(self, x):
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("half precision is needed")
+        return super().forward(x)
+
+
+class HalfDeafAttention(DeafAttention):
+    """The same of attention that ignores boundaries."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("half precision is needed")
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("cls", "layout"), [(HalfMLP, "packed"), (HalfDeafAttention, "aligned")])
+def test_a_model_that_needs_autocast_is_tried_with_it(tmp_path, cls, layout, monkeypatch):
+    told = []
+    monkeypatch.setattr(trial_precision.logger, "info", told.append)
+
+    def model():
+        model = tiny_model("llama")
+        layer = model.model.layers[0]
+        (layer.mlp if cls is HalfMLP else layer.self_attn).__class__ = cls
+        return model
+
+    fused = under_autocast(tmp_path, model)
+    assert fused.fused_layout() == layout
+    assert "half precision is needed" in told[0]
 
 
 def test_a_model_is_tried_out_once_in_evaluation_and_leaves_no_trace(tmp_path, monkeypatch):

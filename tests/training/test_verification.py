@@ -126,6 +126,8 @@ def _by_words(on):  # says nothing of convolutions
 
 
 def _of_everything(on):  # as transformers' `tf32` does
+    for operation in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):
+        operation.fp32_precision = "none"  # a test before may have said something of these alone
     torch.backends.fp32_precision = "tf32" if on else "ieee"
 
 

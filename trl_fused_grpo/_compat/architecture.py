@@ -190,6 +190,12 @@ def unscaled_columns(config: Any) -> int | None:
     return getattr(config, "log_scaling_n_floor", None) if config.model_type == "inkling_text" else None
 
 
+def chooses_experts(config: Any) -> bool:
+    """Whether a router chooses experts for each token: rounding may choose others."""
+    values = config.get_text_config().to_dict()
+    return any("experts" in name and isinstance(value, int) and value > 1 for name, value in values.items())
+
+
 def layer_types(config: Any) -> set[str]:
     """The kinds of layers that a text configuration names, under the names that families give the option."""
     names = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()

@@ -19,11 +19,7 @@ from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.compiled_modules import compiling
-from trl_fused_grpo.modeling.fused_forward import (
-    CuSeqlensIgnoredError,
-    install_fused_forward,
-    uninstall_fused_forward,
-)
+from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, install_fused_forward, uninstall_fused_forward
 from trl_fused_grpo.modeling.layer_memo import LayerMemo
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import Refusal, choose, layout_of_width, traits, why_prompts_are_not_shared
@@ -39,7 +35,8 @@ from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, multi
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
 from .memory import MemoryBudget, memory_budget
-from .trial import RandomStates, Tried, try_layout, try_rows
+from .random_states import RandomStates
+from .trial import Tried, try_layout, try_rows
 
 
 logger = logging.get_logger(__name__)

@@ -29,8 +29,8 @@ from .logps_request import LogpsRequest, PerTokenLogps, images_of
 from .memory import free_memory, token_budget
 from .merge_plan import plan_merges
 from .partitioning import rebalance
+from .random_states import RandomStates
 from .shared_backward import SharedForward, can_be_repeated
-from .trial import RandomStates
 
 
 logger = logging.get_logger(__name__)

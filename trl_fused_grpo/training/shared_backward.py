@@ -17,7 +17,7 @@ from trl_fused_grpo.ops.linear_logps import FusedStats
 
 from .logps_request import PerTokenLogps
 from .memory import free_memory
-from .trial import RandomStates
+from .random_states import RandomStates
 
 
 # A micro-batch, and the gradients of its log-probs and of its entropies, where there are any

@@ -5,7 +5,7 @@ the model's code is not known: are its log-probs the same without TRL's padding?
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import models as models_compat
-from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, HiddenStatesRequest
 from trl_fused_grpo.modeling.layout import Layout, Rows
@@ -22,12 +21,14 @@ from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from .customised_model import code_of, own_class, row_reader, zero_weight
 from .logps import PromptsNotSharedError, RowsRefusedError, RowsWithImages, compute_logps, lay_out, run_model
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
+from .random_states import random_states_kept
+from .trial_precision import in_float32, rounding_of, runs_in_float32
 
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ROWS_TRIED = 5
 _FIRST_TOKENS = 8  # of a sequence: what leaks into it over a boundary is seen there best
 _MOST_ROUNDING = 0.03  # of hidden states, relative: more than this is no rounding
+_MOST_IN_FLOAT32 = 1e-4  # the same where training rounds to fewer bits: 28 layers made 3e-6
 _NOISE = 8  # how many times the rounding error a difference must be to count as one
 
 
@@ -55,8 +56,9 @@ def try_rows(
 ) -> bool:
     """
     Compare the hidden states of short sequences of a batch, each alone in TRL's padding, with those of the same
-    sequences together in a layout, in the precision that trains, without dropout and without gradient. Where the layout
-    was asked for, each is alone in this layout: whoever asks for it says that padding does not matter.
+    sequences together in a layout, without dropout and without gradient: in the precision that trains, and before that
+    in float32 where autocast rounds weights that are. Where the layout was asked for, each is alone in this layout:
+    whoever asks for it says that padding does not matter.
 
     Nothing stands before the first sequence in a packed row: it shows how much rounding makes. A model mixes sequences
     when each of the others differs by more than several times that, or each that shares its prompt with one before. A
@@ -91,12 +93,70 @@ def try_rows(
         return False
     if not can_tell:  # any tokens will do
         call, tried = replace(call, attention_mask=torch.ones_like(call.attention_mask)), with_images[:1] or [0]
-    alone = replace(options, layout=options.layout if options.forces_layout else "padded", share_prompts=False)
-    refusals: list[RowsRefusedError | PromptsNotSharedError] = []
+    compared = _Compared(call, options, images, selected, tried, count, on_any_process)
+    difference = None
+    prompts = _prompts(call) if options.share_prompts else range(len(selected))
+    prompts = [prompts[row] for row in tried]
+    if runs_in_float32(call, options):  # in one process: nobody waits for what is left out
+        exact = in_float32(compared.errors, options.causal_lm, call.input_ids.device.type)
+        difference = None if exact is None else _difference(exact, prompts, _MOST_IN_FLOAT32)
+    if difference is None:
+        found = compared.errors()
+        if can_tell:
+            difference = _difference(found, prompts, min(128 * rounding_of(call, options), _MOST_ROUNDING))
+    if not on_any_process(difference is not None):
+        return True
+    how = f"({difference or 'found on another process'})"
+    if options.layout == "packed":
+        raise CuSeqlensIgnoredError(f"its hidden states change when sequences share a row {how}")
+    raise RowsRefusedError(f"its hidden states change when rows lose TRL's padding {how}")
 
-    def hidden_states(rows: list[int], options: LogpsOptions) -> list[Tensor]:
+
+@dataclass
+class _Compared:
+    """
+    Sequences that are compared, each alone and all together in a layout.
+
+    Args:
+        call ([`LogpsArgs`]): the batch.
+        options ([`LogpsOptions`]): with the layout.
+        images ([`MultimodalInputs`], *optional*): of the batch.
+        selected (`Tensor`): `[B, T]`, the completion tokens whose log-probs are asked for.
+        rows (`list[int]`): of the sequences.
+        count (`int`): how many run alone on every process, whatever the number of `rows` here.
+        on_any_process (`Callable`): whether a condition holds on any process.
+    """
+
+    call: LogpsArgs
+    options: LogpsOptions
+    images: MultimodalInputs | None
+    selected: Tensor
+    rows: list[int]
+    count: int
+    on_any_process: Callable[[bool], bool]
+
+    def errors(self) -> list[float]:
+        """How far the hidden states of each sequence together are from those alone, relative."""
+        options, model, refusals = self.options, self.call.model, []
+        alone = replace(options, layout=options.layout if options.forces_layout else "padded", share_prompts=False)
+        modules = [module for module in model.modules() if module.training and models_compat.may_evaluate(module)]
+        with torch.no_grad(), random_states_kept(self.call.input_ids), _in_evaluation(modules):
+            together = self._hidden_states(self.rows, options, refusals)
+            # Twice: transformers < 5.2 or so heeds no mask in layers with a state where a batch has one row
+            copies = 2 if alone.layout == "padded" else 1
+            turns = ([self.rows[i % len(self.rows)]] * copies for i in range(self.count))
+            each = [self._hidden_states(rows, alone, refusals) for rows in turns]
+        for kind in (RowsRefusedError, PromptsNotSharedError):
+            mine = next((error for error in refusals if isinstance(error, kind)), None)
+            if self.on_any_process(mine is not None):
+                raise mine or kind("another process found it out")
+        return [_relative_error(mine, own) for mine, (own, *_) in zip(together, each, strict=False)]
+
+    def _hidden_states(self, rows: list[int], options: LogpsOptions, refusals: list[Exception]) -> list[Tensor]:
+        """Those `[n, H]` that predict the completion of each row; what the model refuses goes to `refusals`."""
+        call, selected = self.call, self.selected
         index = torch.tensor(rows, device=call.input_ids.device)
-        of_rows = None if images is None else RowsWithImages(images, options, call)
+        of_rows = None if self.images is None else RowsWithImages(self.images, options, call)
         layout = lay_out(options, call, index, selected[index], of_rows)
         try:
             (hidden,) = run_model(call.model, layout, HiddenStatesRequest())
@@ -108,28 +168,6 @@ def try_rows(
         places = _places(layout, hidden, call.logits_to_keep)
         return [hidden.flatten(0, 1)[places[i][selected[row]]].float() for i, row in enumerate(rows)]
 
-    modules = [module for module in call.model.modules() if module.training and models_compat.may_evaluate(module)]
-    with torch.no_grad(), random_states_kept(call.input_ids), _in_evaluation(modules):
-        together = hidden_states(tried, options)
-        # Twice: transformers < 5.2 or so heeds no mask in layers with a state where a batch has one row
-        copies = 2 if alone.layout == "padded" else 1
-        each = [hidden_states([tried[i % len(tried)]] * copies, alone) for i in range(count)]
-    for kind in (RowsRefusedError, PromptsNotSharedError):
-        mine = next((error for error in refusals if isinstance(error, kind)), None)
-        if on_any_process(mine is not None):
-            raise mine or kind("another process found it out")
-    difference = None
-    if can_tell:
-        errors = [_relative_error(mine, own) for mine, (own, *_) in zip(together, each, strict=False)]
-        prompts = _prompts(call) if options.share_prompts else range(len(selected))
-        difference = _difference(errors, [prompts[row] for row in tried], _rounding(call, options))
-    if not on_any_process(difference is not None):
-        return True
-    found = f"({difference or 'found on another process'})"
-    if options.layout == "packed":
-        raise CuSeqlensIgnoredError(f"its hidden states change when sequences share a row {found}")
-    raise RowsRefusedError(f"its hidden states change when rows lose TRL's padding {found}")
-
 
 def _places(layout: Layout, hidden: Tensor, completion_length: int) -> Tensor:
     """Flat positions `[b, T]` in the hidden states `[B, L, H]` of the tokens before those of the completions."""
@@ -140,16 +178,15 @@ def _places(layout: Layout, hidden: Tensor, completion_length: int) -> Tensor:
     return torch.arange(rows, device=hidden.device).unsqueeze(1) * width + columns
 
 
-def _difference(errors: Sequence[float], prompts: Sequence[int], eps: float) -> str | None:
+def _difference(errors: Sequence[float], prompts: Sequence[int], most: float) -> str | None:
     """
     How far the hidden states of sequences in rows are from those of each alone; `None` for rounding.
 
     Args:
         errors (`Sequence[float]`): of each sequence, relative.
         prompts (`Sequence[int]`): a number for the prompt of each, the same for those that share it in a row.
-        eps (`float`): the rounding error of the precision.
+        most (`float`): that rounding may make, relative.
     """
-    most = min(128 * eps, _MOST_ROUNDING)
     limit = max(_NOISE * min(errors[0], most), most)  # the first may be right to the last bit
     sharing = [error for i, error in enumerate(errors) if prompts[i] in prompts[:i]]
     found = max(min(errors[1:]), min(sharing, default=0.0))
@@ -184,18 +221,6 @@ def _relative_error(value: Tensor, reference: Tensor) -> float:
     squares, sizes = (value - reference).square().sum(1), reference.square().sum(1)
     parts = (squares.sum(), sizes.sum()), (squares[:_FIRST_TOKENS].sum(), sizes[:_FIRST_TOKENS].sum())
     return max(float((error / size.clamp(min=1e-30)).sqrt()) for error, size in parts)
-
-
-def _rounding(call: LogpsArgs, options: LogpsOptions) -> float:
-    """The rounding error of the precision that trains. On CUDA float32 may be TF32, by default in convolutions."""
-    device_type = call.input_ids.device.type
-    is_cast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if is_cast else options.causal_lm.dtype
-    if device_type == "cuda" and dtype == torch.float32:
-        convolves = any(isinstance(module, CONVOLUTIONS) for module in options.causal_lm.modules())
-        if torch_compat.matmuls_are_tf32() or (convolves and torch_compat.convolutions_are_tf32()):
-            return 2**-10
-    return torch.finfo(dtype).eps
 
 
 @contextmanager
@@ -240,7 +265,7 @@ def try_layout(
     difference = _difference_from_padded(call, options)
     if difference is None:
         return
-    eps = _rounding(call, options)
+    eps = rounding_of(call, options)
     if on_any_process(not difference <= max(1e-3, 32 * eps)):
         raise RowsRefusedError(f"{unknown}, whose code is not known, makes other log-probs of rows without it")
 
@@ -261,40 +286,3 @@ def _difference_from_padded(call: LogpsArgs, options: LogpsOptions) -> Tensor | 
         except (RowsRefusedError, CuSeqlensIgnoredError):
             return None  # the call that follows is refused too, and says why
     return ((logps[0] - logps[1]) * completion_mask).abs().max()
-
-
-class RandomStates:
-    """
-    States of the random number generators of the CPU and of a tensor's device.
-
-    Args:
-        like (`Tensor`): on the device.
-    """
-
-    def __init__(self, like: Tensor):
-        self._device = like.device
-        self._cpu_state = torch.get_rng_state()
-        self._device_state = torch.cuda.get_rng_state(self._device) if like.is_cuda else None
-
-    def are_current(self) -> bool:
-        """Whether no random number was drawn since."""
-        if not torch.equal(torch.get_rng_state(), self._cpu_state):
-            return False
-        state = self._device_state
-        return state is None or torch.equal(torch.cuda.get_rng_state(self._device), state)
-
-    def restore(self) -> None:
-        """Set the generators to what they were."""
-        torch.set_rng_state(self._cpu_state)
-        if self._device_state is not None:
-            torch.cuda.set_rng_state(self._device_state, self._device)
-
-
-@contextmanager
-def random_states_kept(like: Tensor) -> Generator[None, None, None]:
-    """Afterwards random numbers go on as if nothing had been drawn."""
-    before = RandomStates(like)
-    try:
-        yield
-    finally:
-        before.restore()

@@ -29,7 +29,7 @@ from .customisation import replaced_behind, replaced_method
 from .customised_model import gradient_hook, row_reader
 from .eligibility import why_forwards_differ, why_not_fused
 from .memory import free_memory
-from .trial import random_states_kept
+from .random_states import random_states_kept
 
 
 if TYPE_CHECKING:
