@@ -20,7 +20,9 @@ LIMITS = {
 SEGMENT_MIB = 20.0  # of reserved memory, which CUDA's allocator takes at once: one more is no growth
 COURSE = 8  # means of as many equal parts, for whoever wants to know whether a series comes to rest
 EXACT = ("graphs", "compilations", "caches")  # do not grow at all
-TOLD = ("objects", "peak_mib")  # not judged: each log entry adds some, stock's as well; each batch has its own peak
+# Not judged: each log entry adds some objects, stock's as well; each batch has its own peak; lengths that are multiples
+# of 16 have kernels of their own
+TOLD = ("objects", "peak_mib", "kernels")
 
 
 def judged(samples: list[dict[str, float]], warm_up: int) -> dict[str, Any]:

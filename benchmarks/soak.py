@@ -127,6 +127,7 @@ class Watcher(TrainerCallback):
             "graphs": _graphs(),
             "compilations": compilations.total(),
             "caches": sum(sizes.values()),
+            "kernels": _kernels(),
         }
 
 
@@ -139,6 +140,13 @@ def _graphs() -> int:
     """How many graphs torch's compiler has made."""
     compiler = sys.modules.get("torch._dynamo.utils")  # to import it takes seconds
     return 0 if compiler is None else compiler.counters["stats"]["unique_graphs"]
+
+
+def _kernels() -> int:
+    """How many variants Triton has compiled of this package's kernels: each leaves the compiler's memory behind."""
+    modules = [file for name, file in sys.modules.items() if name.startswith("trl_fused_grpo.ops.kernels.")]
+    caches = [getattr(value, "device_caches", {}) for file in modules for value in vars(file).values()]
+    return sum(len(of_device[0]) for cache in caches for of_device in cache.values())
 
 
 def _device_memory() -> dict[str, float]:
