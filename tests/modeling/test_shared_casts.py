@@ -338,3 +338,13 @@ def test_threads_that_run_one_model_get_casts_of_their_own():
     finally:
         sys.setswitchinterval(before)
     assert not wrong
+
+
+def test_factors_of_several_adapters_share_nothing():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(built("qwen3"), peft.LoraConfig(target_modules=["q_proj", "up_proj", "gate_proj"]))
+    model.add_adapter("reference", peft.LoraConfig(target_modules=["q_proj", "up_proj", "gate_proj"]))
+    layers = model.base_model.model.model.layers
+    names = {module: name for name, module in layers.named_modules()}
+    found = {names[forward.module] for layer in layers for forward in projections_in(layer)}
+    assert found == {f"{i}.self_attn.{name}" for i in range(len(layers)) for name in ("k_proj", "v_proj", "o_proj")}

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from torch import nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -12,6 +13,8 @@ from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.libraries import is_library_function
+from trl_fused_grpo._compat.torch import modules_of, parameters_of
+from trl_fused_grpo.parity.tiny import tiny_model
 from trl_fused_grpo.training.customisation import (
     MICRO_BATCH_METHODS,
     replaced_backward,
@@ -219,3 +222,16 @@ def test_hooks_that_transformers_adds_at_each_generation_do_not_pile_up(tmp_path
     hooks = trainer.model.get_input_embeddings()._forward_hooks
     assert mine.id in hooks
     assert len(hooks) <= 2
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "shared", "itself"])
+def test_a_walk_over_modules_finds_what_torch_s_finds_in_its_order(kind):
+    model = tiny_model("moe" if kind == "moe" else "qwen3")
+    if kind == "shared":
+        model.again, model.nothing = nn.ModuleList([model.lm_head, model.model]), nn.Linear(2, 2, bias=False)
+        model.register_module("gone", None)
+        model.again[0].other_weight = model.nothing.weight
+    if kind == "itself":
+        model.model.layers[0].owner = nn.ModuleList([model])
+    assert [*map(id, modules_of(model))] == [*map(id, model.modules())]
+    assert [*map(id, parameters_of(model))] == [*map(id, model.parameters())]

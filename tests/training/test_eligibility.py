@@ -18,11 +18,11 @@ from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
 from trl_fused_grpo.training.deferred_ratio import DEFERRED
 from trl_fused_grpo.training.eligibility import (
-    why_forwards_differ,
     why_not_balanced,
     why_not_exchanged,
     why_old_logps_are_needed,
 )
+from trl_fused_grpo.training.noise import why_forwards_differ
 from trl_fused_grpo.training.partitioning import rebalance
 
 from .sampler import use_sampler

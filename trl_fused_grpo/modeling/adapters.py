@@ -21,6 +21,7 @@ logger = logging.get_logger(__name__)
 
 _is_own_call: ContextVar[bool] = ContextVar("_is_own_call", default=False)
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
+_FORWARD, _FORWARD_PRE, _BACKWARD, _BACKWARD_PRE = torch_compat.HOOKS
 
 
 @contextmanager
@@ -90,11 +91,11 @@ def why_not_together(layer: Any, names: list[str], x: Tensor) -> str | None:
         if type(dropout) not in (nn.Identity, nn.Dropout) or _is_changed(dropout):
             return f"{type(dropout).__name__}, the dropout of an adapter, is wrapped, has a hook or another forward"
         for part in (layer.lora_A[name], layer.lora_B[name]):
-            if type(part) is not nn.Linear or _is_changed(part):
+            if type(part) is not nn.Linear or _has_hooks_or_forward(part):
                 return f"{type(part).__name__}, a factor of an adapter, is wrapped, has a hook or another forward"
             tensors.append(part.weight)
     base = layer.base_layer
-    if type(base) is not nn.Linear or _is_changed(base):
+    if type(base) is not nn.Linear or _has_hooks_or_forward(base):
         return f"{type(base).__name__}, which carries an adapter, is wrapped, has a hook or another forward"
     if any(torch_compat.GLOBAL_HOOKS):
         return "there is a hook on every module"
@@ -132,6 +133,10 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 def _is_changed(module: nn.Module) -> bool:
     """Whether a module has a hook, or a forward that is not that of its class's file."""
-    own = vars(module)
-    is_changed = "forward" in own or not torch_compat.has_own_forward(type(module))
-    return is_changed or any(own[name] for name in torch_compat.HOOKS)
+    return _has_hooks_or_forward(module) or not torch_compat.has_own_forward(type(module))
+
+
+def _has_hooks_or_forward(module: nn.Module) -> bool:
+    own = vars(module)  # asked for five times a layer
+    is_hooked = own[_FORWARD] or own[_FORWARD_PRE] or own[_BACKWARD] or own[_BACKWARD_PRE]
+    return bool(is_hooked) or "forward" in own

@@ -42,5 +42,10 @@ def layers_of(text_model: nn.Module) -> list[nn.Module]:
 
 def _layers_and_their_parts(causal_lm: PreTrainedModel) -> list[nn.Module]:
     layers = layers_of(architecture.text_model(causal_lm))
-    parts = [part for layer in layers for part in (layer, *layer.children())]
-    return [*parts, *(inner for part in parts for inner in part.children())]
+    parts = [part for layer in layers for part in (layer, *_children_of(layer))]
+    return [*parts, *(inner for part in parts for inner in _children_of(part))]
+
+
+def _children_of(module: nn.Module) -> list[nn.Module]:
+    # Asked for at every call of the model: `children()` takes longer
+    return [child for child in module._modules.values() if child is not None]

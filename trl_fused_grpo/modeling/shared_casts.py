@@ -112,7 +112,10 @@ class ProjectionForward(StandIn):
 
 
 def projections_in(module: nn.Module) -> Iterator[ProjectionForward]:
-    """Of a layer, each projection beside which its module has another. Experts are none."""
+    """
+    Of a layer, each projection beside which its module has another. Experts are none, and neither are the factors of
+    several adapters, which lie in a dictionary.
+    """
     projections = [part for part in module.children() if type(part) is nn.Linear]
     replaced = torch_compat.replaced_in_linear()
     if replaced is not None:
@@ -121,5 +124,5 @@ def projections_in(module: nn.Module) -> Iterator[ProjectionForward]:
         shared = SharedInput()
         yield from (ProjectionForward(projection, shared) for projection in projections)
     for part in module.children():
-        if not isinstance(part, nn.ModuleList):
+        if not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
             yield from projections_in(part)

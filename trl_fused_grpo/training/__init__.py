@@ -18,5 +18,5 @@ the folder, in the order in which a training comes through it:
 - `rloo` has what is different for an `RLOOTrainer`: what its loss asks for, its old log-probs.
 - `kl` adds another KL estimator than TRL's.
 - `eligibility` and `forecastable` have the predicates `why_...`: may a faster path be taken? They ask `customisation`
-  (what the user replaced on the trainer) and `customised_model` (what on the model).
+  (what the user replaced on the trainer), `customised_model` (what on the model) and `noise` (what draws at random).
 """

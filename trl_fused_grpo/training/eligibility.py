@@ -36,7 +36,8 @@ from trl_fused_grpo.modeling.layout_choice import depends_on_width, traits
 from trl_fused_grpo.modeling.output_projection import layer_before_head
 
 from .customisation import MICRO_BATCH_METHODS, micro_batch_reader, replaced_backward, replaced_behind, replaced_method
-from .customised_model import changed_head, changed_module, gradient_hook, own_class, row_reader
+from .customised_model import changed_head, gradient_hook, own_class, row_reader
+from .noise import why_forwards_differ
 
 
 def replaced_objective(trainer: Any) -> str | None:
@@ -159,40 +160,6 @@ def _why_padding_is_mixed_in(modules: list[nn.Module]) -> str | None:
             has_state and not model_compat.masks_state(module)
         ) or module.config.model_type in model_compat.PADDING_MATTERS:
             return "a state may take padding in"
-    return None
-
-
-def why_forwards_differ(model: nn.Module) -> str | None:
-    """Why two forwards of the same rows may give different numbers in training, or `None`."""
-    changed = changed_module(model.modules())
-    if changed is not None:
-        return f"{changed} may make two forwards differ"
-    unknown = own_class(model.modules())
-    if unknown is not None:
-        return f"{unknown}, whose code is not known, may make two forwards differ"
-    for name, module in model.named_modules():
-        if isinstance(module, torch_compat.Dropout) and module.training and module.p > 0:
-            return f"dropout ({name}) makes two forwards differ"
-        if (noise := model_compat.noise_of(module)) is not None:
-            return f"{noise} makes two forwards differ"
-        if (option := _noise_option(vars(module)) if module.training else None) is not None:
-            return f"dropout ({name}.{option}) makes two forwards differ"
-    config = getattr(model, "config", None)
-    option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
-    return f"dropout ({option}) makes two forwards differ" if option else None
-
-
-def _noise_option(options: dict[str, Any]) -> str | None:
-    """
-    The first option of a configuration, of one nested in it, or of a module that draws random numbers: a probability of
-    dropout, a strength of router jitter. Attention passes its dropout to a function, each family by its own name.
-    """
-    for name, value in options.items():
-        nested = _noise_option(value) if isinstance(value, dict) else None
-        if nested is not None:
-            return nested
-        if isinstance(value, float) and value > 0 and any(word in str(name) for word in ("drop", "jitter")):
-            return name
     return None
 
 

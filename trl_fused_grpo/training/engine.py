@@ -107,7 +107,7 @@ class LogpsEngine:
     def _modules_of(self, model: nn.Module) -> list[nn.Module]:
         unwrapped = self.unwrapped(model)
         if unwrapped not in self._modules:
-            self._modules[unwrapped] = list(unwrapped.modules())
+            self._modules[unwrapped] = torch_compat.modules_of(unwrapped)
         return self._modules[unwrapped]
 
     def layout(

@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from trl_fused_grpo._compat.torch import parameters_of
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
 from .logps_request import PerTokenLogps
@@ -57,7 +58,7 @@ class SharedForward:
         micro_batches: list[dict[str, Any]],
         compute: Callable[[list[dict[str, Any]]], PerTokenLogps],
     ):
-        self._parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        self._parameters = [parameter for parameter in parameters_of(trainer.model) if parameter.requires_grad]
         self._trainer, self.micro_batches, self._compute = trainer, micro_batches, compute
         self.fitted = len(micro_batches)
         self._result: PerTokenLogps | None = None

@@ -27,8 +27,9 @@ from trl_fused_grpo.modeling.output_projection import has_adapter, output_projec
 from .checks import is_possible
 from .customisation import replaced_behind, replaced_method
 from .customised_model import gradient_hook, row_reader
-from .eligibility import why_forwards_differ, why_not_fused
+from .eligibility import why_not_fused
 from .memory import free_memory
+from .noise import why_forwards_differ
 from .random_states import random_states_kept
 
 
