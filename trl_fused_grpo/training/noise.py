@@ -1,0 +1,51 @@
+"""Finds what draws random numbers in a model, so that two forwards of the same rows give different ones."""
+
+from typing import Any
+
+from torch import nn
+
+from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
+
+from .customised_model import changed_module, own_class
+
+
+def why_forwards_differ(model: nn.Module) -> str | None:
+    """Why two forwards of the same rows may give different numbers in training, or `None`."""
+    modules = torch_compat.modules_of(model)
+    changed = changed_module(modules)
+    if changed is not None:
+        return f"{changed} may make two forwards differ"
+    unknown = own_class(modules)
+    if unknown is not None:
+        return f"{unknown}, whose code is not known, may make two forwards differ"
+    for module in modules:
+        if isinstance(module, torch_compat.Dropout) and module.training and module.p > 0:
+            return f"dropout ({_name_in(model, module)}) makes two forwards differ"
+        if (noise := model_compat.noise_of(module)) is not None:
+            return f"{noise} makes two forwards differ"
+        if (option := _noise_option(vars(module)) if module.training else None) is not None:
+            return f"dropout ({_name_in(model, module)}.{option}) makes two forwards differ"
+    config = getattr(model, "config", None)
+    option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
+    return f"dropout ({option}) makes two forwards differ" if option else None
+
+
+def _name_in(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, other in model.named_modules() if other is module)
+
+
+def _noise_option(options: dict[str, Any]) -> str | None:
+    """
+    The first option of a configuration, of one nested in it, or of a module that draws random numbers: a probability of
+    dropout, a strength of router jitter. Attention passes its dropout to a function, each family by its own name.
+    """
+    for name, value in options.items():
+        # A module's own parts and weights are no options
+        is_nested = isinstance(value, dict) and value and name not in ("_modules", "_parameters", "_buffers")
+        nested = _noise_option(value) if is_nested else None
+        if nested is not None:
+            return nested
+        if isinstance(value, float) and value > 0 and any(word in str(name) for word in ("drop", "jitter")):
+            return name
+    return None
