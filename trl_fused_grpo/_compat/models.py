@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import use_adapter
 
 from .required import TRANSFORMERS as TRANSFORMERS
+from .torch import modules_of
 
 
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
@@ -122,19 +123,22 @@ def is_prompt_learning(model: nn.Module) -> bool:
     return is_peft_model(model) and bool(config.is_prompt_learning)
 
 
-def _tuner_layer(model: nn.Module) -> Any:
-    """The first layer of a model that PEFT adapts, or `None`."""
+def _tuner_layer(modules: list[nn.Module]) -> Any:
+    """The first of these modules that PEFT adapts, or `None`."""
     # Transformers' models have methods of this name
-    return next((m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)), None)
+    named = (module for module in modules if hasattr(type(module), "disable_adapters"))
+    return next((module for module in named if isinstance(module.disable_adapters, bool)), None)
 
 
 def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
     """Whether PEFT's adapters are switched off, and which are active otherwise; `None` without adapters."""
-    peft_model: Any = next((module for module in model.modules() if is_peft_model(module)), None)
+    modules = modules_of(model)
+    wrappers = (module for module in modules if hasattr(type(module), "get_base_model"))
+    peft_model: Any = next(filter(is_peft_model, wrappers), None)
     if peft_model is not None and is_prompt_learning(peft_model):
         # It adapts no layer. Switched off, PEFT calls the model inside; its flag for that is newer than PEFT 0.17
         return peft_model.forward == peft_model.base_model.forward, tuple(peft_model.active_adapters)
-    layer = _tuner_layer(model)
+    layer = _tuner_layer(modules)
     return None if layer is None else (bool(layer.disable_adapters), tuple(layer.active_adapters))
 
 
@@ -177,10 +181,11 @@ def why_adapter_reads_rows(model: Any) -> str | None:
 
 def noise_of(module: nn.Module) -> str | None:
     """What a module adds of random numbers by itself, without an option for it, in words; or `None`."""
-    if getattr(module, "neftune_noise_alpha", None):
+    own = vars(module)  # a module takes long to say that it has no attribute of a name
+    if own.get("neftune_noise_alpha"):
         return "NEFTune's noise"
     # PhiMoE's router samples experts in training, whatever its jitter is
-    return "the sampling of its router" if module.training and hasattr(module, "router_jitter_noise") else None
+    return "the sampling of its router" if module.training and "router_jitter_noise" in own else None
 
 
 def neftune_noise(causal_lm: PreTrainedModel) -> float | None:

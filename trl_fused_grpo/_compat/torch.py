@@ -108,8 +108,10 @@ def sdpa_is_own() -> bool:
 
 def gradient_hooks(parameter: Tensor) -> list[Any]:
     """The hooks on the gradient of a parameter: before it is accumulated, and after."""
-    tables: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    return [hook for table in tables for hook in (table or {}).values()]
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    if not (before or after):  # of thousands of parameters
+        return []
+    return [hook for table in (before, after) for hook in (table or {}).values()]
 
 
 def without_compiler(module: Any) -> Any:

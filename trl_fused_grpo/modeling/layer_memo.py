@@ -1,6 +1,8 @@
 """What was found out about a model, kept as long as its layers are the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -28,7 +30,7 @@ class LayerMemo(Generic[T]):
 
     def __call__(self, causal_lm: PreTrainedModel) -> T:
         """What was found out about a model."""
-        parts = [ref(part) for part in _layers_and_their_parts(causal_lm)]
+        parts = _layers_and_their_parts(causal_lm)
         kept = self._kept.get(causal_lm)
         if kept is None or kept[0] != parts:  # of the same living modules, references are equal
             kept = self._kept[causal_lm] = parts, self._find_out(causal_lm)
@@ -40,12 +42,31 @@ def layers_of(text_model: nn.Module) -> list[nn.Module]:
     return [layer for child in text_model.children() if isinstance(child, nn.ModuleList) for layer in child]
 
 
-def _layers_and_their_parts(causal_lm: PreTrainedModel) -> list[nn.Module]:
+_walked: ContextVar[dict[PreTrainedModel, list[ref[nn.Module]]] | None] = ContextVar("_walked", default=None)
+
+
+@contextmanager
+def layers_as_they_are() -> Generator[None, None, None]:
+    """While it lasts, nobody replaces a layer: the layers of a model are walked once, for all that is kept of it."""
+    token = _walked.set({} if _walked.get() is None else _walked.get())
+    try:
+        yield
+    finally:
+        _walked.reset(token)
+
+
+def _layers_and_their_parts(causal_lm: PreTrainedModel) -> list[ref[nn.Module]]:
+    walked = _walked.get()
+    if walked is not None and causal_lm in walked:
+        return walked[causal_lm]
     layers = layers_of(architecture.text_model(causal_lm))
-    parts = [part for layer in layers for part in (layer, *_children_of(layer))]
-    return [*parts, *(inner for part in parts for inner in _children_of(part))]
+    parts = _children_of(layers)
+    found = [ref(part) for part in (*layers, *parts, *_children_of(parts))]
+    if walked is not None:
+        walked[causal_lm] = found
+    return found
 
 
-def _children_of(module: nn.Module) -> list[nn.Module]:
+def _children_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
     # Asked for at every call of the model: `children()` takes longer
-    return [child for child in module._modules.values() if child is not None]
+    return [child for module in modules for child in module._modules.values() if child is not None]

@@ -32,6 +32,8 @@ def gradient_hook(model: nn.Module) -> str | None:
     """A hook of the user's on the gradient of a parameter, in words, or `None`."""
     for parameter in torch_compat.parameters_of(model):
         hooks = torch_compat.gradient_hooks(parameter)
+        if not hooks:
+            continue
         # torch's `register_multi_grad_hook` holds the user's function in a hook of its own
         hooks += [function for hook in hooks for function in _functions_held(hook)]
         if not all(map(is_library_function, hooks)):

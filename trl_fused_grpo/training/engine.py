@@ -20,7 +20,7 @@ from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.compiled_modules import compiling
 from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, install_fused_forward, uninstall_fused_forward
-from trl_fused_grpo.modeling.layer_memo import LayerMemo
+from trl_fused_grpo.modeling.layer_memo import LayerMemo, layers_as_they_are
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import Refusal, choose, layout_of_width, traits, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
@@ -142,7 +142,8 @@ class LogpsEngine:
             logger.warning_once(f"Rows keep TRL's padding, because {reason}. {_HOW_TO_FORCE}")
             return "padded"
         conditions = (is_multimodal, reads_padding, self.refusal(causal_lm, is_multimodal))
-        return choose(self.options.fused_layout, unwrapped, causal_lm, *conditions)
+        with layers_as_they_are():
+            return choose(self.options.fused_layout, unwrapped, causal_lm, *conditions)
 
     def refusal(self, causal_lm: PreTrainedModel, is_multimodal: bool) -> Refusal | None:
         """What the first forwards of a model showed of its layouts, or `None`."""

@@ -10,6 +10,10 @@ from trl_fused_grpo._compat import torch as torch_compat
 from .customised_model import changed_module, own_class
 
 
+# What every module has: parts, weights, hooks, none of them an option
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
 def why_forwards_differ(model: nn.Module) -> str | None:
     """Why two forwards of the same rows may give different numbers in training, or `None`."""
     modules = torch_compat.modules_of(model)
@@ -24,11 +28,15 @@ def why_forwards_differ(model: nn.Module) -> str | None:
             return f"dropout ({_name_in(model, module)}) makes two forwards differ"
         if (noise := model_compat.noise_of(module)) is not None:
             return f"{noise} makes two forwards differ"
-        if (option := _noise_option(vars(module)) if module.training else None) is not None:
+        if (option := _noise_option(_own(module)) if module.training else None) is not None:
             return f"dropout ({_name_in(model, module)}.{option}) makes two forwards differ"
     config = getattr(model, "config", None)
     option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
     return f"dropout ({option}) makes two forwards differ" if option else None
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
 
 def _name_in(model: nn.Module, module: nn.Module) -> str:
@@ -41,9 +49,7 @@ def _noise_option(options: dict[str, Any]) -> str | None:
     dropout, a strength of router jitter. Attention passes its dropout to a function, each family by its own name.
     """
     for name, value in options.items():
-        # A module's own parts and weights are no options
-        is_nested = isinstance(value, dict) and value and name not in ("_modules", "_parameters", "_buffers")
-        nested = _noise_option(value) if is_nested else None
+        nested = _noise_option(value) if isinstance(value, dict) else None
         if nested is not None:
             return nested
         if isinstance(value, float) and value > 0 and any(word in str(name) for word in ("drop", "jitter")):
