@@ -196,8 +196,8 @@ class FusedGRPOConfig(GRPOConfig):
             Fraction of the device's memory that this process may take, for speed: larger shared forwards, and layers
             that keep for backward what gradient checkpointing would compute again, attention's results first. Layers
             do so from the third optimizer step on; the first two show what a step takes. By default memory stays at
-            that of TRL's padded micro-batch, with every layer checkpointed. Acts on CUDA, with
-            `gradient_checkpointing`.
+            that of TRL's padded micro-batch, and layers keep attention's results in what its padding would take there.
+            Acts on CUDA, with `gradient_checkpointing`.
         fused_verify (`int`, *optional*, defaults to `0`):
             Every so many optimizer steps, compute one micro-batch by TRL's own path too, and log how far the fused one
             is from it as `fused/verify_loss` and `fused/verify_head_grad`. Warns beyond what rounding explains.

@@ -11,7 +11,7 @@ from trl_fused_grpo.modeling import checkpointing
 from trl_fused_grpo.modeling.attention_kernels import Boundaries, flash_attention
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.fused_forward import run_backbone
-from trl_fused_grpo.modeling.kept_activations import KeptActivations, recalled
+from trl_fused_grpo.modeling.kept_activations import KeptActivations, MeasuredActivations, recalled
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
 
@@ -43,13 +43,58 @@ def test_kept_results_are_computed_once(attention):
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(squares(x).sum(), x)
     Costly.computed = 0
-    kept = KeptActivations(attention=attention)
+    kept = KeptActivations(attention_bytes=2 * x.nbytes) if attention else MeasuredActivations()
     output = checkpointing._checkpoint(kept, squares, x)
     (first,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
     assert Costly.computed == (2 if attention else 4)
     (second,) = torch.autograd.grad(output.sum(), x)  # what was kept is given up
     assert torch.equal(first, expected) and torch.equal(second, expected)
-    assert kept.of_layer is not None and kept.of_layer.attention == 2 * x.nbytes
+    assert kept.attention_bytes == 0
+    if isinstance(kept, MeasuredActivations):
+        assert kept.of_layer is not None and kept.of_layer.attention == 2 * x.nbytes
+
+
+def test_of_two_costly_results_one_is_kept_where_memory_is_for_one():
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(squares(x).sum(), x)
+    Costly.computed = 0
+    output = checkpointing._checkpoint(KeptActivations(attention_bytes=x.nbytes), squares, x)
+    (found,) = torch.autograd.grad(output.sum(), x)
+    assert Costly.computed == 3 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_only_run", "kept_by"),
+    [
+        (12, True, []),  # as many tokens as TRL's rows
+        (10, True, [1, 2, 4, 5]),  # two tokens fewer: three layers have room for two results
+        (6, True, [0, 1, 2, 3, 4, 5]),
+        (10, False, []),  # there are tokens in other runs too
+    ],
+)
+def test_attention_is_kept_in_the_memory_of_padding(tokens, is_only_run, kept_by):
+    """Three numbers of attention's, where each token that padding has more is one: as soon as there are enough."""
+    hidden = torch.zeros(1, tokens, 1)
+    kept = KeptActivations(padded_tokens=12)
+    kept.begin_run(is_only_run)
+    found = []
+    for layer in range(6):
+        calls = []
+
+        def attention(calls=calls):
+            calls.append(1)
+            return (torch.zeros(3),)
+
+        assert kept.next_is_checkpointed(hidden)
+        results = kept.costly_results()
+        if results is None:
+            continue
+        with results.of_call():
+            recalled(attention)
+        with results.of_recomputation():
+            recalled(attention)
+        found += [layer] * (len(calls) == 1)
+    assert found == kept_by
 
 
 def test_attention_that_is_kept_has_the_same_gradients(monkeypatch):
@@ -70,11 +115,11 @@ def test_attention_that_is_kept_has_the_same_gradients(monkeypatch):
         return flash_attention(q, k, v, boundaries, None, None).cos()
 
     found = []
-    for kept in (KeptActivations(), KeptActivations(attention=True)):
+    for enough in (1, 10**6):
         calls.clear()
-        output = checkpointing._checkpoint(kept, attention, *inputs)
+        output = checkpointing._checkpoint(KeptActivations(attention_bytes=enough), attention, *inputs)
         found.append((output.detach(), *torch.autograd.grad(output.sum(), inputs)))
-        assert len(calls) == (1 if kept.attention else 2)
+        assert len(calls) == (2 if enough == 1 else 1)
     assert all(relative_error(mine, other) == 0 for mine, other in zip(*found, strict=True))
 
 
@@ -110,11 +155,12 @@ def test_the_last_layers_are_computed_once(checkpointed):
 def test_what_a_layer_keeps_is_measured_without_its_input_and_weights():
     weight = torch.nn.Parameter(torch.randn(8, 8))
     x = torch.randn(5, 8, requires_grad=True)
-    kept = KeptActivations(inputs=[weight])
+    kept = MeasuredActivations([weight], lambda: 7)
     checkpointing._checkpoint(
         kept, lambda x: (torch.nn.functional.linear(x, weight).sigmoid() @ weight).exp(), x
     ).sum().backward()
     assert kept.of_layer == (2 * x.nbytes, 0)  # what the sigmoid and the exponential returned
+    assert kept.peak == 7
 
 
 def test_each_run_of_a_forward_keeps_its_last_layers():
@@ -139,6 +185,6 @@ def test_each_run_of_a_forward_keeps_its_last_layers():
     keep(KeptActivations(checkpointed=layers - 1), runs=[4, 6])
     assert (calls.count("first"), calls.count("last")) == (4, 2)
     weights = list(model.parameters())
-    one, other, both = (keep(KeptActivations(inputs=weights), runs) for runs in ([4], [6], [4, 6]))
+    one, other, both = (keep(MeasuredActivations(weights), runs) for runs in ([4], [6], [4, 6]))
     assert one.layers == both.layers == layers
     assert both.of_layer.everything == pytest.approx(one.of_layer.everything + other.of_layer.everything, rel=0.1)

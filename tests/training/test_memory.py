@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOConfig
-from trl_fused_grpo.modeling.kept_activations import LayerBytes
+from trl_fused_grpo.modeling.kept_activations import LayerBytes, MeasuredActivations
 from trl_fused_grpo.training import engine, memory
 from trl_fused_grpo.training.memory import DeviceMemory, MemoryBudget
 
@@ -28,55 +28,75 @@ class Memory(DeviceMemory):
 WEIGHT = nn.Parameter(torch.zeros(25))  # 100 bytes, and so its gradient
 
 
-def learned(fraction, everything=40, attention=10, **numbers):
-    """A budget that has seen a forward of 10 tokens through 4 layers."""
-    budget = MemoryBudget(fraction / memory.USABLE, Memory(**numbers))
-    for step in range(2):
-        plan = budget.plan(step, 10, [WEIGHT])
-        assert not plan.attention and plan.checkpointed is None
-        plan.layers, plan.of_layer = 4, LayerBytes(everything, attention)
-        budget.learn()
+def learn(budget, step, tokens=10, everything=40, attention=10, at_start=400):
+    """Let a budget see a forward through 4 layers, and what was allocated when its backward began."""
+    plan = budget.plan(step, tokens, [WEIGHT])
+    assert isinstance(plan, MeasuredActivations)
+    plan.layers, plan.of_layer, plan.peak = 4, LayerBytes(everything, attention), at_start
+    budget.learn()
+
+
+def learned(fraction, **of_forward):
+    """A budget that has seen two steps."""
+    budget = MemoryBudget((fraction + 1e-6) / memory.USABLE, Memory())  # the limit is a whole number
+    learn(budget, 0, **of_forward)
+    learn(budget, 1, **of_forward)
     return budget
 
 
 @pytest.mark.parametrize(
-    ("fraction", "attention", "checkpointed"),
+    ("fraction", "at_start", "attention_bytes", "checkpointed"),
     [
-        (0.53, False, None),  # 30 bytes are free: four layers' attention takes 40
-        (0.55, True, None),  # 50: attention, and 10 that are less than the other 30 of a layer
-        (0.60, True, 2),  # 100: attention, and two whole layers
-        (0.90, True, 0),
+        (0.5, 500, 0, None),
+        (0.5, 470, 30, None),  # attention of three layers
+        (0.5, 450, 40, None),  # 50 bytes are free: attention, and 10 that are less than the other 30 of a layer
+        (0.5, 400, 40, 2),  # 100: attention, and two whole layers
+        (0.9, 400, 40, 0),
     ],
 )
-def test_attention_is_kept_first_and_whole_layers_as_many_as_fit(fraction, attention, checkpointed):
-    plan = learned(fraction).plan(2, 10, [WEIGHT])
-    assert (plan.attention, plan.checkpointed) == (attention, checkpointed)
+def test_attention_is_kept_first_and_whole_layers_as_many_as_fit(fraction, at_start, attention_bytes, checkpointed):
+    plan = learned(fraction, at_start=at_start).plan(2, 10, [WEIGHT])
+    assert (plan.attention_bytes, plan.checkpointed) == (attention_bytes, checkpointed)
 
 
-def test_more_tokens_need_more():
+def test_gradients_that_exist_before_a_forward_are_no_need_of_it():
+    budget = MemoryBudget(0.6 / memory.USABLE, Memory(allocated=300))
+    WEIGHT.grad = torch.zeros(25)
+    try:
+        learn(budget, 1, at_start=310)  # it takes 200 more, whatever was seen before the gradients of others came
+        plan = budget.plan(2, 10, [WEIGHT])
+        assert (plan.attention_bytes, plan.checkpointed) == (40, 2)
+    finally:
+        WEIGHT.grad = None
+    budget.memory.numbers = 1000, 200, 500
+    assert budget.plan(2, 10, [WEIGHT]).checkpointed == 0  # 100 bytes more, until backward ends
+
+
+def test_a_forward_of_many_more_tokens_shows_anew_what_it_takes():
     budget = learned(0.9)
-    assert budget.needed_for(5) == budget.needed_for(10) == 300
-    assert budget.needed_for(20) == 100 + 2 * 200  # the gradient of the weights is one
+    assert budget.plan(2, 11, [WEIGHT]).checkpointed == 0
+    budget.memory.numbers = 1000, 200, 850
+    learn(budget, 2, tokens=20, everything=80, attention=20, at_start=700)
     assert budget.plan(2, 20, [WEIGHT]).checkpointed == 2  # 200 are free: attention takes 80, a whole layer 60
+    assert budget.plan(2, 10, [WEIGHT]).checkpointed == 0
 
 
 def test_the_forward_that_took_most_counts():
-    budget = learned(0.9)
-    plan = budget.plan(1, 30, [WEIGHT])
-    plan.layers, plan.of_layer = 4, LayerBytes(1, 1)
+    budget = learned(0.5)
     budget.memory.numbers = 1000, 200, 300  # somebody let torch count the peak anew
-    budget.learn()
-    assert budget.needed_for(10) == 300
+    learn(budget, 1, at_start=250)
+    assert budget.plan(2, 10, [WEIGHT]).checkpointed == 2
 
 
-def test_a_forward_gets_the_tokens_that_fit():
-    assert learned(0.9).most_tokens([WEIGHT]) == 30
+def test_a_forward_gets_the_tokens_with_which_layers_keep_everything():
+    assert learned(0.9).most_tokens([WEIGHT]) == 19  # 700 bytes, where 10 tokens take 200 and four layers of 40
+    assert learned(0.55).most_tokens([WEIGHT]) < 10
     assert MemoryBudget(0.9, Memory()).most_tokens([WEIGHT]) == 0
 
 
 def test_a_budget_below_what_is_taken_anyway_is_told(caplog):
     plan = learned(0.4).plan(2, 10, [WEIGHT])
-    assert not plan.attention and plan.checkpointed is None
+    assert plan.attention_bytes == 0 and plan.checkpointed is None
     assert "fused_memory has no effect" in caplog.text
 
 

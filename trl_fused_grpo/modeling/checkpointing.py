@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError, get_device_states, set_devic
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
-from .kept_activations import CostlyResults, KeptActivations, LayerBytes, planned
+from .kept_activations import KeptActivations, planned
 
 
 # Weak references: a list with the model itself would keep it alive for good
@@ -79,7 +79,7 @@ def checkpoint(function: Callable, *args: Any) -> Any:
 def _checkpoint(kept: KeptActivations | None, function: Callable, *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args)
-    if kept is not None and not kept.next_is_checkpointed():
+    if kept is not None and not kept.next_is_checkpointed(*args):
         return function(*args)
     frame = _CheckpointFrame(function, args, kept)
     before = frame.random_states()
@@ -102,7 +102,7 @@ class _CheckpointFrame:
 
     def __init__(self, function: Callable, args: tuple[Any, ...], kept: KeptActivations | None):
         self.function, self.args, self.kept = function, args, kept
-        self.costly = None if kept is None else CostlyResults(kept.attention)
+        self.costly = None if kept is None else kept.costly_results()
         self.run = 0 if kept is None else kept.run
         self.device_type = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
         self.casts = [
@@ -145,9 +145,8 @@ class _CheckpointFrame:
             with suppress(_StopRecomputation):
                 self.function(*self.args)
         found = [tensor for tensor in tensors if tensor is not None]
-        if self.kept is not None and self.costly is not None and not self.kept.is_measured(self.run):
-            everything = _bytes_beside(found, *self.args, *self.kept.inputs)
-            self.kept.measure(self.run, LayerBytes(everything, self.costly.bytes))
+        if self.kept is not None and self.costly is not None:
+            self.kept.after_recomputation(self.run, found, self.args, self.costly.bytes)
         if [tensor.numel() for tensor in found] != self.sizes:
             raise CheckpointError(
                 "the recomputation of a checkpointed layer saved other tensors than its forward: set "
@@ -168,13 +167,6 @@ class _CheckpointFrame:
             stack.enter_context(torch.random.fork_rng(devices, device_type=self.device_type))
             torch.set_rng_state(self.states_before[0])
             set_device_states(devices, self.states_before[1:], device_type=self.device_type)
-
-
-def _bytes_beside(tensors: list[Tensor], *inputs: Any) -> int:
-    """Bytes of the memory that tensors have and inputs have not."""
-    known = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
-    return sum(count for place, count in storages.items() if place not in known)
 
 
 def _never(_: None) -> Tensor:

@@ -33,7 +33,7 @@ class CuSeqlensIgnoredError(RuntimeError):
     """A model ran over packed sequences as if they were one."""
 
 
-def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> Any:
+def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any], is_only_run: bool = True) -> Any:
     """The outputs of a causal model's backbone, `last_hidden_state` `[B, L, H]` among them."""
     backbone = architecture.backbone(causal_lm)
     # PEFT passes the arguments it knows on, set or not; not every backbone knows them
@@ -47,7 +47,7 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
         causal_lm
     ):  # all of its layers that need to know of packed rows run unpacked
         given = {name: value for name, value in given.items() if name not in PACKED_ARGUMENTS}
-    begin_run()
+    begin_run(is_only_run)
     with compiled_forwards(causal_lm), unpacking(causal_lm, call), text_model_alone(causal_lm, PACKED_ARGUMENTS):
         return backbone(**given, use_cache=False)
 
@@ -141,7 +141,8 @@ class FusedRequest:
     def _run_backbones(self, causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> tuple[Tensor, Any]:
         """The hidden states `[B, L, H]` of all runs, and the outputs of the last one."""
         with nullcontext() if self.watch is None else self.watch.around_layers():
-            *others, outputs = [run_backbone(causal_lm, {**model_inputs, **inputs}) for inputs in self.forwards or [{}]]
+            runs_inputs = [{**model_inputs, **inputs} for inputs in self.forwards or [{}]]
+            *others, outputs = [run_backbone(causal_lm, inputs, len(runs_inputs) == 1) for inputs in runs_inputs]
         torch.clear_autocast_cache()  # copies of all weights, which the head has no use for
         if not others:
             return outputs.last_hidden_state, outputs

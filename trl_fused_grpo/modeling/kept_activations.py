@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,45 +30,103 @@ class KeptActivations:
     What the layers of one forward keep, in each run of the model that it is made of.
 
     Args:
-        attention (`bool`): whether checkpointed layers keep what attention computed.
+        attention_bytes (`int`): that checkpointed layers may keep of what attention computed, the first layers first.
+        padded_tokens (`int`, *optional*):
+            Tokens of the rows in TRL's padding. Where the forward has one run, of fewer tokens, what checkpointing
+            would keep of the others is added to these bytes, layer by layer.
         checkpointed (`int`, *optional*):
             How many layers of a run are checkpointed. Those behind them, which backward frees first, keep everything.
             By default all are.
-        inputs (`Iterable[Tensor]`): what the model has anyway, its weights.
 
     Attributes:
         layers (`int`): layers that would be checkpointed, counted as they are called; of one run.
-        of_layer ([`LayerBytes`], *optional*):
-            Of the first layer of each run that backward has computed again, the sum over the runs.
         run (`int`): the number of the run.
     """
 
-    def __init__(self, attention: bool = False, checkpointed: int | None = None, inputs: Iterable[Tensor] = ()):
-        self.attention, self.checkpointed, self.inputs = attention, checkpointed, inputs
+    def __init__(self, attention_bytes: int = 0, padded_tokens: int | None = None, checkpointed: int | None = None):
+        self.attention_bytes, self.padded_tokens, self.checkpointed = attention_bytes, padded_tokens, checkpointed
         self.layers = self.run = self._called = 0
-        self.of_layer: LayerBytes | None = None
-        self._measured: set[int] = set()
+        self._is_only_run = True
 
-    def begin_run(self) -> None:
+    def begin_run(self, is_only_one: bool) -> None:
         """The layer that is called next is the first one again."""
         self.run += 1
-        self._called = 0
+        self._called, self._is_only_run = 0, is_only_one
 
-    def next_is_checkpointed(self) -> bool:
-        """Whether the layer that is called next is checkpointed."""
+    def next_is_checkpointed(self, *inputs: Any) -> bool:
+        """Whether the layer that is called next is checkpointed. Its `inputs` begin with hidden states `[B, L, H]`."""
         self._called += 1
         self.layers = max(self.layers, self._called)
+        hidden = inputs[0] if inputs and self.padded_tokens is not None and self._is_only_run else None
+        if isinstance(hidden, Tensor) and hidden.dim() == 3:
+            fewer = self.padded_tokens - hidden.shape[0] * hidden.shape[1]
+            self.attention_bytes += max(0, fewer) * hidden.shape[2] * hidden.element_size()
         return self.checkpointed is None or self._called <= self.checkpointed
 
-    def is_measured(self, run: int) -> bool:
-        """Whether the bytes of a run's layers are known."""
-        return run in self._measured
+    def takes_attention(self, count: int) -> bool:
+        """Whether a layer may keep so many bytes of what attention computed; they are taken then."""
+        if count > self.attention_bytes:
+            return False
+        self.attention_bytes -= count
+        return True
 
-    def measure(self, run: int, layer: LayerBytes) -> None:
-        """Add what a layer of a run keeps."""
+    def costly_results(self) -> "CostlyResults | None":
+        """For the layer that was called last: where attention's results go. `None` where none can be kept."""
+        return CostlyResults(self.takes_attention) if self.attention_bytes else None
+
+    def after_recomputation(self, run: int, tensors: list[Tensor], inputs: Iterable[Any], attention: int) -> None:
+        """
+        A layer was computed again.
+
+        Args:
+            run (`int`): of which run.
+            tensors (`list[Tensor]`): that it keeps for backward.
+            inputs (`Iterable`): what it was called with.
+            attention (`int`): bytes of what attention computed.
+        """
+
+
+class MeasuredActivations(KeptActivations):
+    """
+    Nothing is kept, and what would be is measured.
+
+    Args:
+        weights (`Iterable[Tensor]`): what the model has anyway.
+        read_peak (`Callable`): gives the most bytes that were allocated at once.
+
+    Attributes:
+        of_layer ([`LayerBytes`], *optional*):
+            Of the first layer of each run that backward has computed again, the sum over the runs.
+        peak (`int`): the most bytes that were allocated until then.
+    """
+
+    def __init__(self, weights: Iterable[Tensor] = (), read_peak: Callable[[], int] = int):
+        super().__init__()
+        self.of_layer: LayerBytes | None = None
+        self.peak = 0
+        self._weights, self._read_peak = weights, read_peak
+        self._measured: set[int] = set()
+
+    def costly_results(self) -> "CostlyResults":
+        """Attention's results are counted."""
+        return CostlyResults(self.takes_attention)
+
+    def after_recomputation(self, run: int, tensors: list[Tensor], inputs: Iterable[Any], attention: int) -> None:
+        """The first layer that is computed again shows what one keeps."""
+        if run in self._measured:
+            return
         self._measured.add(run)
         before = self.of_layer or LayerBytes(0, 0)
-        self.of_layer = LayerBytes(before.everything + layer.everything, before.attention + layer.attention)
+        everything = _bytes_beside(tensors, *inputs, *self._weights)
+        self.of_layer = LayerBytes(before.everything + everything, before.attention + attention)
+        self.peak = max(self.peak, self._read_peak())
+
+
+def _bytes_beside(tensors: list[Tensor], *inputs: Any) -> int:
+    """Bytes of the memory that tensors have and inputs have not."""
+    known = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
+    return sum(count for place, count in storages.items() if place not in known)
 
 
 _planned: ContextVar[KeptActivations | None] = ContextVar("_planned", default=None)
@@ -84,11 +142,11 @@ def planned(kept: KeptActivations | None) -> Generator[None, None, None]:
         _planned.reset(token)
 
 
-def begin_run() -> None:
+def begin_run(is_only_one: bool = True) -> None:
     """A run of the model begins: a forward may be made of several."""
     kept = _planned.get()
     if kept is not None:
-        kept.begin_run()
+        kept.begin_run(is_only_one)
 
 
 class CostlyResults:
@@ -96,15 +154,16 @@ class CostlyResults:
     Results within one call of a checkpointed function, kept until the function is called again.
 
     Args:
-        are_kept (`bool`): whether they are; otherwise they are only counted.
+        takes (`Callable`): whether so many bytes more are kept; the others are only counted.
 
     Attributes:
         bytes (`int`): of all of them.
     """
 
-    def __init__(self, are_kept: bool):
-        self.are_kept, self.bytes = are_kept, 0
-        self._kept: deque[tuple[Tensor, ...]] = deque()
+    def __init__(self, takes: Callable[[int], bool]):
+        self.bytes = 0
+        self._takes = takes
+        self._kept: deque[tuple[Tensor, ...] | None] = deque()
         self._is_first, self._is_recalled = True, False
 
     @contextmanager
@@ -129,13 +188,14 @@ class CostlyResults:
 
     def take_or_compute(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What was computed at this place the first time, or else what `compute` returns."""
-        if self._is_recalled:
-            return self._kept.popleft()
+        kept = self._kept.popleft() if self._is_recalled else None
+        if kept is not None:
+            return kept
         results = compute()
         if self._is_first:
-            self.bytes += sum(result.nbytes for result in results)
-            if self.are_kept:
-                self._kept.append(tuple(result.detach() for result in results))
+            count = sum(result.nbytes for result in results)
+            self.bytes += count
+            self._kept.append(tuple(result.detach() for result in results) if self._takes(count) else None)
         return results
 
 

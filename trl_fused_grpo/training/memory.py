@@ -1,6 +1,6 @@
 """
-`fused_memory`: how much of the device's memory a training may take, and what it takes for it: larger shared forwards,
-and layers that keep for backward what they would compute again.
+What layers keep for backward instead of computing it again: in the memory that TRL's padding would take, or in that of
+`fused_memory`, which also lets shared forwards have more tokens.
 """
 
 import gc
@@ -14,9 +14,10 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo.modeling.kept_activations import KeptActivations, LayerBytes
+from trl_fused_grpo.modeling.kept_activations import KeptActivations, LayerBytes, MeasuredActivations
 
 from .agreement import of_all_processes
+from .logps_request import LogpsArgs, LogpsRequest
 
 
 logger = logging.get_logger(__name__)
@@ -26,6 +27,8 @@ GIB = 2**30
 MAX_TOKENS = 16_384
 # The optimizer's states exist after the first step, and the second one shows what a step takes
 LEARNED_AT_STEP = 2
+# A forward of so many times the tokens of those before shows anew what it takes
+MOST_GROWTH = 1.1
 # Of the budget: the allocator cannot use every gap
 USABLE = 0.95
 
@@ -58,8 +61,11 @@ class DeviceMemory:
 
 class MemoryBudget:
     """
-    Decides what the layers of a forward keep. In the first two optimizer steps it only learns what a step takes with
-    every layer checkpointed.
+    Decides what the layers of a forward keep. In the first two optimizer steps, and in a forward of many more tokens
+    than before, it only learns what a forward takes with every layer checkpointed.
+
+    What layers keep is there when backward begins and gone when it ends, and the gradients of weights the other way
+    round. The last layers, which backward comes to first, give up the most: so memory is largest at one of the ends.
 
     Args:
         fraction (`float`): of the device's memory that may be taken.
@@ -69,11 +75,12 @@ class MemoryBudget:
     def __init__(self, fraction: float, memory: DeviceMemory):
         self.memory = memory
         self.limit = int(fraction * memory.total * USABLE)
-        self._open: tuple[KeptActivations, int, int] | None = None  # a forward, its tokens, what stays allocated
+        # A forward, its tokens, what was allocated before it, and of that what is no gradient
+        self._open: tuple[MeasuredActivations, int, int, int] | None = None
         self._layers, self._layer = 0, LayerBytes(0, 0)
         self._tokens = 1  # of the forward that all of these are of
-        # What a forward and its backward take beyond what stays, gradients included
-        self._weight_gradients, self._needed = 0, 0
+        self._at_start = 0  # of its backward, beyond what was allocated before it
+        self._in_all = 0  # until the end of its backward, gradients included, beyond what is no gradient
 
     def plan(self, step: int, tokens: int, parameters: Iterable[nn.Parameter]) -> KeptActivations:
         """
@@ -85,49 +92,50 @@ class MemoryBudget:
             parameters (`Iterable[nn.Parameter]`): of the model.
         """
         parameters = list(parameters)
-        stays = self.memory.allocated - sum(map(_bytes_of_gradient, parameters))
-        if step < LEARNED_AT_STEP:
-            self._weight_gradients = sum(torch_compat.local_bytes(p) for p in parameters if p.requires_grad)
+        allocated = self.memory.allocated
+        stays = allocated - sum(map(_bytes_of_gradient, parameters))
+        if step < LEARNED_AT_STEP or tokens > MOST_GROWTH * self._tokens:
             self.memory.forget_peak()
-            kept = KeptActivations(inputs=parameters)
-            self._open = (kept, tokens, stays)
-            return kept
-        free = self.limit - stays - self.needed_for(tokens)
-        if free < 0:
+            measured = MeasuredActivations(parameters, lambda: self.memory.peak)
+            self._open = measured, tokens, allocated, stays
+            return measured
+        grown = max(1.0, tokens / self._tokens)
+        missing = stays + grown * self._in_all - self.limit
+        if missing > 0:
             logger.warning_once(
                 f"fused_memory has no effect: {self.limit / GIB:.1f} GiB are less than the training takes with every "
-                f"layer checkpointed, {(self.limit - free) / GIB:.1f} GiB."
+                f"layer checkpointed, {(self.limit + missing) / GIB:.1f} GiB."
             )
+            return KeptActivations()
+        free = max(0, self.limit - allocated - int(grown * self._at_start))
         everything, attention = (int(count * tokens / self._tokens) for count in self._layer)
-        keeps_attention = 0 < attention * self._layers <= free
-        if keeps_attention:
-            free -= attention * self._layers
-            everything -= attention
-        whole = min(self._layers, max(0, free) // max(1, everything)) if self._layers else 0
-        return KeptActivations(keeps_attention, self._layers - whole if whole else None)
-
-    def needed_for(self, tokens: int) -> int:
-        """Bytes that a step takes beyond what stays, with every layer checkpointed, for forwards of so many tokens."""
-        activations = max(0, self._needed - self._weight_gradients)
-        return self._weight_gradients + int(activations * max(1.0, tokens / self._tokens))
+        attention_bytes = min(free, attention * self._layers)
+        of_others = everything - attention if attention_bytes == attention * self._layers else everything
+        whole = min(self._layers, (free - attention_bytes) // max(1, of_others)) if self._layers else 0
+        return KeptActivations(attention_bytes, checkpointed=self._layers - whole if whole else None)
 
     def most_tokens(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Tokens for which a forward with every layer checkpointed stays within the budget; 0 before a backward."""
-        activations = self._needed - self._weight_gradients
-        if activations <= 0 or not self._layers:
+        """Tokens for which a forward stays within the budget though its layers keep everything; 0 where unknown."""
+        if not self._layers:
             return 0
         stays = self.memory.allocated - sum(map(_bytes_of_gradient, parameters))
-        return max(0, int((self.limit - stays - self._weight_gradients) / activations * self._tokens))
+        needed = max(self._in_all, self._at_start + self._layers * self._layer.everything)
+        return max(0, int((self.limit - stays) / max(1, needed) * self._tokens))
 
     def learn(self) -> None:
         """Look at what the last forward and its backward took, which has just ended. The most of all counts."""
         if self._open is None:
             return
-        (kept, tokens, stays), self._open = self._open, None
-        needed = self.memory.peak - stays
-        if kept.of_layer is not None and needed > self._needed:
-            self._layers, self._layer, self._tokens = kept.layers, kept.of_layer, tokens
-            self._needed = needed
+        (measured, tokens, allocated, stays), self._open = self._open, None
+        if measured.of_layer is None:
+            return
+        peak = self.memory.peak
+        # Gradients that were there before grow no more, so that the peak was at the start
+        at_start = (peak if allocated > stays else measured.peak) - allocated
+        if tokens > self._tokens:
+            self._at_start = self._in_all = 0
+            self._layers, self._layer, self._tokens = measured.layers, measured.of_layer, tokens
+        self._at_start, self._in_all = max(self._at_start, at_start), max(self._in_all, peak - stays)
 
     def plan_forward(self, trainer: GRPOTrainer, model: nn.Module, tokens: int) -> KeptActivations:
         """[`plan`] for the next forward of a trainer's model: what fits into the memory of every process."""
@@ -136,10 +144,22 @@ class MemoryBudget:
             return plan
         all_layers = sys.maxsize
         checkpointed = all_layers if plan.checkpointed is None else plan.checkpointed
-        each = of_all_processes(trainer.accelerator, [int(plan.attention), checkpointed])
-        (attention, _), (_, checkpointed) = each.amin(0).tolist(), each.amax(0).tolist()
-        plan.attention, plan.checkpointed = bool(attention), None if checkpointed == all_layers else checkpointed
+        each = of_all_processes(trainer.accelerator, [plan.attention_bytes, checkpointed])
+        (attention_bytes, _), (_, checkpointed) = each.amin(0).tolist(), each.amax(0).tolist()
+        plan.attention_bytes, plan.checkpointed = attention_bytes, None if checkpointed == all_layers else checkpointed
         return plan
+
+
+def kept_in_padding(logps_request: LogpsRequest, call: LogpsArgs) -> KeptActivations | None:
+    """
+    What the layers of a forward with gradients keep without `fused_memory`: of attention, what fits into the memory in
+    which checkpointing would keep the padding of TRL's rows. `None` where that is not known.
+    """
+    is_whole = call.batch_size is None or call.batch_size >= len(call.input_ids)
+    if call.multimodal or not is_whole:  # layers of other parts, or of several runs, are checkpointed too
+        return None
+    sequences = logps_request.micro_batch or len(call.input_ids)
+    return KeptActivations(padded_tokens=sequences * call.input_ids.shape[1])
 
 
 def _bytes_of_gradient(parameter: nn.Parameter) -> int:

@@ -261,7 +261,8 @@ class _Lines:
         if fraction is not None and reason is None:
             return SummaryLine("memory for speed", f"up to {fraction:.0%} of the device, from the third step on")
         change = "fused_memory=0.9, if the device is free" if reason is None else None
-        return SummaryLine("memory for speed", "none", reason or _OFF, change)
+        value = "none" if reason is not None else "that of TRL's padding, for what attention computed"
+        return SummaryLine("memory for speed", value, reason or _OFF, change)
 
     def zero_grad(self) -> SummaryLine:
         name, reason = "zero-grad sequences", why_zero_grad_sequences_are_not_skipped(self.trainer, self.layout)
