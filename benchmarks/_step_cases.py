@@ -54,7 +54,6 @@ CASES = {
     "1.7b-lora-beta": Case("1.7b", 0.11, 0.90, options={"beta": 0.04}, lora=True),
     "1.7b-lora-bf16": Case("1.7b", 0.09, 0.90, lora=True, dtype=torch.bfloat16),
     "1.7b-16k": Case("1.7b", 0.11, 0.90, LONG),
-    "1.7b-16k-tokens": Case("1.7b", 0.11, 0.90, LONG, options={"vllm_importance_sampling_mode": "token_truncate"}),
     "0.6b-32k": Case("0.6b", 0.18, 0.90, VERY_LONG, micro_batch=1),
     "4b": Case("4b", 0.090),
     "1.7b-ddp": Case("1.7b", 0.10, engine="ddp"),

@@ -7,6 +7,7 @@ case says otherwise. The learning rate is zero, so that every step starts from t
     python benchmarks/step.py --case 0.6b --case 1.7b --json step.json
     python benchmarks/step.py --case 0.6b --arm '{"fused_compile": true}'
     python benchmarks/step.py --case 1.7b-16k --arm '{"flash": "FA4"}'
+    python benchmarks/step.py --case 1.7b-lora-beta --options '{"vllm_importance_sampling_mode": "token_truncate"}'
     torchrun --nproc-per-node 2 benchmarks/step.py --case 1.7b-ddp
     python benchmarks/step.py --case tiny --device cpu
 """
@@ -18,6 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -204,10 +206,15 @@ def run_arm(
 
 
 def run_case(
-    name: str, device: str, repeats: int, stock_repeats: int, arms: list[dict[str, Any]], profile: Path | None
+    name: str,
+    case: Case,
+    device: str,
+    repeats: int,
+    stock_repeats: int,
+    arms: list[dict[str, Any]],
+    profile: Path | None,
 ) -> list[dict[str, Any]]:
     """The records of a case: stock, ours, and ours with other options; `flash` is the FlashAttention to take."""
-    case = CASES[name]
     rollout = make_rollout(case, device)
     about = {"case": name, "tokens": rollout.tokens, "width": rollout.width, "padding": round(rollout.padding, 4)}
     contenders: list[tuple[str, dict[str, Any]]] = [("stock", {})] * (stock_repeats > 0)
@@ -286,6 +293,7 @@ def _is_main() -> bool:
 def main(
     case: Annotated[list[str], typer.Option(help=f"{', '.join(CASES)}; repeatable")],
     arm: Annotated[list[str] | None, typer.Option(help="further options of ours, as JSON; repeatable")] = None,
+    options: Annotated[str, typer.Option(help="further options of stock and ours, as JSON")] = "{}",
     repeats: Annotated[int, typer.Option(help="steps that count", min=1)] = 5,
     stock_repeats: Annotated[int, typer.Option(help="the same for stock; 0 leaves it out", min=0)] = 2,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda" if torch.cuda.is_available() else "cpu",
@@ -304,8 +312,11 @@ def main(
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     arms = [json.loads(text) for text in arm or []]
     record: dict[str, Any] = {**environment(device, commit), "processes": _world_size(), "results": []}
+    of_both = json.loads(options)
     for name in case:
-        record["results"] += run_case(name, device, repeats, stock_repeats, arms, profile)
+        chosen = replace(CASES[name], options={**CASES[name].options, **of_both})
+        title = ", ".join([name, *(f"{option}={value}" for option, value in of_both.items())])
+        record["results"] += run_case(title, chosen, device, repeats, stock_repeats, arms, profile)
         if json_path is not None and _is_main():
             write_record(json_path, record)
     if _is_main():
