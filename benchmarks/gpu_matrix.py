@@ -125,12 +125,13 @@ class Matrix:
     Args:
         logs (`Path`): the folder of their outputs.
         threads (`int`): of torch, for each process.
-        start (`dict`): of the record: the environment, and what is not run.
+        start (`dict`): of the record: the environment.
+        names (`list[str]`): of all jobs that there are, so that the record says which have not run.
         path (`Path`, *optional*): where the record goes after each job.
     """
 
-    def __init__(self, logs: Path, threads: int, start: dict[str, Any], path: Path | None = None):
-        self.logs, self.threads, self.start, self.path = logs, threads, start, path
+    def __init__(self, logs: Path, threads: int, start: dict[str, Any], names: list[str], path: Path | None = None):
+        self.logs, self.threads, self.start, self.names, self.path = logs, threads, start, names, path
         self._results = {job["name"]: job for job in _earlier_jobs(path, start)}
         self._lock = threading.Lock()
 
@@ -139,7 +140,8 @@ class Matrix:
         """What the jobs did until now."""
         jobs = list(self._results.values())
         failed = [job["name"] for job in jobs if not job["right"]]
-        return {**self.start, "right": not failed, "failed": failed, "jobs": jobs}
+        not_run = [name for name in self.names if name not in self._results]
+        return {**self.start, "not_run": not_run, "right": not failed, "failed": failed, "jobs": jobs}
 
     def run(self, job: Job) -> dict[str, Any]:
         """Run a job to its end, or until its time is over, and write the record."""
@@ -239,7 +241,6 @@ def main(
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     everything = jobs_of(device, random_cases, seed, soak_steps, processes)
     chosen = selected(everything, only or [], skip or [])
-    lacking = [job.name for job in chosen if job.gpus > gpus]
     if list_jobs:
         for job in chosen:
             typer.echo(f"{job.name:50} {' '.join(job.command[1:])}")
@@ -249,9 +250,9 @@ def main(
     chosen = [job for job in chosen if job.gpus <= gpus]
     logs = logs or Path(tempfile.mkdtemp(prefix="gpu-matrix-"))
     logs.mkdir(parents=True, exist_ok=True)
-    start = {**environment(device, commit), "gpus": gpus, "not_run": lacking}
+    start = {**environment(device, commit), "gpus": gpus}
     threads = max(1, (os.cpu_count() or 1) // max(jobs, 1) // 2)
-    matrix = Matrix(logs.absolute(), threads, start, json_file)
+    matrix = Matrix(logs.absolute(), threads, start, [job.name for job in everything], json_file)
     started = time.perf_counter()
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(matrix.run, chosen))

@@ -178,7 +178,8 @@ def test_a_matrix_records_what_each_job_did(benchmark_module, tmp_path):
 
     path = tmp_path / "record.json"
     start = {"commit": "abc", "device": "CPU", "versions": {}}
-    running = matrix.Matrix(tmp_path, 1, start, path)
+    names = ["one", "two", "three", "four", "five"]
+    running = matrix.Matrix(tmp_path, 1, start, names, path)
     passed = running.run(job("one", "print('3 passed in 1 s'); print('bye')"))
     assert passed["right"]
     assert passed["counts"] == "3 passed in 1 s"
@@ -189,17 +190,17 @@ def test_a_matrix_records_what_each_job_did(benchmark_module, tmp_path):
     details = "import json; json.dump({'results': [{'name': 'a'}]}, open('{json}', 'w'))"
     running.run(job("four", details, keeps_results=True))
     record = json.loads(path.read_text())
-    assert record["failed"] == ["two", "three"]
+    assert record["failed"] == ["two", "three"] and record["not_run"] == ["five"]
     assert [entry["name"] for entry in record["jobs"]] == ["one", "two", "three", "four"]
     assert record["jobs"][-1]["results"] == [{"name": "a"}]
 
-    later = matrix.Matrix(tmp_path, 1, {**start, "commit": "def"}, path)
+    later = matrix.Matrix(tmp_path, 1, {**start, "commit": "def"}, names, path)
     later.run(job("two", "print('1 passed')"))
     record = json.loads(path.read_text())
     assert record["failed"] == ["three"]
     assert [entry["commit"] for entry in record["jobs"]] == ["abc", "def", "abc", "abc"]
     with pytest.raises(typer.BadParameter, match="has other versions"):
-        matrix.Matrix(tmp_path, 1, {**start, "versions": {"torch": "2"}}, path)
+        matrix.Matrix(tmp_path, 1, {**start, "versions": {"torch": "2"}}, names, path)
 
 
 def test_jobs_of_a_matrix_are_chosen_by_their_names(benchmark_module):
