@@ -133,17 +133,34 @@ def test_sinks_on_flash_attention_s_log_sum_exp(emulated_flash, sequences, windo
     assert_same_with_gradients(output, expected, [*inputs, sinks])
 
 
-@pytest.mark.parametrize("keeps_results", [False, True], ids=["torch-backward", "own-backward"])
+@pytest.mark.parametrize("widths", [(16, 16), (12, 20)], ids=["equal", "odd"])
 @WINDOWS
 @SEQUENCES
-def test_flash_attention(emulated_flash, monkeypatch, sequences, window, keeps_results):
+def test_flash_attention(emulated_flash, monkeypatch, sequences, window, widths):
     """A window counts the query among its tokens, FlashAttention those on its left."""
     monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention.flash_takes", lambda query, value: True)
-    monkeypatch.setattr("trl_fused_grpo.modeling.attention_kernels.is_recalled", lambda: keeps_results)
-    inputs = random_tensors(20)
+    inputs = random_tensors(20, *widths)
     output = varlen_attention(None, *inputs, **arguments(*sequences, 20), scaling=0.3, sliding_window=window)
     expected = packed_attention(*inputs, *sequences, scaling=0.3, window=window)
     assert_same_with_gradients(output, expected, inputs)
+
+
+@pytest.mark.parametrize("sequences", [APART, SHARED], ids=["apart", "shared-prompt"])
+def test_flash_attention_under_autocast_casts_its_inputs_and_their_gradients_back(
+    emulated_flash, monkeypatch, sequences
+):
+    monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention.flash_takes", lambda query, value: True)
+    query, key, value = random_tensors(20, dtype=torch.float32)
+    frozen = value.detach().bfloat16()
+    options = {**arguments(*sequences, 20), "scaling": 0.3}
+    with torch.autocast("cpu", torch.bfloat16):
+        output = varlen_attention(None, query, key, frozen, **options)
+    cast = [query.detach().bfloat16().requires_grad_(), key.detach().bfloat16().requires_grad_()]
+    expected = varlen_attention(None, *cast, frozen, **options)
+    assert output.dtype == torch.bfloat16 and torch.equal(output, expected)
+    found = torch.autograd.grad(output.sum(), (query, key))
+    for gradient, other in zip(found, torch.autograd.grad(expected.sum(), cast), strict=True):
+        assert gradient.dtype == torch.float32 and torch.equal(gradient, other.float())
 
 
 def test_a_frozen_sink_gets_no_gradient(emulated_flash):

@@ -128,7 +128,7 @@ def test_without_a_gpu_nothing_is_switched(monkeypatch):
 
 
 def test_a_replacement_of_torch_s_attention_is_called(monkeypatch):
-    query = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 3, 64), device="cuda")
+    query = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 3, 64), device=torch.device("cuda"))
     monkeypatch.setattr(attention_kernels, "_widest_head", lambda device: 256)
     assert attention_kernels.flash_takes(query, query)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: None)

@@ -8,10 +8,10 @@ from tests.modeling.test_attention_kernels import emulated_backward, emulated_fo
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import checkpointing
-from trl_fused_grpo.modeling.attention_kernels import Boundaries, flash_attention
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.fused_forward import run_backbone
 from trl_fused_grpo.modeling.kept_activations import KeptActivations, MeasuredActivations, recalled
+from trl_fused_grpo.modeling.varlen_attention import cu_seqlens_arguments, varlen_attention
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
 
@@ -104,15 +104,14 @@ def test_attention_that_is_kept_has_the_same_gradients(monkeypatch):
         calls.append(1)
         return emulated_forward(False)(*args, **kwargs)
 
+    monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention.flash_takes", lambda query, value: True)
     monkeypatch.setattr(torch_compat, "flash_attention", forward)
     monkeypatch.setattr(torch_compat, "flash_attention_backward", emulated_backward)
     inputs = random_tensors(20)
-    cu = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
-    boundaries = Boundaries(cu, cu, 12, 12)
+    boundaries = cu_seqlens_arguments([7, 1, 12], [7, 1, 12], None, torch.device("cpu"))
 
     def attention(*tensors):
-        q, k, v = (t.sin().squeeze(0).transpose(0, 1) for t in tensors)
-        return flash_attention(q, k, v, boundaries, None, None).cos()
+        return varlen_attention(None, *(tensor.sin() for tensor in tensors), **boundaries).cos()
 
     found = []
     for enough in (1, 10**6):

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from trl_fused_grpo._compat import torch as torch_compat
 
-from .kept_activations import is_recalled, recalled
-
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -65,12 +63,10 @@ class FlashCall(NamedTuple):
         return {"scale": self.scaling, "window_size_left": left, "window_size_right": right}
 
 
-def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors as autocast has them for SDPA: under float32 weights, norms and rotations leave float32 queries."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that autocast gives a tensor for SDPA: under float32 weights, norms and rotations leave float32."""
+    device_type = tensor.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
 
 
 def kernels_take(query: Tensor) -> bool:
@@ -80,8 +76,9 @@ def kernels_take(query: Tensor) -> bool:
 
 
 def flash_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether FlashAttention takes tensors of these widths, with zeros behind the narrower ones."""
-    return kernels_take(query) and query.dtype in _HALF and _common_width(query, value) <= _widest_head(query.device)
+    """Whether FlashAttention takes tensors of these widths, cast by autocast, with zeros behind the narrower ones."""
+    is_half = autocast_dtype(query) in _HALF
+    return kernels_take(query) and is_half and _common_width(query, value) <= _widest_head(query.device)
 
 
 def efficient_takes(query: Tensor) -> bool:
@@ -122,39 +119,6 @@ def of_one_width(
     scaling = queries.shape[-1] ** -0.5 if scaling is None else scaling
     widened = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (queries, keys, values))
     return attention(*widened, scaling)[..., :value_width]
-
-
-def flash_attention(
-    queries: Tensor,  # [S, heads, D]
-    keys: Tensor,  # [K, key heads, D]
-    values: Tensor,  # [K, key heads, D of values]
-    boundaries: Boundaries,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """FlashAttention of each sequence to its own keys; returns `[S, heads, D of values]`."""
-
-    def attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        call = FlashCall(boundaries, scaling, window)
-        # Torch's own backward takes less time on the CPU
-        return _Flash.apply(queries, keys, values, call) if is_recalled() else call.forward(queries, keys, values)[0]
-
-    return of_one_width(attention, queries, keys, values, scaling)
-
-
-class _Flash(torch.autograd.Function):
-    """FlashAttention whose results may be kept when a layer is computed again in backward."""
-
-    @staticmethod
-    def forward(ctx, queries: Tensor, keys: Tensor, values: Tensor, call: FlashCall) -> Tensor:
-        results = recalled(lambda: tuple(call.forward(queries, keys, values)[:4]))
-        ctx.save_for_backward(queries, keys, values, *results)
-        ctx.call = call
-        return results[0]
-
-    @staticmethod
-    def backward(ctx, *grads: Any) -> tuple[Tensor | None, ...]:
-        return *ctx.call.backward(grads[0].contiguous(), *ctx.saved_tensors), None
 
 
 def efficient_attention(

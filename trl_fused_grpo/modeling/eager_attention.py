@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .attention_kernels import Boundaries, flash_takes, in_autocast_dtype, kernels_take
+from .attention_kernels import Boundaries, autocast_dtype, flash_takes, kernels_take
 from .attention_watch import PACKED_ARGUMENTS
 from .eager_formula import eager_formula, sinks_of
 from .flex_kernel import build_block_mask, flex_attention, why_no_flex
@@ -62,7 +62,7 @@ def eager_attention(
     Returns:
         `Tensor`: `[1, S, heads, D of values]`.
     """
-    q, k, v = in_autocast_dtype(query, key, value)
+    q, k, v = (tensor.to(autocast_dtype(tensor)) for tensor in (query, key, value))
     formula = eager_formula(layer.original, layer.module, layer.own_options) if _is_fast(q) else None
     if formula is not None:
         if not formula.caps and not formula.has_sinks:

@@ -202,11 +202,6 @@ class CostlyResults:
 _running: ContextVar[CostlyResults | None] = ContextVar("_running", default=None)
 
 
-def is_recalled() -> bool:
-    """Whether a checkpointed function runs that may keep results."""
-    return _running.get() is not None
-
-
 def recalled(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """
     Results that are costly for their size. Where they were kept, the recomputation of a checkpointed function takes

@@ -7,15 +7,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from .attention_kernels import (
     Boundaries,
+    FlashCall,
+    autocast_dtype,
     efficient_attention,
     efficient_takes,
-    flash_attention,
     flash_takes,
-    in_autocast_dtype,
+    of_one_width,
 )
+from .kept_activations import recalled
 
 
 def cu_seqlens_arguments(
@@ -71,6 +74,16 @@ class SharedPrefixKV(NamedTuple):
         return cls(index, first, shared, copies[is_shared[positions]], F.pad(counts[shared].cumsum(0), (1, 0)))
 
 
+def _sum_of_copies(grad: Tensor, first: Tensor, shared: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
+    """The gradient of `[S, heads, D]` from that of what each sequence sees of it; places as in [`SharedPrefixKV`]."""
+    rows = grad.index_select(0, first)
+    if len(shared):
+        # Sums of rows, accumulated in float32 on CUDA; ten times slower than copies, so for these rows alone
+        sums, *_ = torch.embedding_bag(grad.flatten(1), copies, starts, mode=0, include_last_offset=True)
+        rows.index_copy_(0, shared, sums.unflatten(1, grad.shape[1:]))
+    return rows
+
+
 class _GatherKV(torch.autograd.Function):
     """Keys and values `[S, heads, D]` as each sequence sees them `[K, heads, D]`; copies add up their gradients."""
 
@@ -81,18 +94,9 @@ class _GatherKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Any) -> tuple[Tensor, Tensor, None]:
-        first, shared, copies, starts = ctx.saved_tensors
-
-        def total(grad: Tensor) -> Tensor:
-            rows = grad.index_select(0, first)
-            if len(shared):
-                # Sums of rows, accumulated in float32 on CUDA; ten times slower than copies, so for these rows alone
-                sums, *_ = torch.embedding_bag(grad.flatten(1), copies, starts, mode=0, include_last_offset=True)
-                rows.index_copy_(0, shared, sums.unflatten(1, grad.shape[1:]))
-            return rows
-
-        grad_keys, grad_values = grads
-        return total(grad_keys), total(grad_values), None
+        places = ctx.saved_tensors
+        grad_keys, grad_values = (_sum_of_copies(grad, *places) for grad in grads)
+        return grad_keys, grad_values, None
 
 
 def gathered_keys(key: Tensor, value: Tensor, shared: SharedPrefixKV | None) -> tuple[Tensor, Tensor]:
@@ -151,17 +155,55 @@ def varlen_attention(
     Returns:
         `Tensor`: `[1, S, heads, D of values]`.
     """
-    query, key, value = in_autocast_dtype(query, key, value)
-    key, value = gathered_keys(key, value, shared_prefix_kv)
-    queries, keys, values = by_token(query, key, value)
     boundaries = Boundaries(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if flash_takes(query, value):
-        return flash_attention(queries, keys, values, boundaries, scaling, sliding_window).unsqueeze(0)
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            call = FlashCall(boundaries, scaling, sliding_window)
+            return _PackedFlash.apply(query, key, value, call, shared_prefix_kv)
+
+        return of_one_width(attention, query, key, value, scaling)
+    query, key, value = (tensor.to(autocast_dtype(tensor)) for tensor in (query, key, value))
+    key, value = gathered_keys(key, value, shared_prefix_kv)
+    queries, keys, values = by_token(query, key, value)
     if efficient_takes(query):
         return efficient_attention(queries, keys, values, boundaries, scaling, sliding_window).unsqueeze(0)
     lengths, key_lengths = cu_seq_lens_q.diff().tolist(), cu_seq_lens_k.diff().tolist()
     parts = queries.split(lengths), keys.split(key_lengths), values.split(key_lengths)
     return torch.cat([_one_sequence(*part, scaling, sliding_window) for part in zip(*parts, strict=True)], dim=1)
+
+
+class _PackedFlash(torch.autograd.Function):
+    """
+    FlashAttention of queries `[1, heads, S, D]`, keys and values `[1, key heads, S, D]`, as layers have them; returns
+    `[1, S, heads, D]`. Casts, copies of shared keys and the kernel are one node of the graph: at a few thousand tokens
+    some thirty nodes take the CPU longer than their kernels the GPU. The results may be kept when a layer is computed
+    again in backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, call: FlashCall, shared: SharedPrefixKV | None
+    ) -> Tensor:
+        ctx.call, ctx.dtypes = call, (query.dtype, key.dtype, value.dtype)
+        queries, keys, values = by_token(*(tensor.to(autocast_dtype(tensor)) for tensor in (query, key, value)))
+        if shared is not None:
+            keys, values = keys.index_select(0, shared.index), values.index_select(0, shared.index)
+        results = recalled(lambda: tuple(call.forward(queries, keys, values)[:4]))
+        ctx.save_for_backward(queries, keys, values, *results, *(() if shared is None else shared[1:]))
+        return results[0].unsqueeze(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Any) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: a checkpointed layer is computed again for those who ask twice
+        of_attention, places = saved[:7], saved[7:]
+        of_queries, *of_keys = ctx.call.backward(grads[0].squeeze(0).contiguous(), *of_attention)
+        if places:
+            of_keys = [_sum_of_copies(grad, *places) for grad in of_keys]
+        found = zip((of_queries, *of_keys), ctx.dtypes, ctx.needs_input_grad, strict=False)
+        of_inputs = (grad.transpose(0, 1).unsqueeze(0).to(dtype) if needed else None for grad, dtype, needed in found)
+        return *of_inputs, None, None
 
 
 def by_token(*tensors: Tensor) -> Iterator[Tensor]:
