@@ -105,6 +105,7 @@ class _CheckpointFrame:
         self.costly = None if kept is None else kept.costly_results()
         self.run = 0 if kept is None else kept.run
         self.device_type = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
+        self.devices = self._devices()
         self.casts = [
             (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
             for device_type in {"cpu", self.device_type}
@@ -114,8 +115,17 @@ class _CheckpointFrame:
         self.sizes: list[int] = []  # plain numbers: thousands of shapes would keep the garbage collector busy
         self.tensors: list[Tensor | None] = []
 
+    def _devices(self) -> list[int]:
+        if self.device_type not in ("cpu", "cuda"):
+            return get_device_states(*self.args)[0]
+        return sorted({a.device.index for a in self.args if isinstance(a, Tensor) and a.is_cuda})
+
     def random_states(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *get_device_states(*self.args)[1]]
+        if self.device_type not in ("cpu", "cuda"):
+            return [torch.get_rng_state(), *get_device_states(*self.args)[1]]
+        # Asked for twice in every layer: torch's functions switch devices to ask their generators
+        generators = [torch.default_generator, *(torch.cuda.default_generators[device] for device in self.devices)]
+        return [generator.get_state() for generator in generators]
 
     def pack(self, tensor: Tensor) -> int:
         self.sizes.append(tensor.numel())
@@ -163,10 +173,9 @@ class _CheckpointFrame:
                 context = torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=self.caches_casts)
                 stack.enter_context(context)
         if self.states_before is not None:
-            devices, _ = get_device_states(*self.args)
-            stack.enter_context(torch.random.fork_rng(devices, device_type=self.device_type))
+            stack.enter_context(torch.random.fork_rng(self.devices, device_type=self.device_type))
             torch.set_rng_state(self.states_before[0])
-            set_device_states(devices, self.states_before[1:], device_type=self.device_type)
+            set_device_states(self.devices, self.states_before[1:], device_type=self.device_type)
 
 
 def _never(_: None) -> Tensor:
