@@ -30,6 +30,7 @@ class Case:
         dtype (`torch.dtype`): of the weights.
         vllm (`bool`): whether completions count as vLLM's, with its log-probs.
         engine (`str`, *optional*): `"ddp"` or `"fsdp2"`, under torchrun.
+        counts_first_of_stock (`bool`): whether stock's first step counts, of which its warm-up is less than 1%.
         seed (`int`): of lengths, tokens and noise.
     """
 
@@ -43,6 +44,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     vllm: bool = True
     engine: str | None = None
+    counts_first_of_stock: bool = False
     seed: int = 19  # 76% padding; seed 6 pads 67%
 
 
@@ -53,8 +55,8 @@ CASES = {
     "1.7b-liger-layers": Case("1.7b", options={"use_liger_kernel": True}),
     "1.7b-lora-beta": Case("1.7b", 0.11, 0.90, options={"beta": 0.04}, lora=True),
     "1.7b-lora-bf16": Case("1.7b", 0.09, 0.90, lora=True, dtype=torch.bfloat16),
-    "1.7b-16k": Case("1.7b", 0.11, 0.90, LONG),
-    "0.6b-32k": Case("0.6b", 0.18, 0.90, VERY_LONG, micro_batch=1),
+    "1.7b-16k": Case("1.7b", 0.11, 0.90, LONG, counts_first_of_stock=True),
+    "0.6b-32k": Case("0.6b", 0.18, 0.90, VERY_LONG, micro_batch=1, counts_first_of_stock=True),
     "4b": Case("4b", 0.090),
     "1.7b-ddp": Case("1.7b", 0.10, engine="ddp"),
     "4b-fsdp2": Case("4b", 0.10, engine="fsdp2"),

@@ -31,11 +31,10 @@ from _accumulation import GROUP, ROWS, reward
 from _measure import GIB, environment, flash_attention_by
 from _rollout import Rollout
 from _step_cases import ALL_LINEAR, CASES, Case, model_flops
+from _step_report import judge, print_records
 from _trainers import SHAPES, clear_memory, forget_accelerate, make_model
 from datasets import Dataset
 from records import write_record
-from rich.console import Console
-from rich.table import Table
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -44,12 +43,9 @@ from trl_fused_grpo.parity.tiny import tokenizer
 
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12}  # dense bf16
-# Under autocast each rounds in an order of its own, and a ratio a sequence is the exponential of a sum of such errors
-NORM_RTOL = {"cuda": 0.1, "cpu": 1e-5}
 LOGGED = ("loss", "grad_norm", "fused/rows_recomputed")
 
 app = typer.Typer(add_completion=False)
-console = Console(width=170)
 
 
 class StepClock(TrainerCallback):
@@ -164,8 +160,10 @@ def make_rollout(case: Case, device: str) -> Rollout:
 def run_arm(
     name: str, case: Case, rollout: Rollout, device: str, steps: int, extra: dict[str, Any], profile: Path | None
 ) -> dict[str, Any]:
-    """Train `steps` steps, the first of which does not count; the record."""
+    """Train some steps, the first of which does not count unless a case says so of stock's; the record."""
     fused = name != "stock"
+    first = 0 if case.counts_first_of_stock and not fused else 1
+    steps -= 1 - first
     trainer = make_trainer(case, fused, rollout, device, steps, extra)
     flops = model_flops(
         trainer.model,
@@ -181,7 +179,7 @@ def run_arm(
         trainer.train()
     except torch.OutOfMemoryError as error:
         return {"name": name, "options": extra, "failed": str(error)[:200]}
-    seconds, peaks = clock.seconds[1:], clock.peaks[1:]
+    seconds, peaks = clock.seconds[first:], clock.peaks[first:]
     if profile is not None:  # its step took longer
         seconds = seconds[:-1] or seconds
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
@@ -238,47 +236,6 @@ def run_case(
             shown = {k: v for k, v in records[-1].items() if k not in about and k not in ("all_ms", "options")}
             print(name, json.dumps(shown), flush=True)
     return records
-
-
-def judge(record: dict[str, Any], stock: dict[str, Any], case: Case, device: str) -> None:
-    """Add time and memory relative to stock, and whether norms are right and the target is met."""
-    if stock["name"] != "stock" or record is stock or "ms" not in record or "ms" not in stock:
-        return
-    record["norm_difference"] = abs(record["grad_norm"] - stock["grad_norm"]) / stock["grad_norm"]
-    record["right"] = record["norm_difference"] <= NORM_RTOL[device]
-    record["time_ratio"] = record["ms"] / stock["ms"]
-    record["memory_ratio"] = record["peak_gib"] / stock["peak_gib"] if device == "cuda" else None
-    if case.target is not None:
-        fits = record["memory_ratio"] is None or round(record["memory_ratio"], 2) <= case.memory
-        record["target"], record["memory_target"] = case.target, case.memory
-        record["met"] = record["right"] and fits and round(record["time_ratio"], 3) <= case.target
-
-
-def print_records(records: list[dict[str, Any]]) -> None:
-    """One row per contender."""
-    columns = {
-        "case": "",
-        "name": "",
-        "ms": ".0f",
-        "time_ratio": ".3f",
-        "target": ".3f",
-        "peak_gib": ".2f",
-        "memory_ratio": ".3f",
-        "met": "",
-        "tokens_per_s": ".0f",
-        "mfu": ".2f",
-        "first_step_ms": ".0f",
-        "rows_recomputed": ".3f",
-        "norm_difference": ".1e",
-    }
-    table = Table(title="Whole optimizer steps")
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="left" if column in ("case", "name") else "right")
-    for record in records:
-        values = (record.get(column) for column in columns)
-        cells = zip(values, columns.values(), strict=True)
-        table.add_row(*("" if value is None else format(value, spec) for value, spec in cells))
-    console.print(table)
 
 
 def _world_size() -> int:
