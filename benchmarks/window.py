@@ -51,8 +51,6 @@ LEVERS = (
     Contender("with old log-probs before training", options={"fused_skip_old_logps": False}),
     Contender("every copy of a prompt", options={"fused_share_prompts": False}),
     Contender("every micro-batch alone in the model", options=ALONE),
-    Contender("rebalanced by prompt and length", options={"fused_balance": True}),
-    Contender("both of these", options={"fused_balance": True, **ALONE}),
     Contender("torch's gradient checkpointing", options={"gradient_checkpointing_kwargs": TORCHS_OWN}),
     Contender("the same, reentrant", options={"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
     Contender(

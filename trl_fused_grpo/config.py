@@ -172,10 +172,9 @@ class FusedGRPOConfig(GRPOConfig):
             scale, cast and sum over all features.
         fused_balance (`bool`, *optional*):
             By default processes exchange sequences after generation, so that all have about the same work, where loss
-            and metrics stay the same (TRL 1.13 and later). `True` also distributes each process's sequences over its
-            micro-batches by prompt and length instead of at random, where the loss does not depend on it; logged means
-            over micro-batches (`entropy`, `kl`, `clip_ratio/*`) do. Worth it where micro-batches do not share forwards,
-            and for the exchange under earlier releases of TRL. `False` leaves every sequence where it is.
+            and metrics stay the same (TRL 1.13 and later). `True` also exchanges under earlier releases of TRL, whose
+            logged means then change and whose gradient does not, and logs once why nothing can be exchanged where that
+            is so. `False` leaves every sequence where it is.
         fused_max_tokens_per_forward (`int`, *optional*):
             Run packed or aligned micro-batches of an accumulation window through the model together, up to this many
             tokens, which for aligned rows include their padding. Each keeps a loss of its own. Defaults to the size of
@@ -244,7 +243,7 @@ class FusedGRPOConfig(GRPOConfig):
     )
     fused_balance: bool | None = field(
         default=FusedOptions.fused_balance,
-        metadata={"help": "Distribute sequences by length: over processes (default), over micro-batches too (True)."},
+        metadata={"help": "Exchange sequences between processes, so that all have about the same work."},
     )
     fused_max_tokens_per_forward: int | None = field(
         default=FusedOptions.fused_max_tokens_per_forward,

@@ -87,11 +87,6 @@ class FusedTrainerMixin(_Trainer):
         """What the fused function did in the last loss forward; its backward fills in `recomputed`."""
         return self._fused.stats[-1] if self._fused.stats else FusedStats()
 
-    @property
-    def is_rebalanced(self) -> bool:
-        """Whether the sequences of the last generation batch were partitioned anew (`fused_balance`)."""
-        return self._fused.merger.is_rebalanced
-
     def fused_layout(self, is_multimodal: bool = False) -> str:
         """
         The layout that the policy's rows get: `"packed"`, `"aligned"` or `"padded"`.

@@ -230,13 +230,6 @@ FOUND = {
     # A prompt-learning adapter that was switched off looked active, so that the reference's log-probs were left out
     "prefix-tuning": {"adapter": "prefix-tuning", "rollout": True, "beta": 0.001, "sampling": "sequence"},
     "prompt-tuning": {"adapter": "prompt-tuning", "rollout": True, "beta": 0.1, "sampling": "token"},
-    # Sequences changed their micro-batch, whose gradient a hook clips
-    "balanced-and-clipped": {
-        "rollout": True,
-        "gradient_accumulation_steps": 4,
-        "fused_balance": True,
-        "stepwise": "parameter-hook-clips",
-    },
 }
 
 

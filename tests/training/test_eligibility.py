@@ -1,6 +1,6 @@
 """
-Faster paths train what stock trains: no old log-probs on-policy, rebalanced micro-batches, zero-grad sequences left
-out. Where a path is not eligible, it is left.
+Faster paths train what stock trains: no old log-probs on-policy, zero-grad sequences left out. Where a path is not
+eligible, it is left.
 """
 
 from unittest import mock
@@ -17,13 +17,8 @@ from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCo
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
 from trl_fused_grpo.training.deferred_ratio import DEFERRED
-from trl_fused_grpo.training.eligibility import (
-    why_not_balanced,
-    why_not_exchanged,
-    why_old_logps_are_needed,
-)
+from trl_fused_grpo.training.eligibility import why_not_exchanged, why_old_logps_are_needed
 from trl_fused_grpo.training.noise import why_forwards_differ
-from trl_fused_grpo.training.partitioning import rebalance
 
 from .sampler import use_sampler
 
@@ -73,10 +68,10 @@ def test_an_accumulation_window_without_old_log_probs_trains_and_logs_as_stock(t
         assert not stock_entry.keys() - fused_entry.keys()
 
 
-@pytest.mark.parametrize("option", ["fused_skip_old_logps", "fused_balance", "fused_share_prompts"])
-def test_each_option_can_be_switched_and_trains_the_same(tmp_path, option):
+@pytest.mark.parametrize("option", ["fused_skip_old_logps", "fused_share_prompts"])
+def test_each_option_can_be_switched_off_and_trains_the_same(tmp_path, option):
     expected, _, _ = train(tmp_path, FusedGRPOTrainer)
-    weights, log, forwards = train(tmp_path, FusedGRPOTrainer, **{option: option == "fused_balance"})
+    weights, log, forwards = train(tmp_path, FusedGRPOTrainer, **{option: False})
     assert all(relative_error(weights[name], weight) < 1e-5 for name, weight in expected.items())
     assert all(name in log[0] for name in SAMPLING_METRICS)
     assert all(forwards) == (option != "fused_skip_old_logps")
@@ -112,61 +107,14 @@ def test_old_log_probs_are_computed_where_the_weights_move_while_a_batch_is_in_u
     assert why_old_logps_are_needed(trainer, steps_left=3) is not None
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"loss_type": "bnpo"}, "bnpo"),
-        ({"top_entropy_quantile": 0.5}, "quantile"),
-        ({"gradient_accumulation_steps": 1, "steps_per_generation": 2}, "covers part"),
-        ({}, None),
-    ],
-)
-def test_micro_batches_are_rebalanced_only_where_the_loss_does_not_depend_on_the_split(tmp_path, options, reason):
-    found = why_not_balanced(make_trainer(tmp_path, **options))
-    assert found is None if reason is None else reason in found
-
-
 def test_sequences_stay_where_a_hook_sees_the_gradient_of_each_micro_batch(tmp_path):
     trainer = make_trainer(tmp_path)
     weight = trainer.model.get_input_embeddings().weight
     hook = weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    causal_lm = trainer.model
-    assert "gradient of each micro-batch" in str(why_not_balanced(trainer))
-    assert "gradient of each micro-batch" in str(why_not_exchanged(trainer, causal_lm, "packed"))
-    hook.remove()
-    assert why_not_balanced(trainer) is None
-
-
-@pytest.mark.parametrize("shares_prompts", [False, True], ids=["", "shared-prompts"])
-@pytest.mark.parametrize("layout", ["packed", "aligned"])
-def test_rebalancing_moves_whole_sequences(layout, shares_prompts):
-    batches = [make_inputs(seed=seed, tool_mask=torch.ones(4, 8)) for seed in range(3)]
-    rebalanced = rebalance(batches, layout, shares_prompts)
-
-    def sequences(batches):
-        keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "tool_mask")
-        return sorted(str([batch[key][row].tolist() for key in keys]) for batch in batches for row in range(4))
-
-    assert sequences(rebalanced) == sequences(batches)
-    assert [len(batch["advantages"]) for batch in rebalanced] == [4, 4, 4]
-    tokens = [int(batch["completion_mask"].sum() + batch["prompt_mask"].sum()) for batch in rebalanced]
-    spread = max(tokens) - min(tokens)
-    assert spread <= 3 if layout == "packed" else tokens == sorted(tokens)
-
-
-def test_rebalancing_puts_the_sequences_of_a_prompt_into_one_micro_batch():
-    batches = [make_inputs(seed=seed) for seed in range(4)]
-    for number, batch in enumerate(batches):
-        prompts = (torch.arange(4) + number) % 4 + 5  # each micro-batch has one completion of each prompt
-        batch["prompt_ids"] = prompts.unsqueeze(1).expand(4, 3).clone()
-        batch["prompt_mask"] = torch.ones(4, 3, dtype=torch.long)
-    rebalanced = rebalance(batches, "packed", share_prompts=True)
-    assert [len(batch["prompt_ids"].unique()) for batch in rebalanced] == [1, 1, 1, 1]
-
-
-def test_batches_whose_tensors_are_not_one_row_a_sequence_are_not_rebalanced():
-    batches = [make_inputs(seed=seed, pixel_values=torch.ones(7, 3)) for seed in range(2)]
-    assert rebalance(batches, "packed", True) is batches
+    with mock.patch.object(type(trainer.accelerator), "num_processes", 2):
+        assert "gradient of each micro-batch" in str(why_not_exchanged(trainer, trainer.model, "packed"))
+        hook.remove()
+        assert why_not_exchanged(trainer, trainer.model, "packed", counts_means=False) is None
 
 
 @pytest.mark.parametrize("layout", ["packed", "aligned"])

@@ -113,17 +113,26 @@ def test_forwards_are_expected_as_the_limit_and_the_accumulation_windows_say(lim
 )
 def test_sequences_are_exchanged_only_where_loss_and_metrics_stay_the_same(tmp_path, options, reason):
     trainer = make_trainer(tmp_path, **options)
-    found = why_not_exchanged(trainer, trainer.model, trainer.fused_layout())
-    if reason is None and not trl_compat.METRICS_COUNT_ALL_PROCESSES:
-        reason = "means of each process"
-        assert why_not_exchanged(trainer, trainer.model, trainer.fused_layout(), counts_means=False) is None
+    asked = trainer, trainer.model, trainer.fused_layout()
+    assert why_not_exchanged(*asked) == "there is one process"
+    with mock.patch.object(type(trainer.accelerator), "num_processes", 2):
+        found, without_means = why_not_exchanged(*asked), why_not_exchanged(*asked, counts_means=False)
+        with_images = why_not_exchanged(*asked, has_images=True)
+    if reason is None:
+        assert without_means is None
+        assert with_images == "a generation batch has images"
+        reason = None if trl_compat.METRICS_COUNT_ALL_PROCESSES else "means of each process"
     assert found is None if reason is None else reason in found
 
 
 def test_processes_that_share_sequences_keep_them(tmp_path):
     trainer = make_trainer(tmp_path)
     several = SimpleNamespace(non_data_parallel_size=2)
-    with mock.patch.object(type(trainer.accelerator), "parallelism_config", several, create=True):
+    accelerator = type(trainer.accelerator)
+    with (
+        mock.patch.object(accelerator, "parallelism_config", several, create=True),
+        mock.patch.object(accelerator, "num_processes", 2),
+    ):
         assert "same sequences" in why_not_exchanged(trainer, trainer.model, "packed")
 
 
@@ -144,15 +153,23 @@ def test_what_has_no_row_of_known_padding_for_each_sequence_is_not_exchanged(fie
 
 
 @pytest.mark.parametrize("balance", [None, False, True])
-def test_one_process_or_an_option_leaves_sequences_alone(tmp_path, balance):
+def test_one_process_images_or_an_option_leave_sequences_alone(tmp_path, balance, caplog):
     trainer = make_trainer(tmp_path, fused_balance=balance)
     batches = [make_inputs(seed=seed) for seed in range(2)]
+
+    def exchanged(has_images=False):
+        return exchange.exchanged(trainer._fused.engine, batches, "packed", 2, True, has_images)
+
     with mock.patch.object(exchange, "exchanged_sequences") as exchanged_sequences:
-        assert exchange.exchanged(trainer._fused.engine, batches, "packed", 2, True) is batches
+        assert exchanged() is batches
         with mock.patch.object(type(trainer.accelerator), "num_processes", 2):
-            exchange.exchanged(trainer._fused.engine, batches, "packed", 2, True)
+            assert exchanged(has_images=True) is batches
+            assert not exchanged_sequences.called
+            exchanged()
     is_asked = balance is not False and (balance or trl_compat.METRICS_COUNT_ALL_PROCESSES)
     assert exchanged_sequences.called == is_asked
+    for reason in ("there is one process", "a generation batch has images"):
+        assert caplog.messages.count(f"fused_balance has no effect, because {reason}.") == (balance is True)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])

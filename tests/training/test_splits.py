@@ -42,13 +42,13 @@ OF_MICRO_BATCHES: dict[str, dict[str, Any]] = {
     "an entropy quantile": {"loss_type": "dapo", "top_entropy_quantile": 0.4},
     "an entropy bonus": {"loss_type": "dapo", "entropy_coef": 0.1},
 }
-# Where the model's forwards are shared, and where sequences change their micro-batch as well
+# How many micro-batches share a forward of the model: none, all, some
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"fused_max_tokens_per_forward": 0},
     "shared": {"fused_max_tokens_per_forward": 10_000},
-    "balanced": {"fused_max_tokens_per_forward": 60, "fused_balance": True},
+    "grouped": {"fused_max_tokens_per_forward": 60},
 }
-SHORT = {("dapo", 3, "shared"), ("grpo", 12, "alone"), ("grpo", 3, "balanced"), ("bnpo", 4, "shared")}
+SHORT = {("dapo", 3, "shared"), ("grpo", 12, "alone"), ("grpo", 12, "grouped"), ("bnpo", 4, "shared")}
 Trained = tuple[dict[str, torch.Tensor], dict[str, float]]
 
 
@@ -67,7 +67,6 @@ def each(losses: dict[str, dict[str, Any]]) -> pytest.MarkDecorator:
         [
             pytest.param(*case, id=", ".join(map(str, case)), marks=() if case in SHORT else pytest.mark.nightly)
             for case in cases
-            if case[2] != "balanced" or case[0] in SUMS  # it is refused for the others
         ],
     )
 
@@ -132,14 +131,9 @@ def test_a_gradient_that_depends_on_the_split_is_stocks(name, split, way, traine
 
 @each({**SUMS, **OF_MICRO_BATCHES})
 def test_metrics_are_counted_once(name, split, way, trained):
-    """Those of the rows, and means over micro-batches where these are stock's."""
+    """Those of the rows, and means over micro-batches."""
     skip_unknown({**SUMS, **OF_MICRO_BATCHES}[name])
     (_, log), (_, stock) = trained(name, split, way), trained(name, split)
     assert log.keys() - stock.keys() == {"fused/rows_recomputed"}
-    of_micro_batches = ("entropy", "kl", "policy_loss", "clip_ratio", "cispo_clip_ratio") if way == "balanced" else ()
-    expected = {
-        metric: value
-        for metric, value in stock.items()
-        if metric != "step_time" and not metric.startswith(of_micro_batches)
-    }
+    expected = {metric: value for metric, value in stock.items() if metric != "step_time"}
     assert {metric: log[metric] for metric in expected} == pytest.approx(expected, rel=TOLERANCE, abs=1e-6)

@@ -54,11 +54,6 @@ def beta_of_loss(trainer: Any) -> float:
     return 0.0 if is_rloo(trainer) else trainer.beta
 
 
-def top_entropy_quantile(trainer: Any) -> float:
-    """The fraction of tokens, those of highest entropy, that the loss counts."""
-    return 1.0 if is_rloo(trainer) else trainer.top_entropy_quantile
-
-
 def accumulation_in_loss(trainer: Any) -> int:
     """What TRL's `_compute_loss` divides by in training: GRPO's by the accumulation steps, RLOO's leaves that to HF."""
     return 1 if is_rloo(trainer) else trainer.current_gradient_accumulation_steps

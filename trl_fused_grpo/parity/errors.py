@@ -10,9 +10,6 @@ from .run_case import Outcome
 
 
 METRIC_TOLERANCE, METRIC_FLOOR = 1e-4, 1e-6  # relative, absolute
-# Metrics (or the beginnings of their names) that are means over micro-batches. They depend on how a generation batch is
-# partitioned into micro-batches, which is at random in TRL.
-MEANS_OVER_MICRO_BATCHES = ("entropy", "kl", "clip_ratio/", "cispo_clip_ratio", "vespo/")
 
 
 @dataclass(frozen=True)
@@ -92,9 +89,7 @@ def _relative(distance: float, size: float) -> float:
     return distance / size if size else math.inf
 
 
-def differing_metrics(
-    stock: dict[str, list[float]], fused: dict[str, list[float]], values: bool = True, names_only: tuple[str, ...] = ()
-) -> list[str]:
+def differing_metrics(stock: dict[str, list[float]], fused: dict[str, list[float]], values: bool = True) -> list[str]:
     """
     Names of metrics that one side lacks or that differ in value.
 
@@ -105,8 +100,6 @@ def differing_metrics(
             The fused trainer's.
         values (`bool`):
             Whether to compare values too: tolerance 1e-4 relative, 1e-6 absolute; NaN equals NaN.
-        names_only (`tuple[str, ...]`):
-            Beginnings of names whose values are not compared.
 
     Returns:
         `list[str]`:
@@ -116,8 +109,7 @@ def differing_metrics(
     differing += [f"{name} (extra)" for name in fused.keys() - stock.keys()]
     for name in stock.keys() & fused.keys():
         same_count = len(stock[name]) == len(fused[name])
-        compared = values and not name.startswith(names_only)
-        if not same_count or (compared and not all(map(close, stock[name], fused[name]))):
+        if not same_count or (values and not all(map(close, stock[name], fused[name]))):
             differing.append(name)
     return sorted(differing)
 

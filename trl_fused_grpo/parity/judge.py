@@ -5,7 +5,7 @@ import math
 import torch
 
 from .case import Case
-from .errors import MEANS_OVER_MICRO_BATCHES, Errors, differing_metrics, measure
+from .errors import Errors, differing_metrics, measure
 from .result import Result
 from .run_case import Outcome
 
@@ -40,8 +40,7 @@ def float32_problems(case: Case, stock: Outcome, fused: Outcome, result: Result)
         problems.append(f"loss off by {errors.loss:.1e}")
     if not (result.gradient_error or 0.0) <= TOLERANCE:
         problems.append(f"gradient of {result.worst_parameter} off by {result.gradient_error:.1e}")
-    names_only = MEANS_OVER_MICRO_BATCHES if fused.rebalanced else ()
-    result.metrics_differ = differing_metrics(stock.metrics, fused.metrics, names_only=names_only)
+    result.metrics_differ = differing_metrics(stock.metrics, fused.metrics)
     return problems + metric_problems(result)
 
 

@@ -44,8 +44,6 @@ class Outcome:
             How many of these rows backward computed a second time.
         layout (`str`, *optional*):
             How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
-        rebalanced (`bool`):
-            Whether the fused trainer partitioned the generation batch into micro-batches anew (`fused_balance`).
     """
 
     loss: float = 0.0
@@ -54,7 +52,6 @@ class Outcome:
     rows: int | None = None
     recomputed: int | None = None
     layout: str | None = None
-    rebalanced: bool = False
 
     @property
     def norm(self) -> float:
@@ -158,7 +155,6 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 outcome.tensors[f"{name} (window {window})" if window else name] = gradient.detach().cpu().clone()
         _collect_metrics(trainer, "train", outcome)
-        outcome.rebalanced |= getattr(trainer, "is_rebalanced", False)
         if case.update:
             _move_weights(trainer, window, dtype)
     return outcome

@@ -12,7 +12,6 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | micro-batches that share a forward | [`why_forwards_are_not_shared`] |
 | no old log-probs on-policy | [`why_old_logps_are_needed`], in any step: [`why_old_logps_are_not_skipped`] |
 | the reference's log-probs in the policy's groups | [`why_reference_is_not_regrouped`] |
-| sequences moved between micro-batches | [`why_not_balanced`] |
 | sequences exchanged between processes | [`why_not_exchanged`] |
 | padding that attends to anything, where cuDNN would return NaN | [`why_padding_is_mixed_in`] |
 | LoRA's terms within the products | `modeling/adapters.py` |
@@ -212,26 +211,9 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
     return why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer)
 
 
-def why_not_balanced(trainer: Any) -> str | None:
-    """Why sequences may not move between micro-batches; `None` where the loss does not depend on the split."""
-    args = trainer.args
-    reason = _why_sequences_stay(trainer)
-    if reason is not None:
-        return reason
-    if args.gradient_accumulation_steps % args.steps_per_generation != 0:
-        return "an accumulation window covers part of a generation batch"
-    if trainers.loss_type(trainer) == "bnpo":
-        return "bnpo divides by the tokens of each micro-batch"
-    if trainers.top_entropy_quantile(trainer) < 1.0:
-        return "the entropy quantile is taken in each micro-batch"
-    if trl_compat.has_entropy_bonus(trainer):
-        return "the entropy bonus is a mean over each micro-batch"
-    if trl_compat.has_aux_loss(trainer):
-        return "the auxiliary loss is computed in each micro-batch"
-    return None
-
-
-def why_not_exchanged(trainer: Any, causal_lm: PreTrainedModel, layout: str, counts_means: bool = True) -> str | None:
+def why_not_exchanged(
+    trainer: Any, causal_lm: PreTrainedModel, layout: str, counts_means: bool = True, has_images: bool = False
+) -> str | None:
     """
     Why processes may not exchange sequences of the same micro-batch, or `None` where the loss and every metric over all
     processes stay the same.
@@ -241,10 +223,15 @@ def why_not_exchanged(trainer: Any, causal_lm: PreTrainedModel, layout: str, cou
         causal_lm (`PreTrainedModel`): its model, without wrappers.
         layout (`str`): the layout of the policy's rows.
         counts_means (`bool`): whether logged means must stay the same too.
+        has_images (`bool`): whether a micro-batch of any process has images.
     """
+    if trainer.accelerator.num_processes == 1:
+        return "there is one process"
     reason, loss_type = _why_sequences_stay(trainer), trainers.loss_type(trainer)
     if reason is not None:
         return reason
+    if has_images:
+        return "a generation batch has images"
     if layout != "packed":
         return "only packed rows are as long as their sequences"
     if trl_compat.shares_sequences(trainer):

@@ -37,25 +37,31 @@ _COMPLETION_FIELDS = {  # [B, T], padded right
 
 
 def exchanged(
-    engine: LogpsEngine, batches: list[dict[str, Any]], layout: LayoutName, steps_left: int, is_shared: bool
+    engine: LogpsEngine,
+    batches: list[dict[str, Any]],
+    layout: LayoutName,
+    steps_left: int,
+    is_shared: bool,
+    has_images: bool,
 ) -> list[dict[str, Any]]:
     """
     The micro-batches of a new generation batch after the exchange of sequences between processes, where it is allowed.
 
     Args:
         engine ([`LogpsEngine`]): knows trainer, options and model.
-        batches (`list[dict]`): as TRL has split them, without images.
+        batches (`list[dict]`): as TRL has split them.
         layout (`str`): the layout of their rows.
         steps_left (`int`): micro-batches until the current accumulation window ends.
         is_shared (`bool`): whether micro-batches share forwards.
+        has_images (`bool`): whether a micro-batch of any process has images.
     """
     trainer, options = engine.trainer, engine.options
-    if options.fused_balance is False or trainer.accelerator.num_processes == 1:
+    if options.fused_balance is False:
         return batches
     causal_lm = engine.causal_lm(trainer.model)
-    reason = why_not_exchanged(trainer, causal_lm, layout, counts_means=not options.fused_balance)
-    if not is_possible("fused_balance, between processes," if options.fused_balance else None, reason):
-        logger.info_once(f"Each process keeps the sequences that it generated, because {reason}.")
+    reason = why_not_exchanged(trainer, causal_lm, layout, not options.fused_balance, has_images)
+    if not is_possible("fused_balance" if options.fused_balance else None, reason):
+        logger.info_once(f"Processes exchange no sequences, because {reason}.")
         return batches
     most = options.fused_max_tokens_per_forward
 

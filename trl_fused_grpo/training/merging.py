@@ -22,13 +22,12 @@ from trl_fused_grpo.modeling.out_of_memory import MemoryWatch, SharedOutOfMemory
 
 from .agreement import memory_watch, of_all_processes, why_not_split, with_images_anywhere
 from .checks import is_possible
-from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_not_balanced
+from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen
 from .engine import LogpsEngine
 from .exchange import exchanged
 from .logps_request import LogpsRequest, PerTokenLogps, images_of
 from .memory import free_memory, token_budget
 from .merge_plan import plan_merges
-from .partitioning import rebalance
 from .random_states import RandomStates
 from .shared_backward import SharedForward, can_be_repeated
 
@@ -46,14 +45,12 @@ class MicroBatchMerger:
         engine ([`LogpsEngine`]): knows its options and how its rows are laid out.
 
     Attributes:
-        is_rebalanced (`bool`): whether the sequences of the generation batch were partitioned anew (`fused_balance`).
         layout (`str`): the layout for which it was decided which micro-batches share a forward.
     """
 
     def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.engine = engine
-        self.is_rebalanced = False
         self._most_together = sys.maxsize  # micro-batches in a forward
         self._watch: Callable[[], MemoryWatch] | None = None  # of a forward that is split where memory runs out
         self._why_not_split: str | None = None
@@ -82,7 +79,7 @@ class MicroBatchMerger:
             steps_left (`int`): micro-batches until the current accumulation window ends.
 
         Returns:
-            `list[dict]`: the micro-batches, as they were or with their sequences partitioned anew.
+            `list[dict]`: the micro-batches, as they were or with sequences of other processes.
         """
         trainer, options = self.trainer, self.engine.options
         causal_lm = self.engine.causal_lm(trainer.model)
@@ -95,11 +92,7 @@ class MicroBatchMerger:
         max_tokens, ends = options.fused_max_tokens_per_forward, []
         asked_for = "fused_max_tokens_per_forward" if max_tokens else None
         is_shared = is_possible(asked_for, why_forwards_are_not_shared(trainer, layout))
-        if not any(with_images):
-            batches = exchanged(self.engine, batches, layout, steps_left, is_shared)
-        if options.fused_balance and is_possible("fused_balance", why_not_balanced(trainer)):
-            rebalanced = rebalance(batches, layout, shares_prompts)
-            self.is_rebalanced, batches = rebalanced is not batches, rebalanced
+        batches = exchanged(self.engine, batches, layout, steps_left, is_shared, any(with_images))
         if is_shared:
             processes = trainer.accelerator.num_processes
             self._why_not_split = why_not_split(trainer, causal_lm)

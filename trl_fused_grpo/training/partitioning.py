@@ -1,45 +1,9 @@
-"""Which sequences go together: in the micro-batches of a generation batch, and in the sub-batches of a forward."""
-
-from typing import Any
+"""Which sequences go together: in the sub-batches of a forward, and in rows of one width."""
 
 import torch
 from torch import Tensor
 
 from trl_fused_grpo.modeling.layout import LayoutName
-
-
-def rebalance(batches: list[dict[str, Any]], layout: LayoutName, share_prompts: bool) -> list[dict[str, Any]]:
-    """
-    Partition the sequences of a generation batch anew into its micro-batches, each with as many as before.
-
-    Where rows are packed, micro-batches get about equal numbers of tokens, and sequences of one prompt stay together if
-    they share it. Where rows are padded to the longest, sequences of similar length come together.
-
-    Args:
-        batches (`list[dict]`):
-            The micro-batches. They are returned as they are when one holds anything but a tensor with one row for each
-            sequence or a scalar.
-        layout (`str`): how their rows will be laid out.
-        share_prompts (`bool`): whether a prompt stands in a packed row once.
-    """
-    if layout == "padded" or len(batches) == 1:
-        return batches
-    size = len(batches[0]["completion_ids"])
-    per_sequence = {k for k, v in batches[0].items() if isinstance(v, Tensor) and v.dim() > 0}
-    others = {k for k, v in batches[0].items() if not isinstance(v, Tensor) and v is not None}
-    if others or any(len(batch[k]) != size for batch in batches for k in per_sequence):
-        return batches
-    whole = {k: torch.cat([batch[k] for batch in batches]) for k in per_sequence}
-    lengths = whole["prompt_mask"].sum(1) + whole["completion_mask"].sum(1)
-    if layout == "aligned":
-        partitions = lengths.argsort(stable=True).view(len(batches), size).tolist()
-    else:
-        prompts = prompt_group_ids(whole["prompt_ids"], whole["prompt_mask"]) if share_prompts else None
-        partitions = balanced_partitions(lengths.tolist(), len(batches), size, prompts)
-    return [
-        {**batch, **{k: whole[k][torch.tensor(partition, device=whole[k].device)] for k in per_sequence}}
-        for batch, partition in zip(batches, partitions, strict=True)
-    ]
 
 
 def balanced_partitions(lengths: list[int], parts: int, size: int, prompts: list[int] | None = None) -> list[list[int]]:

@@ -46,13 +46,6 @@ def accumulation() -> list[Case]:
     return [
         Case("accumulation", "four micro-batches of one generation batch", _steps(4, 4), Rollout()),
         Case(
-            "accumulation-rebalanced",
-            "the same partitioned anew by prompt and length, and so other means over micro-batches",
-            _steps(4, 4),
-            Rollout(),
-            fused={"fused_balance": True},
-        ),
-        Case(
             "accumulation-repeated-prompts",
             "the same with every copy of a prompt in the forward",
             _steps(4, 4),
