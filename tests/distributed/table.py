@@ -31,6 +31,8 @@ class Feature:
             Whether completions call tools.
         forwards (`int`, *optional*):
             Forwards with gradient of an accumulation window.
+        engines (`tuple[str, ...]`):
+            Under which it is trained.
     """
 
     model: str = "text"
@@ -41,9 +43,21 @@ class Feature:
     fused_options: dict[str, Any] = field(default_factory=lambda: {"fused_max_tokens_per_forward": 10_000})
     tools: bool = False
     forwards: int = 1
+    engines: tuple[str, ...] = ENGINES
 
 
 _ATTENTION = ("q_proj", "v_proj")
+# Further losses whose gradient no split of the rows changes. Only after the first step have ratios other than one
+LOSSES = {
+    name: Feature(options={"num_iterations": 2, "loss_type": name, **options}, engines=("ddp",))
+    for name, options in {
+        "dr_grpo": {},
+        "cispo": {"epsilon_high": 5.0},
+        "sapo": {},
+        "luspo": {"importance_sampling_level": "sequence"},
+        "vespo": {},
+    }.items()
+}
 FEATURES = {
     "full": Feature(),
     "tied": Feature("tied"),
@@ -64,6 +78,7 @@ FEATURES = {
     "images-lora": Feature("images", lora=_ATTENTION),
     "bf16": Feature(precision="bf16"),
     "fp16": Feature(precision="fp16"),
+    **LOSSES,
 }
 HALF = ("bf16", "fp16")
 
@@ -119,7 +134,7 @@ class Training:
 
 
 # The same rows in other micro-batches; their loss is a sum over all rows
-SPLITS = [("full", 1), ("full", 12), ("grpo", 3)]
+SPLITS = [("full", 1), ("full", 12), ("grpo", 3), *((loss, n) for loss in LOSSES for n in (1, 12))]
 
 
 def _table(*engines: str) -> list[Training]:
@@ -127,7 +142,7 @@ def _table(*engines: str) -> list[Training]:
     trainings += [Training(engine, feature, micro_batches=n) for engine in engines for feature, n in SPLITS]
     # half precision is compared with stock's, which rounds as well
     trainings += [Training(engine, feature, "stock") for engine in engines for feature in HALF]
-    return trainings
+    return [training for training in trainings if training.engine in training.of.engines]
 
 
 # DDP first: Accelerate leaves in the environment that FSDP was used
@@ -135,7 +150,7 @@ LAUNCHES = {
     "torch": _table("ddp", "fsdp2", "fsdp1"),
     "deepspeed": _table("zero3", "zero2"),
     "nodes": [
-        *(Training("ddp", feature, processes=4) for feature in ("full", "balanced")),
+        *(Training("ddp", feature, processes=4) for feature in ("full", "balanced", *LOSSES)),
         Training("ddp", "full", processes=4, micro_batches=6),
         *(Training("fsdp2", feature, processes=4) for feature in ("full", "lora", "tools")),
     ],

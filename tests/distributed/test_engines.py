@@ -25,7 +25,7 @@ from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
 from .adapters import REFUSES_ADAPTER_ON_HEAD
 from .engines import wrapper_and_parameters
 from .launching import launch
-from .table import GENERATIONS, HALF, LAUNCHES, STEPS, Training
+from .table import GENERATIONS, HALF, LAUNCHES, SPLITS, STEPS, Training
 from .trainings import train
 
 
@@ -146,7 +146,7 @@ def test_weights_and_logs_are_those_of_one_process_of_stock(training: Training, 
             assert {name: entry[name] for name in expected} == pytest.approx(expected, rel=TOLERANCE, abs=1e-6)
 
 
-@_each(lambda training: training.feature in ("full", "grpo"))
+@_each(lambda training: training.feature in {feature for feature, _ in SPLITS})
 def test_weights_do_not_depend_on_processes_and_micro_batches(training: Training, outcome, one_process):
     """Stock's here are those of one process and one micro-batch."""
     _, moved = outcome(training)
