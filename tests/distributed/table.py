@@ -33,6 +33,8 @@ class Feature:
             Forwards with gradient of an accumulation window.
         engines (`tuple[str, ...]`):
             Under which it is trained.
+        algorithm (`str`):
+            `"grpo"` or `"rloo"`.
     """
 
     model: str = "text"
@@ -44,6 +46,7 @@ class Feature:
     tools: bool = False
     forwards: int = 1
     engines: tuple[str, ...] = ENGINES
+    algorithm: str = "grpo"
 
 
 _ATTENTION = ("q_proj", "v_proj")
@@ -57,6 +60,15 @@ LOSSES = {
         "luspo": {"importance_sampling_level": "sequence"},
         "vespo": {},
     }.items()
+}
+# With ratios of whole sequences from 0.1 to 11 in the second step, few of which are clipped
+RLOO = {
+    name: Feature(
+        options={"num_iterations": 2, "beta": beta, "learning_rate": 0.01, "epsilon": 0.9, "epsilon_high": 10.0},
+        engines=("ddp", "fsdp2", "zero3"),
+        algorithm="rloo",
+    )
+    for name, beta in (("rloo", 0.0), ("rloo-beta", 0.1))
 }
 FEATURES = {
     "full": Feature(),
@@ -79,6 +91,7 @@ FEATURES = {
     "bf16": Feature(precision="bf16"),
     "fp16": Feature(precision="fp16"),
     **LOSSES,
+    **RLOO,
 }
 HALF = ("bf16", "fp16")
 
@@ -95,7 +108,7 @@ class Training:
             One of `FEATURES`.
         trainer (`str`):
             `"stock"`, `"fused"`, `"dense"`: stock on log-probs from the model's own logits, or `"exact"`: stock in
-            float32, whatever the feature's precision.
+            float32 beside half precision, and in float64 beside float32.
         processes (`int`):
             How many there are, or for how many the one stands.
         micro_batches (`int`):
@@ -125,6 +138,10 @@ class Training:
     def precision(self) -> str:
         return "no" if self.trainer == "exact" else self.of.precision
 
+    @property
+    def is_double(self) -> bool:
+        return self.trainer == "exact" and self.of.precision == "no"
+
     def with_trainer(self, trainer: str) -> "Training":
         return replace(self, trainer=trainer)
 
@@ -140,8 +157,8 @@ SPLITS = [("full", 1), ("full", 12), ("grpo", 3), *((loss, n) for loss in LOSSES
 def _table(*engines: str) -> list[Training]:
     trainings = [Training(engine, feature) for engine in engines for feature in FEATURES]
     trainings += [Training(engine, feature, micro_batches=n) for engine in engines for feature, n in SPLITS]
-    # half precision is compared with stock's, which rounds as well
-    trainings += [Training(engine, feature, "stock") for engine in engines for feature in HALF]
+    # compared with stock's in the same engine, which rounds as well
+    trainings += [Training(engine, feature, "stock") for engine in engines for feature in (*HALF, *RLOO)]
     return [training for training in trainings if training.engine in training.of.engines]
 
 

@@ -183,6 +183,17 @@ def test_half_precision_is_as_near_to_float32_as_stocks_in_the_same_engine(train
             assert entry[name] == pytest.approx(expected[name], rel=TOLERANCE)
 
 
+@_each(lambda training: training.of.algorithm == "rloo")
+def test_rloo_is_within_the_same_tolerance_of_float64_and_so_is_stock(training: Training, outcome, one_process):
+    """Its ratio is the exponential of a sum over the sequence, in which rounding of log-probs adds up."""
+    alone, truth = one_process(training.alone("exact"))
+    assert {value.dtype for value in truth.values()} == {torch.float64}
+    for trainer in ("fused", "stock"):
+        ranks, moved = outcome(training.with_trainer(trainer))
+        assert far(moved, truth, alone["rounding"]) == {}, trainer
+        assert ranks[0]["logs"][1]["clip_ratio/region_mean"] < 0.5
+
+
 def error(moved: Moved, truth: Moved) -> float:
     return sum((moved[name] - value).square().sum().item() for name, value in truth.items()) ** 0.5
 
