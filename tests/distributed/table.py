@@ -50,6 +50,8 @@ class Feature:
 
 
 _ATTENTION = ("q_proj", "v_proj")
+# FSDP2 cannot shard a head of its own beside the embedding that it was tied to, and the constructor refuses it
+_SHARDS_TIED_HEADS = tuple(engine for engine in ENGINES if engine != "fsdp2")
 # Further losses whose gradient no split of the rows changes. Only after the first step have ratios other than one
 LOSSES = {
     name: Feature(options={"num_iterations": 2, "loss_type": name, **options}, engines=("ddp",))
@@ -77,6 +79,7 @@ FEATURES = {
     "lora-head": Feature(lora=(*_ATTENTION, "lm_head")),
     "lora-head-tied": Feature("tied", lora=(*_ATTENTION, "lm_head")),
     "saved-head": Feature(lora=_ATTENTION, saved=("lm_head",)),
+    "saved-head-tied": Feature("tied", lora=_ATTENTION, saved=("lm_head",), engines=_SHARDS_TIED_HEADS),
     "grpo": Feature(options={"loss_type": "grpo"}),
     "beta": Feature(options={"beta": 0.2}),
     "beta-lora": Feature(lora=_ATTENTION, options={"beta": 0.2, "loss_type": "grpo"}),
