@@ -27,22 +27,25 @@ def make(
     checkpoint: Path,
     lengths: Sequence[tuple[int, int]] = ((3, 13),) * RANKS,
     masked: Collection[tuple[int, int]] = MASKED,
+    accumulation: int = ACCUMULATION,
 ) -> list[list[Batch]]:
     """
     Micro-batches `[rank][index]` with log-probs near those of the checkpoint's model. `lengths` has the fewest tokens
-    of a completion of each rank, and the first number that is too many.
+    of a completion of each rank, and the first number that is too many. `accumulation`: micro-batches of a window.
     """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
-    return of_each_rank(lambda rank, i: _micro_batch(model, generator, lengths[rank], (rank, i) in masked))
+    return of_each_rank(
+        lambda rank, i: _micro_batch(model, generator, lengths[rank], (rank, i) in masked), accumulation
+    )
 
 
-def of_each_rank(make_one: Callable[[int, int], Batch]) -> list[list[Batch]]:
+def of_each_rank(make_one: Callable[[int, int], Batch], accumulation: int = ACCUMULATION) -> list[list[Batch]]:
     """Micro-batches `[rank][index]`, made from the two numbers, with the tokens of their accumulation windows."""
-    indices = range(STEPS * ACCUMULATION)
+    indices = range(STEPS * accumulation)
     made = [[make_one(rank, i) for i in indices] for rank in range(RANKS)]
-    for start in indices[::ACCUMULATION]:
-        accumulated = [batch for batches in made for batch in batches[start : start + ACCUMULATION]]
+    for start in indices[::accumulation]:
+        accumulated = [batch for batches in made for batch in batches[start : start + accumulation]]
         tokens = sum(batch["completion_mask"].sum() for batch in accumulated)
         for batch in accumulated:
             batch["num_items_in_batch"] = torch.as_tensor(tokens).clone()

@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import trl.trainer.grpo_trainer as trl_module
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+from trl.trainer import grpo_trainer, rloo_trainer
 
 
 # Added to the logit of the token that ends a completion, so that completions have many lengths
@@ -104,11 +104,14 @@ def shuffled_alike(rows: int, micro_batches: int, rank: int, processes: int) -> 
         order = torch.cat([part for each in zip(*parts, strict=True) for part in each])
     else:
         order = orders[rank]
-    shuffle = trl_module.shuffle_sequence_dict
+    shuffle = grpo_trainer.shuffle_sequence_dict
 
     def ordered(batch: Any) -> Any:
         with mock.patch.object(torch, "randperm", return_value=order):
             return shuffle(batch)
 
-    with mock.patch.object(trl_module, "shuffle_sequence_dict", ordered):
+    with (
+        mock.patch.object(grpo_trainer, "shuffle_sequence_dict", ordered),
+        mock.patch.object(rloo_trainer, "shuffle_sequence_dict", ordered),
+    ):
         yield

@@ -10,6 +10,9 @@ STEPS = 3
 ACCUMULATION = 2
 ROWS = 3  # completions to a micro-batch of one rank
 SHARED = ("shared-forward", "shared-aligned")
+TWICE = "shared-twice"
+# Lengths of completions of which two micro-batches fit into the limit and three do not, whatever their prompts
+LENGTHS_OF_TWO, TOKENS_OF_TWO = (11, 13), 100
 # The tiny model of each case that is about an architecture
 ARCHITECTURES = {
     "deaf": "llama",
@@ -34,7 +37,8 @@ class Run:
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer computes
             old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
             generation batch, and the micro-batches of an accumulation window share a forward, with one importance ratio
-            a sequence; `"shared-aligned"`: the same with aligned rows and a ratio for each token; `"exchanged"`:
+            a sequence; `"shared-aligned"`: the same with aligned rows and a ratio for each token; `"shared-twice"`:
+            the four micro-batches of a window have two forwards, because of the limit of tokens; `"exchanged"`:
             completions are much longer on one rank, and processes exchange sequences. Or one of [`adapters.HEADS`],
             [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
@@ -61,12 +65,17 @@ class Run:
 
     @property
     def shares_forwards(self) -> bool:
-        return self.case in (*SHARED, "exchanged", "wide")
+        return self.case in (*SHARED, TWICE, "exchanged", "wide")
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a window."""
+        return 2 * ACCUMULATION if self.case == TWICE else ACCUMULATION
 
     @property
     def most_tokens(self) -> int:
         """In a forward that micro-batches share."""
-        return 1000
+        return TOKENS_OF_TWO if self.case == TWICE else 1000
 
     @property
     def exchanges(self) -> bool:
@@ -81,7 +90,7 @@ class Run:
     @property
     def data(self) -> str:
         """Name of the micro-batches."""
-        return self.case if self.architecture or self.case == "exchanged" else self.model
+        return self.case if self.architecture or self.case in ("exchanged", TWICE) else self.model
 
     @property
     def model(self) -> str:
@@ -153,4 +162,9 @@ LAUNCHES = {
         *_runs("zero2", "untied", *SHARED),
         *_fused("zero2", "lora-head", "saved-head"),
     ],
+}
+# With tests of their own, every night
+NIGHTLY_LAUNCHES = {
+    "two forwards": [*_runs("ddp", TWICE), *_runs("fsdp2", TWICE), *_runs("fsdp1", TWICE)],
+    "two forwards with deepspeed": [*_runs("zero3", TWICE), *_runs("zero2", TWICE)],
 }

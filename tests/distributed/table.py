@@ -31,6 +31,10 @@ class Feature:
             Whether completions call tools.
         forwards (`int`, *optional*):
             Forwards with gradient of an accumulation window.
+        engines (`tuple[str, ...]`):
+            Under which it is trained.
+        algorithm (`str`):
+            `"grpo"` or `"rloo"`.
     """
 
     model: str = "text"
@@ -41,9 +45,33 @@ class Feature:
     fused_options: dict[str, Any] = field(default_factory=lambda: {"fused_max_tokens_per_forward": 10_000})
     tools: bool = False
     forwards: int = 1
+    engines: tuple[str, ...] = ENGINES
+    algorithm: str = "grpo"
 
 
 _ATTENTION = ("q_proj", "v_proj")
+# FSDP2 cannot shard a head of its own beside the embedding that it was tied to, and the constructor refuses it
+_SHARDS_TIED_HEADS = tuple(engine for engine in ENGINES if engine != "fsdp2")
+# Further losses whose gradient no split of the rows changes. Only after the first step have ratios other than one
+LOSSES = {
+    name: Feature(options={"num_iterations": 2, "loss_type": name, **options}, engines=("ddp",))
+    for name, options in {
+        "dr_grpo": {},
+        "cispo": {"epsilon_high": 5.0},
+        "sapo": {},
+        "luspo": {"importance_sampling_level": "sequence"},
+        "vespo": {},
+    }.items()
+}
+# With ratios of whole sequences from 0.1 to 11 in the second step, few of which are clipped
+RLOO = {
+    name: Feature(
+        options={"num_iterations": 2, "beta": beta, "learning_rate": 0.01, "epsilon": 0.9, "epsilon_high": 10.0},
+        engines=("ddp", "fsdp2", "zero3"),
+        algorithm="rloo",
+    )
+    for name, beta in (("rloo", 0.0), ("rloo-beta", 0.1))
+}
 FEATURES = {
     "full": Feature(),
     "tied": Feature("tied"),
@@ -51,6 +79,7 @@ FEATURES = {
     "lora-head": Feature(lora=(*_ATTENTION, "lm_head")),
     "lora-head-tied": Feature("tied", lora=(*_ATTENTION, "lm_head")),
     "saved-head": Feature(lora=_ATTENTION, saved=("lm_head",)),
+    "saved-head-tied": Feature("tied", lora=_ATTENTION, saved=("lm_head",), engines=_SHARDS_TIED_HEADS),
     "grpo": Feature(options={"loss_type": "grpo"}),
     "beta": Feature(options={"beta": 0.2}),
     "beta-lora": Feature(lora=_ATTENTION, options={"beta": 0.2, "loss_type": "grpo"}),
@@ -64,6 +93,8 @@ FEATURES = {
     "images-lora": Feature("images", lora=_ATTENTION),
     "bf16": Feature(precision="bf16"),
     "fp16": Feature(precision="fp16"),
+    **LOSSES,
+    **RLOO,
 }
 HALF = ("bf16", "fp16")
 
@@ -80,7 +111,7 @@ class Training:
             One of `FEATURES`.
         trainer (`str`):
             `"stock"`, `"fused"`, `"dense"`: stock on log-probs from the model's own logits, or `"exact"`: stock in
-            float32, whatever the feature's precision.
+            float32 beside half precision, and in float64 beside float32.
         processes (`int`):
             How many there are, or for how many the one stands.
         micro_batches (`int`):
@@ -110,6 +141,10 @@ class Training:
     def precision(self) -> str:
         return "no" if self.trainer == "exact" else self.of.precision
 
+    @property
+    def is_double(self) -> bool:
+        return self.trainer == "exact" and self.of.precision == "no"
+
     def with_trainer(self, trainer: str) -> "Training":
         return replace(self, trainer=trainer)
 
@@ -119,15 +154,15 @@ class Training:
 
 
 # The same rows in other micro-batches; their loss is a sum over all rows
-SPLITS = [("full", 1), ("full", 12), ("grpo", 3)]
+SPLITS = [("full", 1), ("full", 12), ("grpo", 3), *((loss, n) for loss in LOSSES for n in (1, 12))]
 
 
 def _table(*engines: str) -> list[Training]:
     trainings = [Training(engine, feature) for engine in engines for feature in FEATURES]
     trainings += [Training(engine, feature, micro_batches=n) for engine in engines for feature, n in SPLITS]
-    # half precision is compared with stock's, which rounds as well
-    trainings += [Training(engine, feature, "stock") for engine in engines for feature in HALF]
-    return trainings
+    # compared with stock's in the same engine, which rounds as well
+    trainings += [Training(engine, feature, "stock") for engine in engines for feature in (*HALF, *RLOO)]
+    return [training for training in trainings if training.engine in training.of.engines]
 
 
 # DDP first: Accelerate leaves in the environment that FSDP was used
@@ -135,7 +170,7 @@ LAUNCHES = {
     "torch": _table("ddp", "fsdp2", "fsdp1"),
     "deepspeed": _table("zero3", "zero2"),
     "nodes": [
-        *(Training("ddp", feature, processes=4) for feature in ("full", "balanced")),
+        *(Training("ddp", feature, processes=4) for feature in ("full", "balanced", *LOSSES)),
         Training("ddp", "full", processes=4, micro_batches=6),
         *(Training("fsdp2", feature, processes=4) for feature in ("full", "lora", "tools")),
     ],

@@ -25,7 +25,7 @@ from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
 from .adapters import REFUSES_ADAPTER_ON_HEAD
 from .engines import wrapper_and_parameters
 from .launching import launch
-from .table import GENERATIONS, HALF, LAUNCHES, STEPS, Training
+from .table import GENERATIONS, HALF, LAUNCHES, SPLITS, STEPS, Training
 from .trainings import train
 
 
@@ -146,7 +146,7 @@ def test_weights_and_logs_are_those_of_one_process_of_stock(training: Training, 
             assert {name: entry[name] for name in expected} == pytest.approx(expected, rel=TOLERANCE, abs=1e-6)
 
 
-@_each(lambda training: training.feature in ("full", "grpo"))
+@_each(lambda training: training.feature in {feature for feature, _ in SPLITS})
 def test_weights_do_not_depend_on_processes_and_micro_batches(training: Training, outcome, one_process):
     """Stock's here are those of one process and one micro-batch."""
     _, moved = outcome(training)
@@ -181,6 +181,17 @@ def test_half_precision_is_as_near_to_float32_as_stocks_in_the_same_engine(train
             assert entry[name] == pytest.approx(expected[name], rel=0.01)
         for name in ("reward", "reward_std", "num_tokens", "completions/mean_length"):
             assert entry[name] == pytest.approx(expected[name], rel=TOLERANCE)
+
+
+@_each(lambda training: training.of.algorithm == "rloo")
+def test_rloo_is_within_the_same_tolerance_of_float64_and_so_is_stock(training: Training, outcome, one_process):
+    """Its ratio is the exponential of a sum over the sequence, in which rounding of log-probs adds up."""
+    alone, truth = one_process(training.alone("exact"))
+    assert {value.dtype for value in truth.values()} == {torch.float64}
+    for trainer in ("fused", "stock"):
+        ranks, moved = outcome(training.with_trainer(trainer))
+        assert far(moved, truth, alone["rounding"]) == {}, trainer
+        assert ranks[0]["logs"][1]["clip_ratio/region_mean"] < 0.5
 
 
 def error(moved: Moved, truth: Moved) -> float:

@@ -18,16 +18,16 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import trl.trainer.grpo_trainer as trl_module
 from datasets import Dataset
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoProcessor
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer import grpo_trainer as trl_module
 from trl.trainer.grpo_trainer import get_peft_model
 
-from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, FusedRLOOConfig, FusedRLOOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 
@@ -39,6 +39,11 @@ from .table import GENERATIONS, LAUNCHES, PROMPTS, STEPS, Training
 
 HANG = timedelta(seconds=60)  # a collective that waits longer raises
 LAYERS = ("Qwen3DecoderLayer", "CLIPEncoderLayer")  # this model names one without layers of its own
+
+
+# Stock, and fused
+CONFIGS = {"grpo": (GRPOConfig, FusedGRPOConfig), "rloo": (RLOOConfig, FusedRLOOConfig)}
+TRAINERS = {"grpo": (GRPOTrainer, FusedGRPOTrainer), "rloo": (RLOOTrainer, FusedRLOOTrainer)}
 
 
 class Dense(GRPOTrainer):
@@ -74,12 +79,15 @@ def prompts(training: Training) -> Dataset:
     return Dataset.from_dict(chats)
 
 
-def build(training: Training, folder: Path, **launcher: Any) -> GRPOTrainer:
+def build(training: Training, folder: Path, **launcher: Any) -> Any:
     """A trainer with plain SGD, whose steps are long beside the rounding of weights."""
     feature, model = training.of, str(folder / training.of.model)
     is_fused, is_alone = training.trainer == "fused", training.engine == "one"
     rows = training.rows // training.micro_batches * (training.processes if is_alone else 1)
-    args = (FusedGRPOConfig if is_fused else GRPOConfig)(
+    sgd = plain_sgd()
+    if training.is_double:
+        sgd["model_init_kwargs"]["dtype"] = torch.float64  # no name of one that TRL takes
+    args = CONFIGS[feature.algorithm][is_fused](
         output_dir=str(folder / "output"),
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=training.micro_batches,
@@ -90,15 +98,15 @@ def build(training: Training, folder: Path, **launcher: Any) -> GRPOTrainer:
             "bf16": False,  # the launcher says in what precision
             "gradient_checkpointing": False,
             "beta": 0.0,
+            "learning_rate": 0.5,
             **feature.options,
             **(feature.fused_options if is_fused else {}),
         },
-        learning_rate=0.5,
-        **plain_sgd(),
+        **sgd,
         **({"use_cpu": True} if is_alone and not torch.cuda.is_available() else {}),
         **launcher,
     )
-    cls = {"dense": Dense, "fused": FusedGRPOTrainer}.get(training.trainer, GRPOTrainer)
+    cls = Dense if training.trainer == "dense" else TRAINERS[feature.algorithm][is_fused]
     with (
         trl_compat.adapter_on_head_allowed() if training.trainer == "dense" else nullcontext(),
         mock.patch.object(trl_module, "get_peft_model", seeded),
@@ -202,7 +210,7 @@ def train(training: Training, folder: Path, rank: int = -1) -> tuple[dict[str, A
     return seen, moved
 
 
-def scaler_of(trainer: GRPOTrainer) -> str | None:
+def scaler_of(trainer: Any) -> str | None:
     """The class of what scales losses in float16."""
     engine: Any = trainer.model_wrapped
     if trainer.is_deepspeed_enabled:

@@ -34,7 +34,7 @@ from .batches import Batch, join
 from .compiled import compiled_calls
 from .engines import launcher_options, parameter_kind, plain_sgd, whole_parameters
 from .out_of_memory import memory_runs_out
-from .runs import ACCUMULATION, LAUNCHES, REFUSED, ROWS, STEPS, Run
+from .runs import LAUNCHES, NIGHTLY_LAUNCHES, REFUSED, ROWS, STEPS, Run
 from .wrong_forecast import misled
 
 
@@ -45,8 +45,9 @@ HANG = timedelta(seconds=60)  # a collective that waits longer raises
 class Fed(GRPOTrainer):
     """Trains on given micro-batches instead of generating some, and records what it computes."""
 
-    def feed(self, batches: list[Batch], computes_logps: bool, is_split_by_trl: bool) -> None:
-        self.batches, self.computes_logps, self.is_split_by_trl = batches, computes_logps, is_split_by_trl
+    def feed(self, batches: list[Batch], run: Run) -> None:
+        self.batches, self.accumulation = batches, run.accumulation
+        self.computes_logps, self.is_split_by_trl = run.refers, run.shares_forwards
         self.losses: list[float] = []
         self.logps: list[list] = []
         self.recomputed: list[tuple[int, int]] = []
@@ -57,7 +58,7 @@ class Fed(GRPOTrainer):
         self.collectives: dict[str, int] = {}  # of the last accumulation window, where TRL splits batches
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
-        return join(self.batches[self._step : self._step + ACCUMULATION])
+        return join(self.batches[self._step : self._step + self.accumulation])
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
         if self.is_split_by_trl:
@@ -94,7 +95,7 @@ class Fed(GRPOTrainer):
             self.recomputed.append((self.fused_stats.recomputed, self.fused_stats.rows))
             self.layouts.append(self.fused_stats.layout)
         if self.is_split_by_trl:
-            batch = self._buffered_inputs[(self._step - 1) % ACCUMULATION]
+            batch = self._buffered_inputs[(self._step - 1) % self.accumulation]
             self.generated_by.append(batch[GENERATED_BY].tolist() if GENERATED_BY in batch else [])
             self.tokens.append(int(batch["completion_mask"].sum()))
         return loss
@@ -112,7 +113,7 @@ class FedDense(Fed):
 
 def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     """
-    Build a trainer that takes one optimizer step for every two of `batches`.
+    Build a trainer that takes one optimizer step for every accumulation window of `batches`.
 
     The optimizer is plain SGD without clipping. The last step is so long that the movement of the parameters is its
     gradient, beside which their rounding is nothing.
@@ -128,7 +129,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     args = (FusedGRPOConfig if has_options else GRPOConfig)(
         output_dir=str(folder / "output"),
         per_device_train_batch_size=len(batches[0]["completion_ids"]),
-        gradient_accumulation_steps=ACCUMULATION,
+        gradient_accumulation_steps=run.accumulation,
         num_generations=ROWS,
         max_steps=STEPS,
         max_completion_length=16,
@@ -160,7 +161,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     if run.case == "wide":
         limit_width(trainer.model)
     trainer.use_vllm = run.architecture is None  # so that importance ratios count; the constructor would start vLLM
-    trainer.feed(batches, computes_logps=run.refers, is_split_by_trl=run.shares_forwards)
+    trainer.feed(batches, run)
     return trainer
 
 
@@ -216,7 +217,7 @@ def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
 def main(launch: str, folder: Path) -> None:
     dist.init_process_group("gloo", timeout=HANG)
     rank = dist.get_rank()
-    for run in LAUNCHES[launch]:
+    for run in (LAUNCHES | NIGHTLY_LAUNCHES)[launch]:
         seen, moved = _train(run, folder, rank)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, seen)

@@ -1,12 +1,18 @@
 """Log-probs that generation leaves out. Computed later, the reference's equal those of an equal policy to the bit."""
 
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from trl import GRPOTrainer
 
+from tests.distributed.rollouts import drawn
 from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo.modeling.fused_forward import FusedRequest
 
 
 def train(tmp_path, cls=FusedGRPOTrainer, reward=None, **options):
@@ -63,3 +69,45 @@ def test_a_reference_computed_in_the_policys_forwards_trains_what_stock_trains(t
         assert relative_error(weights[name], weight) < 1e-5, name
     for entry, stock_entry in zip(log, stock_log, strict=True):
         assert entry["kl"] == pytest.approx(stock_entry["kl"], rel=1e-4, abs=1e-7)
+
+
+def projected_for_the_reference(trainer) -> tuple[list[int], list[int]]:
+    """
+    Train on-policy, so that forwards without gradient are the reference's. The tokens that count in each generation
+    batch, and the rows that each of these forwards projects.
+    """
+    tokens, projected = [], []
+    plan, run = trainer._fused.plan, FusedRequest.__call__
+
+    def planned(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        tokens.append(sum(int(batch["completion_mask"].sum()) for batch in batches))
+        return plan(batches)
+
+    def counted(request: FusedRequest, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            projected.append(len(request.positions))
+        return run(request, *args, **kwargs)
+
+    trainer._fused.plan = planned
+    with mock.patch.object(FusedRequest, "__call__", counted):
+        trainer.train()
+    return tokens, projected
+
+
+@pytest.mark.parametrize("truncated", ["some", "all"])
+@pytest.mark.parametrize(
+    ("layout", "adapter"), [("packed", False), ("packed", True), ("aligned", False), ("padded", False)]
+)
+def test_the_reference_projects_no_row_of_a_masked_completion(tmp_path, layout, adapter, truncated):
+    """A truncated completion has no loss here, so nobody reads its KL."""
+    options: dict[str, Any] = {"peft_config": lora()} if adapter else {}
+    options |= {"generation_kwargs": {"min_new_tokens": 8}} if truncated == "all" else {}
+    options |= {"beta": 0.5, "max_steps": 2, "gradient_accumulation_steps": 2, "fused_layout": layout}
+    trainer = make_trainer(tmp_path, mask_truncated_completions=True, **options)
+    with drawn(trainer.processing_class, reads_model=False) if truncated == "some" else nullcontext():
+        tokens, projected = projected_for_the_reference(trainer)
+    assert sum(projected) == sum(tokens)
+    shares = [entry["completions/clipped_ratio"] for entry in trainer.state.log_history if "kl" in entry]
+    assert len(shares) == len(tokens) == 2
+    for share, count in zip(shares, tokens, strict=True):
+        assert (0 < share < 1 and count > 0) if truncated == "some" else (share == 1 and count == 0)
