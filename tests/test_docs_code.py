@@ -384,17 +384,27 @@ def test_what_the_liger_loss_leaves_out_is_that_of_the_record(case, shown):
     assert re.search(rf"\| {re.escape(shown)}.* \| {liger} \| {ours} \|", (ROOT / "README.md").read_text())
 
 
-def later_record(name):
-    """A record that may not be there yet."""
-    path = ROOT / "benchmarks/results" / name
-    if not path.exists():
-        pytest.skip(f"{name} is not measured yet")
-    return json.loads(path.read_text())
+def record_of(name):
+    return json.loads((ROOT / "benchmarks/results" / name).read_text())
+
+
+def test_the_equivalence_in_the_readme_is_that_of_the_record():
+    record = record_of("learning-h200.json")
+    [ours] = [e for e in record["comparison"] if (e["value"], e["arm"]) == ("accuracy", "ours")]
+    assert ours["equivalent"] and ours["p"] < 0.05 and record["margin"] == 0.01
+    seeds = len({entry["seed"] for entry in record["results"]})
+    difference, low, high = (f"{100 * ours[name]:+.2f}" for name in ("difference", "from", "to"))
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"over {seeds} paired seeds accuracy differs by {difference} points (90% interval {low} to {high}), "
+        f"equivalence within one point p = {ours['p']:.2g}."
+    ) in readme
+    assert f"Accuracy and entropy over {seeds} seeds" in readme
 
 
 @pytest.mark.parametrize("script", ["learning", "replay"])
 def test_what_is_learnt_is_that_of_the_record(script, monkeypatch):
-    record = later_record(f"{script}-h200.json")
+    record = record_of(f"{script}-h200.json")
     if TRL < NEWEST_TRL:
         pytest.skip("benchmarks and examples are written for the newest TRL")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -414,15 +424,37 @@ MEMORY_ROWS = {
 }
 
 
+CONTENDERS = ("dense, TRL 0.27.2", "Liger loss, TRL 0.27.2", "stock", "ours")
+PEAK_TARGETS = {"dense, TRL 0.27.2": 0.60, "stock": 0.90}
+
+
+def memory_of(case):
+    results = json.loads((ROOT / "benchmarks/results/memory-h200.json").read_text())["results"]
+    return {entry["name"]: entry for entry in results if entry["case"] == case}
+
+
 @pytest.mark.parametrize("case", MEMORY_ROWS)
 def test_the_largest_batch_is_that_of_the_record(case):
-    results = json.loads((ROOT / "benchmarks/results/memory-h200.json").read_text())["results"]
-    of_case = {entry["name"]: entry for entry in results if entry["case"] == case}
-    contenders = ("dense, TRL 0.27.2", "Liger loss, TRL 0.27.2", "stock", "ours")
-    ratios = [of_case["ours"]["peak_ratio"][name] for name in (contenders[0], contenders[2])]
-    cells = [MEMORY_ROWS[case], *(str(of_case[name].get("largest", "failed")) for name in contenders)]
-    row = " | ".join([*cells, *(f"{ratio:.2f} ({rows})" for rows, ratio in ratios)])
-    assert f"| {row} |" in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    of_case = memory_of(case)
+    cells = [MEMORY_ROWS[case], *(str(of_case[name].get("largest", "failed")) for name in CONTENDERS)]
+    for name in PEAK_TARGETS:
+        rows, ratio = list(of_case["ours"]["peak_ratio"][name].items())[-1]
+        cells.append(f"{ratio:.2f} ({rows})")
+    assert f"| {' | '.join(cells)} |" in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("case", MEMORY_ROWS)
+def test_peaks_at_equal_batch_and_missed_targets_are_those_of_the_record(case):
+    ratios, cells = memory_of(case)["ours"]["peak_ratio"], [MEMORY_ROWS[case]]
+    for rows in ("1", "2", "4", "8", "16", "32"):
+        found = {name: ratios[name].get(rows) for name in PEAK_TARGETS}
+        shown = [
+            "-" if ratio is None else f"**{ratio:.3f}**" if ratio > PEAK_TARGETS[name] else f"{ratio:.3f}"
+            for name, ratio in found.items()
+        ]
+        cells.append(", ".join(shown) if any(found.values()) else "")
+    row = re.sub(r"\| +(?=\|)", "| ", f"| {' | '.join(cells)} |")
+    assert row in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
 
 
 def test_the_drawing_of_the_design_names_modules_that_exist():
