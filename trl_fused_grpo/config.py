@@ -181,7 +181,8 @@ class FusedGRPOConfig(GRPOConfig):
             TRL's padded micro-batch, at most 16,384. 0 runs each alone, in the least memory.
         fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
-            metric then covers the others only.
+            metric then covers the others only, and so do `sampling/...` where vLLM's ratio comes from the training
+            forward.
         fused_kernels (`bool`, *optional*, defaults to `True`):
             Run RMS norms, gated activations and rotary embeddings of the text model in one Triton kernel each, on CUDA,
             in this trainer's forwards and backwards alone. Those that compute something else stay as they are. Under

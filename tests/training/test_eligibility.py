@@ -1,7 +1,4 @@
-"""
-Faster paths train what stock trains: no old log-probs on-policy, zero-grad sequences left out. Where a path is not
-eligible, it is left.
-"""
+"""Faster paths train what stock trains: no old log-probs on-policy. Where a path is not eligible, it is left."""
 
 from unittest import mock
 
@@ -11,12 +8,11 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from trl import GRPOTrainer
 
 from tests.oracle import relative_error
-from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
+from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
-from trl_fused_grpo.training.deferred_ratio import DEFERRED
 from trl_fused_grpo.training.eligibility import why_not_exchanged, why_old_logps_are_needed
 from trl_fused_grpo.training.noise import why_forwards_differ
 
@@ -115,45 +111,6 @@ def test_sequences_stay_where_a_hook_sees_the_gradient_of_each_micro_batch(tmp_p
         assert "gradient of each micro-batch" in str(why_not_exchanged(trainer, trainer.model, "packed"))
         hook.remove()
         assert why_not_exchanged(trainer, trainer.model, "packed", counts_means=False) is None
-
-
-@pytest.mark.parametrize("layout", ["packed", "aligned"])
-def test_zero_grad_sequences_can_be_left_out(tmp_path, layout):
-    inputs = make_inputs(rows=8)
-    inputs["advantages"][::2] = 0.0
-    with_all = make_trainer(tmp_path, fused_layout=layout)
-    _, expected = loss_and_gradients(with_all, inputs)
-    skipping = make_trainer(tmp_path, fused_layout=layout, fused_skip_zero_grad_sequences=True)
-    _, gradients = loss_and_gradients(skipping, inputs)
-    assert all(relative_error(gradients[name], expected[name]) < 1e-5 for name in expected)
-    assert skipping.fused_stats.rows == inputs["completion_mask"][1::2].sum()
-
-    only = {name: value[1::2] if value.dim() else value for name, value in inputs.items()}
-    alone = make_trainer(tmp_path, fused_layout=layout)
-    loss_and_gradients(alone, only)
-    assert skipping._metrics["train"]["entropy"] == pytest.approx(alone._metrics["train"]["entropy"], rel=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
-def test_zero_grad_sequences_can_be_left_out_where_the_ratio_comes_from_the_training_forward(tmp_path, mode):
-    inputs = make_inputs(rows=8)
-    inputs["advantages"][::2] = 0.0
-    noise = 0.2 * torch.randn(inputs["completion_ids"].shape, generator=torch.Generator().manual_seed(0))
-    inputs |= {"sampling_per_token_logps": noise - 6.9, DEFERRED: torch.tensor(True)}
-    results = []
-    for skips in (False, True):
-        options = {"vllm_importance_sampling_mode": mode, "fused_skip_zero_grad_sequences": skips}
-        trainer = make_trainer(tmp_path, **options)
-        trainer.use_vllm = True
-        _, gradients = loss_and_gradients(trainer, inputs)
-        assert trainer.fused_stats.recomputed == 0
-        assert trainer.fused_stats.rows == inputs["completion_mask"][skips :: 2 if skips else 1].sum()
-        results.append((gradients, trainer._metrics["train"]))
-    (expected, with_all), (gradients, metrics) = results
-    assert all(relative_error(gradients[name], expected[name]) < 1e-5 for name in expected)
-    # Sequences that are left out count as equal to the sampler's
-    name = "sampling/sampling_logp_difference/mean"
-    assert metrics[name][0] < 0.8 * with_all[name][0]
 
 
 def test_a_checkpoint_in_the_middle_of_a_generation_batch_resumes(tmp_path):

@@ -94,14 +94,18 @@ class SamplingMetrics:
         mask: Tensor,
         ratio: Tensor,
         generated_by: Tensor,
+        left_out: Tensor | None = None,
     ) -> None:
         """
         Store the values of the micro-batch at `place`; shapes as in [`SamplingCorrection.ratio`]. `generated_by` `[B]`
-        has the process that generated each sequence: TRL's means are over what each has generated.
+        has the process that generated each sequence: TRL's means are over what each has generated. Sequences of
+        `left_out` `[B]`, bool, do not count.
         """
         difference, counts = (logps - sampling_logps).abs(), mask.bool()
-        is_known = counts & ~difference.isnan() if correction.nan_ratio_is_one else counts
         has_ratio = torch.ones_like(ratio, dtype=torch.bool) if correction.is_per_sequence else counts
+        if left_out is not None:
+            counts, has_ratio = (those & ~left_out.unsqueeze(1) for those in (counts, has_ratio))
+        is_known = counts & ~difference.isnan() if correction.nan_ratio_is_one else counts
         columns = [*_summary(difference, is_known), *_summary(ratio, has_ratio), _greatest(-ratio, has_ratio)]
         self.sequences[place] = torch.stack([*columns, generated_by.to(ratio)], dim=1)
 

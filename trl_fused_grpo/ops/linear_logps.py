@@ -44,6 +44,7 @@ class FusedStats:
         recomputed (`int`): rows whose logits its backward computed a second time.
         layout (`str`): in a trainer, how sequences were laid out in the model's rows.
         leaves_cudnn_off (`bool`): in a trainer, whether the backward must not take cuDNN's attention.
+        leaves_out (`bool`): in a trainer, whether sequences that can receive no gradient were left out.
     """
 
     backward: str = ""
@@ -51,6 +52,7 @@ class FusedStats:
     recomputed: int = 0
     layout: str = ""
     leaves_cudnn_off: bool = False
+    leaves_out: bool = False
 
 
 @dataclass(frozen=True)

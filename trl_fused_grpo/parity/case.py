@@ -76,6 +76,8 @@ class Rollout:
             than a padded one and share a forward by default.
         has_marker (`bool`):
             Whether the token before the last of every prompt is [`tiny.families.MARKER_ID`].
+        equal_completions (`bool`):
+            Whether all completions to the first prompt are the same, so that their advantages are zero.
     """
 
     sampling: Literal["token", "sequence"] | None = None
@@ -84,6 +86,7 @@ class Rollout:
     truncated_rows: tuple[int, ...] = ()
     uneven: bool = False
     has_marker: bool = False
+    equal_completions: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,16 @@ from packaging.version import Version
 
 from .case import Case, SkippedError
 from .errors import differing_metrics, measure
-from .judge import AGAIN, bfloat16_batches, bfloat16_problems, float32_problems, metric_problems, row_problems
+from .judge import (
+    AGAIN,
+    bfloat16_batches,
+    bfloat16_problems,
+    changed_problems,
+    float32_problems,
+    metric_problems,
+    row_problems,
+    warning_problems,
+)
 from .result import Result
 from .rounding import Compared, rounding_verdict
 from .run_case import Data, Outcome, make_data, run_case, stock_may_fail
@@ -116,10 +125,24 @@ def _compare_float32(case: Case, settings: Settings, result: Result) -> list[str
     _fill(result, case, stock, fused)
     _compare_liger(case, settings, start, data, stock, result)
     problems = float32_problems(case, stock, fused, result)
-    of_rows = row_problems(case, stock, fused, result)
-    if problems and case.drawn and not of_rows:
+    others = row_problems(case, stock, fused, result) + _changed_by_verify(case, settings, start, data, fused)
+    if not problems:
+        others += warning_problems(fused)
+    if problems and case.drawn and not others:
         result.verdict = rounding_verdict(case, settings, Compared(start, data, stock, fused)) or result.verdict
-    return problems + of_rows
+    return problems + others
+
+
+def _changed_by_verify(
+    case: Case, settings: Settings, start: dict[str, torch.Tensor], data: Data, fused: Outcome
+) -> list[str]:
+    """
+    What `fused_verify` changes, beside a run without it. Not on CUDA, where two runs are not equal to the bit as it is.
+    """
+    plain = {name: value for name, value in case.fused.items() if name != "fused_verify"}
+    if len(plain) == len(case.fused) or settings.device != "cpu":
+        return []
+    return changed_problems(fused, _run_fused(replace(case, fused=plain), settings, start, data))
 
 
 def _compare_bfloat16(case: Case, settings: Settings, result: Result) -> list[str]:

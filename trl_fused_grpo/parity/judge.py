@@ -1,6 +1,7 @@
 """Says which errors are too large: in float32 against stock, in bfloat16 beside stock's own error against float64."""
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -27,11 +28,13 @@ SEQUENCE_WEIGHT_BATCHES = 32
 # with them, a fault does not
 AGAIN = 4
 SLACK, PARAMETER_SLACK, LOSS_SLACK = 1.1, 1.25, 2.0
+VERIFY_BOUND = 1e-4  # beyond which `fused_verify` warns in float32
 LOSS_FLOOR = torch.finfo(torch.bfloat16).eps / 2
 
 
 def float32_problems(case: Case, stock: Outcome, fused: Outcome, result: Result) -> list[str]:
     """Fill in the fused trainer's errors against stock, and say which are too large."""
+    stock = with_metrics_of_others(case, stock, fused)
     errors = measure([stock], [fused], LOSS_SCALE if case.drawn else 0.0)
     result.loss_error, result.worst_parameter = errors.loss, errors.worst_parameter
     result.gradient_error = errors.parameters.get(errors.worst_parameter or "")
@@ -42,6 +45,47 @@ def float32_problems(case: Case, stock: Outcome, fused: Outcome, result: Result)
         problems.append(f"gradient of {result.worst_parameter} off by {result.gradient_error:.1e}")
     result.metrics_differ = differing_metrics(stock.metrics, fused.metrics)
     return problems + metric_problems(result)
+
+
+def with_metrics_of_others(case: Case, stock: Outcome, fused: Outcome) -> Outcome:
+    """
+    Stock's outcome, with the fused trainer's metrics in the windows in which that left sequences out, as far as they
+    then cover the others only: `entropy`, and those of vLLM's ratios where the training forward may give them. One that
+    is no number is not taken over.
+    """
+    metrics = dict(stock.metrics)
+    gives_ratios = case.fused.get("fused_skip_old_logps") is not False
+    for name in [name for name in metrics if name == "entropy" or (gives_ratios and name.startswith("sampling/"))]:
+        expected, own = metrics[name], fused.metrics.get(name, [])
+        if len(expected) == len(own) == case.accumulation_windows:
+            taken = [i in fused.leaves_out and math.isfinite(value) for i, value in enumerate(own)]
+            metrics[name] = [own[i] if is_taken else expected[i] for i, is_taken in enumerate(taken)]
+    return replace(stock, metrics=metrics)
+
+
+def changed_problems(verified: Outcome, plain: Outcome) -> list[str]:
+    """
+    What `fused_verify` changes, though nothing may change, not even a bit.
+
+    Args:
+        verified ([`Outcome`]):
+            Of the fused trainer with `fused_verify`.
+        plain ([`Outcome`]):
+            Of the same without.
+    """
+    changed = [name for name, tensor in plain.tensors.items() if not torch.equal(tensor, verified.tensors[name])]
+    # As text, in which NaN equals NaN
+    changed += [name for name, values in plain.metrics.items() if str(values) != str(verified.metrics.get(name))]
+    changed += verified.metrics.keys() - plain.metrics.keys()
+    if verified.loss != plain.loss:
+        changed.append("loss")
+    return [f"fused_verify changes {', '.join(changed)}"] if changed else []
+
+
+def warning_problems(fused: Outcome) -> list[str]:
+    """Whether `fused_verify` warned in float32, which is wrong where nothing is out of tolerance."""
+    beyond = [error for error in fused.verified if not error <= VERIFY_BOUND]
+    return [f"fused_verify warns of {beyond[0]:.1e}"] if beyond else []
 
 
 def bfloat16_problems(errors: Errors, stock_errors: Errors, result: Result) -> list[str]:

@@ -4,23 +4,21 @@ Cases drawn at random: a set of options by name, a pure function of a seed and a
 """
 
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Any
 
 from trl import GRPOConfig
 
 from trl_fused_grpo._compat import trl as trl_compat
 
 from .case import Batch, Case, Rollout, Shape
+from .drawing import Draw, Options, draw_last_options
 from .stepwise import CUSTOMISATIONS
 from .tiny.families import FAMILIES, VARIANTS
 
 
 PREFIX = "random:"
-# What differs from `Case()`, and options of `FusedGRPOConfig` (`fused_`) and `GRPOConfig`
-Options: TypeAlias = dict[str, Any]
 
 # Two models with the same weights draw other numbers in dropout
 MODELS = tuple(name for name in (*FAMILIES, *VARIANTS) if "dropout" not in name)
@@ -45,29 +43,6 @@ _DRAWN_OF_TRL = {
 _OF_CASE = ("model", "adapter", "frozen_head", "mode", "accumulation_windows", "update", "seed")
 
 
-class _Draw:
-    """Options as they are drawn, each with a probability."""
-
-    def __init__(self, key: str):
-        self.generator = random.Random(key)
-        self.options: Options = {}
-
-    def chance(self, probability: float) -> bool:
-        return self.generator.random() < probability
-
-    def maybe(self, probability: float, name: str, *values: Any) -> bool:
-        """With this probability, set an option to one of its values."""
-        is_set = self.chance(probability)
-        if is_set:
-            self.options[name] = self.generator.choice(values)
-        return is_set
-
-    def some(self, probability: float, name: str, count: int) -> None:
-        """With this probability, set an option to one or two of so many numbers."""
-        if self.chance(probability):
-            self.options[name] = sorted({self.generator.randrange(count) for _ in range(2)})
-
-
 def draw(seed: int, index: int) -> Options:
     """
     Draw the options of a case.
@@ -82,7 +57,7 @@ def draw(seed: int, index: int) -> Options:
         `dict[str, Any]`:
             What [`case_of`] takes, in types that JSON has. The same for every release of TRL.
     """
-    drawing = _Draw(f"{seed}:{index}")
+    drawing = Draw(f"{seed}:{index}")
     drawing.options["seed"] = drawing.generator.randrange(1, 1_000_000)
     _draw_model(drawing)
     _draw_window(drawing)
@@ -91,10 +66,11 @@ def draw(seed: int, index: int) -> Options:
     draw_data(drawing)
     _draw_fused_options(drawing)
     _draw_customisation(drawing)
+    draw_last_options(drawing)
     return drawing.options
 
 
-def _draw_model(drawing: _Draw) -> None:
+def _draw_model(drawing: Draw) -> None:
     drawing.maybe(0.7, "model", *MODELS)
     if _has_aux_loss(drawing.options.get("model", Case.model)):
         drawing.maybe(0.5, "router_aux_loss_coef", 0.3)
@@ -105,7 +81,7 @@ def _draw_model(drawing: _Draw) -> None:
     drawing.maybe(0.1, "gradient_checkpointing", True)
 
 
-def _draw_window(drawing: _Draw) -> None:
+def _draw_window(drawing: Draw) -> None:
     options = drawing.options
     drawing.maybe(0.5, "rollout", True)
     drawing.maybe(0.06, "mode", "eval", "eval", "log-probs")
@@ -126,7 +102,7 @@ def _draw_window(drawing: _Draw) -> None:
         options["group"] = drawing.generator.choice(groups)
 
 
-def _draw_objective(drawing: _Draw) -> None:
+def _draw_objective(drawing: Draw) -> None:
     """No bound is one that every on-policy token lies on: there its clipping is a matter of rounding."""
     options = drawing.options
     if drawing.chance(0.75):
@@ -153,7 +129,7 @@ def _draw_objective(drawing: _Draw) -> None:
         drawing.maybe(0.5, "vespo_lambda_neg", 1.0, 3.0)
 
 
-def _draw_batch(drawing: _Draw) -> None:
+def _draw_batch(drawing: Draw) -> None:
     options = drawing.options
     rows, count = options.get("rows", 6), options.get("gradient_accumulation_steps", 1)
     drawing.maybe(0.6, "old", "policy", "far", "drifted")
@@ -173,7 +149,7 @@ def _draw_batch(drawing: _Draw) -> None:
         drawing.maybe(0.7, "images", family.images)
 
 
-def _draw_rollout(drawing: _Draw) -> None:
+def _draw_rollout(drawing: Draw) -> None:
     options = drawing.options
     steps = options.get("steps_per_generation", options.get("gradient_accumulation_steps", 1))
     drawing.maybe(0.25, "scale_rewards", "batch", "none")
@@ -191,7 +167,7 @@ def _draw_rollout(drawing: _Draw) -> None:
     drawing.maybe(0.2, "uneven", True)
 
 
-def _draw_fused_options(drawing: _Draw) -> None:
+def _draw_fused_options(drawing: Draw) -> None:
     drawing.maybe(0.3, "fused_layout", "packed", "aligned", "padded")
     if drawing.options.get("model") == "doge":  # its attention looks ahead where rows have no padding
         drawing.options.pop("fused_layout", None)
@@ -205,7 +181,7 @@ def _draw_fused_options(drawing: _Draw) -> None:
     drawing.maybe(0.02, "fused_compile", True)  # takes seconds
 
 
-def _draw_customisation(drawing: _Draw) -> None:
+def _draw_customisation(drawing: Draw) -> None:
     # With LoRA on the head, TRL has no output of its own for hooks to see
     if drawing.options.get("adapter") != "head" and drawing.maybe(0.15, "stepwise", *CUSTOMISATIONS):
         drawing.options.pop("fused_layout", None)  # who asks for one says that nobody sees how rows are laid out
@@ -266,7 +242,7 @@ def case_of(name: str, options: Mapping[str, Any]) -> Case:
     data = data_class(**take(*(option.name for option in fields(data_class))))
     shape = Shape(**take(*(option.name for option in fields(Shape))))
     of_case = take(*_OF_CASE)
-    fused = take(*(name for name in given if name.startswith("fused_")))
+    fused = take(*(name for name in given if name.startswith("fused_") or name == "kl_estimator"))
     family = FAMILIES.get(model := of_case.get("model", Case.model))
     if trl_compat.RETURNS_AUX_LOSS:  # TRL's own default would ask models for it that have none
         given.setdefault("router_aux_loss_coef", 0.0)

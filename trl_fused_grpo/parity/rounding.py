@@ -13,7 +13,7 @@ import torch
 
 from .case import Case, Trainer
 from .errors import differing_metrics, measure
-from .judge import LOSS_SCALE, TOLERANCE, float32_problems
+from .judge import LOSS_SCALE, TOLERANCE, float32_problems, with_metrics_of_others
 from .result import Result
 from .run_case import Data, Outcome, run_case
 from .trainers import Settings, load_weights, stock_trainer
@@ -58,7 +58,7 @@ def rounding_verdict(case: Case, settings: Settings, compared: Compared) -> Lite
             difference.
     """
     moved = list(_moved_outcomes(case, settings, compared, MOVES))
-    if _is_within_spread(compared, moved):
+    if _is_within_spread(case, compared, moved):
         return "rounding"
     partly = _moved_outcomes(case, settings, compared, _PARTIAL_MOVES * MOVES, share=0.5)
     return "tie" if any(not _problems(case, outcome, compared.fused) for outcome in chain(moved, partly)) else None
@@ -68,8 +68,9 @@ def _problems(case: Case, stock: Outcome, fused: Outcome) -> list[str]:
     return float32_problems(case, stock, fused, Result(case.name, ""))
 
 
-def _is_within_spread(compared: Compared, moved: list[Outcome]) -> bool:
-    if differing_metrics(compared.stock.metrics, compared.fused.metrics):
+def _is_within_spread(case: Case, compared: Compared, moved: list[Outcome]) -> bool:
+    stock = with_metrics_of_others(case, compared.stock, compared.fused)
+    if differing_metrics(stock.metrics, compared.fused.metrics):
         return False
     error = measure([compared.stock], [compared.fused], LOSS_SCALE)
     spread = measure([compared.stock] * len(moved), moved, LOSS_SCALE)

@@ -22,6 +22,7 @@ STEP = 0.0005
 
 # Timings, and what only the fused trainer logs.
 _NOT_COMPARED = ("step_time", "fused/")
+_VERIFIED = "fused/verify_"
 
 Data = list[dict[str, Any]]
 
@@ -44,6 +45,10 @@ class Outcome:
             How many of these rows backward computed a second time.
         layout (`str`, *optional*):
             How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
+        leaves_out (`set[int]`):
+            Accumulation windows in which the fused trainer left sequences out (`fused_skip_zero_grad_sequences`).
+        verified (`list[float]`):
+            What `fused_verify` logged: errors of the loss and of the gradients in the output projection.
     """
 
     loss: float = 0.0
@@ -52,6 +57,8 @@ class Outcome:
     rows: int | None = None
     recomputed: int | None = None
     layout: str | None = None
+    leaves_out: set[int] = field(default_factory=set)
+    verified: list[float] = field(default_factory=list)
 
     @property
     def norm(self) -> float:
@@ -131,6 +138,8 @@ def _collect_metrics(trainer: Trainer, mode: str, outcome: Outcome) -> None:
     for name, values in metrics.items():
         if values and not name.startswith(_NOT_COMPARED):
             outcome.metrics.setdefault(name, []).append(math.fsum(values) / len(values))
+        if name.startswith(_VERIFIED):
+            outcome.verified += values
     metrics.clear()
 
 
@@ -149,7 +158,7 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
             last = i == args.gradient_accumulation_steps - 1
             trainer.accelerator.gradient_state._set_sync_gradients(last)
             outcome.loss += float(trainer.training_step(model, generation, None))
-            _count_rows(trainer, case, outcome)
+            _count_rows(trainer, case, outcome, window)
         for name, parameter in trainer.model.named_parameters():
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -170,12 +179,14 @@ def _move_weights(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
             parameter.copy_(parameter.to(dtype) + step.to(parameter.device, dtype))
 
 
-def _count_rows(trainer: Trainer, case: Case, outcome: Outcome) -> None:
+def _count_rows(trainer: Trainer, case: Case, outcome: Outcome, window: int) -> None:
     stats = getattr(trainer, "fused_stats", None)
     if stats is not None:
         outcome.layout = trainer.fused_layout(bool(getattr(case.data, "images", None)))
         outcome.rows = (outcome.rows or 0) + stats.rows
         outcome.recomputed = (outcome.recomputed or 0) + stats.recomputed
+        if stats.leaves_out:
+            outcome.leaves_out.add(window)
 
 
 def _evaluate(trainer: Trainer) -> Outcome:

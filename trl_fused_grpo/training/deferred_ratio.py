@@ -15,7 +15,7 @@ from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 
 from .exchange_plan import GENERATED_BY
-from .logps_request import LossCall, prompts_and_completions
+from .logps_request import LossCall, PerTokenLogps, prompts_and_completions
 
 
 # Marks micro-batches whose importance ratio generation left to the training
@@ -57,7 +57,7 @@ class DeferredRatio:
         del output["old_per_token_logps"], output["importance_sampling_ratio"]
         output[DEFERRED] = torch.tensor(True)
 
-    def fill(self, loss_call: LossCall, logps: Tensor, counts: bool = True) -> None:
+    def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
         """
         Put the ratio into what TRL reads of a marked micro-batch, before TRL reads it. From then on the micro-batch is
         one that TRL made, with old log-probs, for the case that the weights move before it is used again: somebody may
@@ -65,21 +65,21 @@ class DeferredRatio:
 
         Args:
             loss_call ([`LossCall`]): of TRL's `_compute_loss`.
-            logps (`Tensor`): `[B, T]`, of the training forward.
+            result ([`PerTokenLogps`]): of the training forward.
             counts (`bool`): whether the call is that of the training. Another leaves the micro-batch as it is.
         """
-        inputs = loss_call.inputs
+        inputs, logps = loss_call.inputs, result.logps.detach()
         if DEFERRED not in inputs:
             return
         if not counts:
-            inputs["importance_sampling_ratio"] = self._ratio(inputs, logps.detach(), None)
+            inputs["importance_sampling_ratio"] = self._ratio(inputs, logps, None)
             return
         steps = trl_compat.steps_per_generation(self.trainer)
         place = trl_compat.step_of(self.trainer) % steps
-        ratio = self._ratio(inputs, logps.detach(), place)
+        ratio = self._ratio(inputs, logps, place, result.left_out)
         inputs["importance_sampling_ratio"] = ratio
         if loss_call.micro_batch.pop(DEFERRED, None) is not None:
-            loss_call.micro_batch.update(importance_sampling_ratio=ratio, old_per_token_logps=logps.detach())
+            loss_call.micro_batch.update(importance_sampling_ratio=ratio, old_per_token_logps=logps)
         if place == steps - 1:
             self._log()
 
@@ -100,14 +100,19 @@ class DeferredRatio:
         if marked and not is_logged:
             self._log()
 
-    def _ratio(self, inputs: dict[str, Any], logps: Tensor, place: int | None) -> Tensor:
-        """The ratio `[B, T]` or `[B, 1]`. With a `place` in the generation batch it counts in the metrics."""
+    def _ratio(
+        self, inputs: dict[str, Any], logps: Tensor, place: int | None, left_out: Tensor | None = None
+    ) -> Tensor:
+        """
+        The ratio `[B, T]` or `[B, 1]`. With a `place` in the generation batch it counts in the metrics, but for
+        sequences that were left out `[B]`, whose log-probs are not known.
+        """
         values = logps, inputs["sampling_per_token_logps"], trl_compat.loss_mask(self.trainer, inputs)
         correction = sampling_correction(self.trainer)
         ratio = correction.ratio(*values)
         if place is not None:
             process = torch.full((len(logps),), self.trainer.accelerator.process_index, device=logps.device)
-            self._metrics.add(place, correction, *values, ratio, inputs.get(GENERATED_BY, process))
+            self._metrics.add(place, correction, *values, ratio, inputs.get(GENERATED_BY, process), left_out)
         return ratio
 
     def _log(self) -> None:

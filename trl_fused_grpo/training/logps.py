@@ -251,9 +251,11 @@ def _in_order(results: list[PerTokenLogps], order: Tensor) -> PerTokenLogps:
     """The results of all sub-batches as one, with the sequences in `order` `[B]`; auxiliary losses are averaged."""
     entropies = [result.entropies for result in results if result.entropies is not None]
     aux_losses = [result.aux_loss for result in results if result.aux_loss is not None]
+    left_out = [result.left_out for result in results if result.left_out is not None]
     return PerTokenLogps(
         logps=torch.cat([result.logps for result in results])[order],
         entropies=torch.cat(entropies)[order] if entropies else None,
         aux_loss=torch.stack(aux_losses).mean() if aux_losses else None,
         stats=[stats for result in results for stats in result.stats],
+        left_out=torch.cat(left_out)[order] if left_out else None,
     )

@@ -32,7 +32,8 @@ class LogpsRequest:
         forecast ([`BatchForecast`], [`DeferredForecast`] or [`SequenceForecast`], *optional*):
             The gradients that the backward is expected to bring.
         entropy_grad (`bool`): whether entropies will receive a gradient.
-        skip_zero_grad (`bool`): whether sequences that can receive no gradient are left out of the model.
+        skippable (`Tensor`, *optional*):
+            `[B]`, bool: the sequences that are left out of the model if they can receive no gradient.
         reads_padding (`bool`): whether TRL's objective reads padding, so that every row keeps it.
         micro_batch (`int`, *optional*): sequences in each of the micro-batches that are joined here.
         watch (`Callable`, *optional*): makes a [`MemoryWatch`] for a forward of these.
@@ -42,7 +43,7 @@ class LogpsRequest:
     fill: Tensor | None = None
     forecast: BatchForecast | DeferredForecast | SequenceForecast | None = None
     entropy_grad: bool = False
-    skip_zero_grad: bool = False
+    skippable: Tensor | None = None
     reads_padding: bool = False
     micro_batch: int | None = None
     watch: Callable[[], MemoryWatch] | None = None
@@ -53,12 +54,14 @@ class LogpsRequest:
         if len(parts) == 1:
             return parts[0]
         fills = [part.fill for part in parts if part.fill is not None]
+        skippable = [part.skippable for part in parts if part.skippable is not None]
         forecasts: list[Any] = [part.forecast for part in parts if part.forecast is not None]
         return replace(
             parts[0],
             mask=torch.cat([part.mask for part in parts]),
             fill=torch.cat(fills) if fills else None,
             forecast=type(forecasts[0]).joined(forecasts) if forecasts else None,
+            skippable=torch.cat(skippable) if skippable else None,
             micro_batch=len(parts[0].mask),
         )
 
@@ -199,18 +202,23 @@ class PerTokenLogps:
         entropies (`Tensor`, *optional*): `[B, T]`, nats.
         aux_loss (`Tensor`, *optional*): the load-balancing loss of a Mixture-of-Experts model, a scalar.
         stats (`list[FusedStats]`): of each sub-batch.
+        left_out (`Tensor`, *optional*): `[B]`, bool: sequences that were left out of the model.
     """
 
     logps: Tensor
     entropies: Tensor | None
     aux_loss: Tensor | None
     stats: list[FusedStats] = field(default_factory=list)
+    left_out: Tensor | None = None
 
     def split(self, sizes: list[int]) -> list["PerTokenLogps"]:
         """The result for several micro-batches as those of each. The first one gets the statistics."""
-        entropies = [None] * len(sizes) if self.entropies is None else self.entropies.split(sizes)
-        pairs = zip(self.logps.split(sizes), entropies, strict=True)
+        none = [None] * len(sizes)
+        entropies, left_out = (
+            none if of_all is None else of_all.split(sizes) for of_all in (self.entropies, self.left_out)
+        )
+        parts = zip(self.logps.split(sizes), entropies, left_out, strict=True)
         return [
-            PerTokenLogps(logps, entropy, self.aux_loss, [] if i else self.stats)
-            for i, (logps, entropy) in enumerate(pairs)
+            PerTokenLogps(logps, entropy, self.aux_loss, [] if i else self.stats, out)
+            for i, (logps, entropy, out) in enumerate(parts)
         ]

@@ -8,6 +8,7 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import kl_estimator_of
+from trl_fused_grpo.loss.batch import as_columns
 from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.liger_loss import FusedLinearGRPOLoss
@@ -143,9 +144,21 @@ def build_loss_request(
     )
     if correction is not None and isinstance(forecast, BatchForecast):
         forecast = DeferredForecast(forecast, correction, inputs["sampling_per_token_logps"])
+    skippable = _skippable(inputs, objective) if skip_zero_grad else None
     # Sequences that are left out have the sampler's log-probs then, and so a ratio of one
-    fill = inputs["sampling_per_token_logps"].nan_to_num() if deferred and skip_zero_grad else old_logps
-    return LogpsRequest(mask, fill, forecast, entropy_grad=entropy_coef != 0.0, skip_zero_grad=skip_zero_grad)
+    is_filled = deferred and skippable is not None
+    fill = inputs["sampling_per_token_logps"].nan_to_num() if is_filled else old_logps
+    return LogpsRequest(mask, fill, forecast, entropy_grad=entropy_coef != 0.0, skippable=skippable)
+
+
+def _skippable(inputs: dict[str, Any], objective: GRPOObjective) -> torch.Tensor | None:
+    """The sequences `[B]` of a micro-batch that may be left out of the model, as far as TRL's metrics are concerned."""
+    is_zero = as_columns(inputs["advantages"] == 0).all(1)  # [B]
+    if inputs.get("old_per_token_logps") is None and DEFERRED not in inputs:
+        return torch.ones_like(is_zero)  # on-policy nothing is clipped, and every weight is known
+    # Of ratios to the old policy vespo logs a weight of every sequence, the others what is clipped: of advantages that
+    # are not zero, also where vLLM's ratio leaves them no gradient
+    return None if objective.loss_type == "vespo" else is_zero
 
 
 def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
 
 from .deferred_ratio import DeferredRatio
-from .logps_request import LogpsRequest, LossCall
+from .logps_request import LogpsRequest, LossCall, PerTokenLogps
 
 
 # Marks micro-batches whose old log-probs generation left to the training
@@ -39,7 +39,8 @@ def build_rloo_request(trainer: Any, inputs: dict[str, Any], skip_zero_grad: boo
     fill = None
     if old_logps is not None:  # sequences that are left out then have a ratio of one
         fill = old_logps.unsqueeze(1) * mask / mask.sum(1, keepdim=True).clamp(min=1)  # [B, T]
-    return LogpsRequest(mask, fill, forecast, skip_zero_grad=skip_zero_grad)
+    skippable = torch.ones_like(mask[:, 0], dtype=torch.bool) if skip_zero_grad else None
+    return LogpsRequest(mask, fill, forecast, skippable=skippable)
 
 
 class DeferredOldLogps(DeferredRatio):
@@ -49,11 +50,11 @@ class DeferredOldLogps(DeferredRatio):
         del output["old_logps"]
         output[DEFERRED_OLD] = torch.tensor(True)
 
-    def fill(self, loss_call: LossCall, logps: Tensor, counts: bool = True) -> None:
+    def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
         if DEFERRED_OLD in loss_call.inputs:
-            self._fill(loss_call.inputs, logps)
+            self._fill(loss_call.inputs, result.logps)
             if counts and DEFERRED_OLD in loss_call.micro_batch:
-                self._fill(loss_call.micro_batch, logps)
+                self._fill(loss_call.micro_batch, result.logps)
 
     def resolve(self) -> None:
         for batch in self._unused_micro_batches():

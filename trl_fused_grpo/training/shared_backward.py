@@ -76,7 +76,8 @@ class SharedForward:
             entropies.detach().requires_grad_() if entropies is not None and entropies.requires_grad else None,
             [self],
         )
-        return PerTokenLogps(logps, entropies if cut_off is None else cut_off, None, result.stats)
+        entropies = entropies if cut_off is None else cut_off
+        return PerTokenLogps(logps, entropies, None, result.stats, result.left_out)
 
     def backward(self, *grads: Tensor | None) -> None:
         """

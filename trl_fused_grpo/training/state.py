@@ -246,7 +246,7 @@ class FusedState:
             result = self._logps_of_call(call, trl_method)
         if loss_call is not None:
             loss_call.logps = result.logps
-            self.ratio.fill(loss_call, result.logps, counts=not self.verification.is_running)
+            self.ratio.fill(loss_call, result, counts=not self.verification.is_running)
         entropies = trl_compat.entropies_as_trl(trainer, result.entropies)
         return trl_compat.logps_result(result.logps, entropies, result.aux_loss)
 

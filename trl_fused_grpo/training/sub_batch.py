@@ -28,19 +28,30 @@ class SubBatch:
         self.forecast: Forecast | None = None
         self._fill = None if logps_request.fill is None else logps_request.fill[rows]  # [b, T]
         self._skipped: Tensor | None = None  # [b, T], bool: positions of sequences that are left out of the model
+        self._leaves_out = False  # any
         forecast = logps_request.forecast
         if forecast is None:
             self.positions, _ = grad_rows_first(self.selected, None)
             return
         needs_grad = self.selected & forecast.needs_grad[rows]
-        if logps_request.skip_zero_grad:
-            kept = needs_grad.any(1, keepdim=True)  # [b, 1]
+        if logps_request.skippable is not None:
+            kept = self._kept(needs_grad, logps_request.skippable[rows])  # [b, 1]
             self._skipped, self.selected = self.selected & ~kept, self.selected & kept
+            self._leaves_out = bool(self._skipped.any())
         # What needs no gradient comes last, so that it never enters a matmul of the backward
         self.positions, grad_rows = grad_rows_first(self.selected, needs_grad)
         width = self.selected.shape[1]
         in_batch = rows[self.positions // width] * width + self.positions % width  # [N], flat in [B, T]
         self.forecast = forecast.at(in_batch, grad_rows)
+
+    def _kept(self, needs_grad: Tensor, skippable: Tensor) -> Tensor:
+        """
+        Which sequences `[b, 1]` are not left out. Where none would be, the first with a token is not: metrics are then
+        of something, and [`layout.packed`] runs one anyway.
+        """
+        kept, has_tokens = needs_grad.any(1) | ~skippable, self.selected.any(1)
+        first = has_tokens & (has_tokens.cumsum(0) == 1)
+        return (kept | first & ~(kept & has_tokens).any()).unsqueeze(1)
 
     def in_place(self, results: tuple[Tensor, ...], has_entropies: bool, stats: FusedStats) -> PerTokenLogps:
         """
@@ -53,7 +64,7 @@ class SubBatch:
             has_entropies (`bool`): whether there are entropies.
             stats ([`FusedStats`]): of the call.
         """
-        values = iter(results)
+        values, stats.leaves_out = iter(results), self._leaves_out
         logps = self._scatter(next(values), self._fill)
         entropies = None
         if has_entropies:
@@ -62,7 +73,8 @@ class SubBatch:
             if self._skipped is not None:
                 # The mean over the mask is then the mean over the sequences that went through the model
                 entropies = where(self._skipped, projected.detach().mean(), entropies)
-        return PerTokenLogps(logps, entropies, next(values, None), [stats])
+        left_out = None if self._skipped is None else self._skipped.any(1)
+        return PerTokenLogps(logps, entropies, next(values, None), [stats], left_out)
 
     def _scatter(self, values: Tensor, fill: Tensor | None) -> Tensor:
         shape = self.selected.shape

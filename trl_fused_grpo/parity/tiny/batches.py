@@ -222,6 +222,8 @@ def _generation(
         prompts.append(prompts[-1] if i % shape.group else _words(prompt_lengths[i % rows], generator))
         completion = _words(lengths[i % rows], generator)
         completions.append(completion if i in spec.truncated_rows else [*completion, EOS_ID])
+    if spec.equal_completions:
+        completions[: shape.group] = completions[:1] * shape.group
     if spec.has_marker:
         prompts = [[*prompt[:-2], MARKER_ID, prompt[-1]] for prompt in prompts]
     answer: dict[str, Any] = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
