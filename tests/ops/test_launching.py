@@ -10,7 +10,7 @@ from tests.ops.test_triton_kernels import DEVICE, gpu, kernels_run
 
 pytest.importorskip("triton")
 
-from trl_fused_grpo.ops.kernels import layers, rotary
+from trl_fused_grpo.ops.kernels import layers
 from trl_fused_grpo.ops.layer_functions import gated_formula
 
 
@@ -41,7 +41,7 @@ def test_strides_of_every_kind():
         for first, second in ((q, k), (q.contiguous(), k), (q[:1], k[:1])):
             of = first.shape[0]
             outputs = torch.empty_like(first), torch.empty_like(second)
-            rotary.rotary(first, second, cos[:of], sin[:of], *outputs, None, None, False, False)
+            layers.rotary(first, second, cos[:of], sin[:of], *outputs, False, False)
             for x, y in zip((first, second), outputs, strict=True):
                 half = width // 2
                 turned = torch.cat((-x[..., half:], x[..., :half]), -1)

@@ -17,7 +17,7 @@ the folder:
 - `compiled_modules` runs norms, MLPs and rotary embeddings compiled (`compiled_parts`): `module_functions` makes
   functions of modules, `mlp_activations` of what MLPs compute between projections, `as_read` tells when these hold no
   longer. `layer_kernels` knows which functions have a kernel, `compiled_functions` compiles the others. `shared_casts`
-  has projections of one input cast it once, `casts_beside` has kernels write what is cast of their results.
+  has projections of one input cast it once.
 - `adapters` has LoRA's low-rank products computed within those of the layers that carry them.
 - `out_of_memory` has all processes hear of memory that runs out in a forward on one.
 - `checkpointing` is gradient checkpointing with less bookkeeping; `kept_activations` is what it keeps all the same.

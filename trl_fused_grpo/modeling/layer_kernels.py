@@ -3,8 +3,6 @@ Which functions of a model's layers have a kernel. A function is known by the op
 formula in `layer_functions`, whatever class it belongs to and however it is written.
 """
 
-import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,10 +15,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.ops import layer_functions
 from trl_fused_grpo.ops.layer_functions import GATED_KINDS, Gated, RMSNorm, Rotary
 
-from .casts_beside import CastWriter
 
-
-# Of tensors and of a dtype; returns results, and these in that dtype
 Kernel = Callable[..., Any]
 # What is computed is the same whichever comes first
 _COMMUTATIVE = {torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor}
@@ -51,7 +46,6 @@ class KernelFunction:
     ):
         self.name, self.function, self._find, self._fits = name, function, find, fits
         self._found: dict[Any, Kernel | None] = {}
-        self._writers: defaultdict[Any, CastWriter] = defaultdict(CastWriter)
 
     def __call__(self, tensors: tuple[Tensor, ...], original: Callable[[], Any]) -> Any:
         """The function of these tensors by its kernel, or what `original` returns."""
@@ -63,7 +57,7 @@ class KernelFunction:
                 return original()
             self._found[key] = self._find(self.function, tensors)
         kernel = self._found[key]
-        return original() if kernel is None else self._writers[key].run(kernel, tensors)
+        return original() if kernel is None else kernel(*tensors)
 
 
 def norm_function(name: str, function: Callable) -> KernelFunction | None:
@@ -138,7 +132,7 @@ def norm_kernel(function: Callable, tensors: tuple[Tensor, ...]) -> Kernel | Non
                 return layer_functions.rms_norm_formula(x, weight, *arguments)
 
             if _is_same(function, graph, formula, examples):
-                return functools.partial(_run_norm, arguments)
+                return lambda x, weight, arguments=arguments: RMSNorm.apply(x, weight, *arguments)
     return None
 
 
@@ -156,9 +150,9 @@ def gated_kernel(function: Callable, tensors: tuple[Tensor, ...]) -> Kernel | No
             return layer_functions.gated_formula(gate, up, kind)
 
         if _is_same(function, graph, formula, examples):
-            return lambda gate, up, _, kind=kind: (Gated.apply(gate, up, kind), None)
+            return lambda gate, up, kind=kind: Gated.apply(gate, up, kind)
         if _is_same(function, graph, lambda up, gate: formula(gate, up), examples):
-            return lambda up, gate, _, kind=kind: (Gated.apply(gate, up, kind), None)
+            return lambda up, gate, kind=kind: Gated.apply(gate, up, kind)
     return None
 
 
@@ -172,21 +166,7 @@ def rotary_kernel(function: Callable, tensors: tuple[Tensor, ...]) -> Kernel | N
         angle.requires_grad_(False)
     graph = _graph(function, examples)
     is_rotary = graph is not None and _is_same(function, graph, layer_functions.rotary_formula, examples)
-    return _run_rotary if is_rotary else None
-
-
-def _run_norm(
-    arguments: tuple[float, float, bool], x: Tensor, weight: Tensor, low: torch.dtype | None
-) -> tuple[Tensor, tuple[Tensor | None]]:
-    y, cast = RMSNorm.apply(x, weight, *arguments, low)
-    return y, (cast,)
-
-
-def _run_rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, low: torch.dtype | None
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-    q_out, k_out, *casts = Rotary.apply(q, k, cos, sin, low)
-    return (q_out, k_out), (casts[0], casts[1])
+    return Rotary.apply if is_rotary else None
 
 
 def _examples(*shapes: tuple[int, ...], of: tuple[Tensor, ...]) -> list[Tensor]:

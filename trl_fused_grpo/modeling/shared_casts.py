@@ -16,7 +16,6 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.ops.layer_functions import SharedCast
 
 from .as_read import StandIn
-from .casts_beside import cast_of
 from .layer_kernels import MOST_ELEMENTS
 
 
@@ -37,8 +36,7 @@ class _Round:
     def __init__(self, x: Tensor, first: nn.Module, dtype: torch.dtype, count: int):
         self.first, self.uses = first, 0
         self._x, self._state = ref(x), _state(x, dtype)
-        made = cast_of(x, dtype) if count > 1 else None
-        self._casts: list[Tensor] = list(SharedCast.apply(x, dtype, count, made))[::-1] if count > 1 else []
+        self._casts: list[Tensor] = list(SharedCast.apply(x, dtype, count))[::-1] if count > 1 else []
 
     def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
         """Whether a cast of the tensor would be the same, with the same gradient."""

@@ -18,7 +18,6 @@ from .attention_kernels import (
     flash_takes,
     of_one_width,
 )
-from .casts_beside import cast_of
 from .kept_activations import recalled
 
 
@@ -161,8 +160,7 @@ def varlen_attention(
 
         def attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             call = FlashCall(boundaries, scaling, sliding_window)
-            casts = [cast_of(tensor, autocast_dtype(tensor)) for tensor in (query, key)]
-            return _PackedFlash.apply(query, key, value, call, shared_prefix_kv, *casts)
+            return _PackedFlash.apply(query, key, value, call, shared_prefix_kv)
 
         return of_one_width(attention, query, key, value, scaling)
     query, key, value = (tensor.to(autocast_dtype(tensor)) for tensor in (query, key, value))
@@ -185,18 +183,10 @@ class _PackedFlash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        call: FlashCall,
-        shared: SharedPrefixKV | None,
-        *made: Tensor | None,  # the query and the key, as they are cast
+        ctx, query: Tensor, key: Tensor, value: Tensor, call: FlashCall, shared: SharedPrefixKV | None
     ) -> Tensor:
         ctx.call, ctx.dtypes = call, (query.dtype, key.dtype, value.dtype)
-        pairs = zip((query, key, value), (*made, None), strict=True)
-        cast = (tensor.to(autocast_dtype(tensor)) if ready is None else ready for tensor, ready in pairs)
-        queries, keys, values = by_token(*cast)
+        queries, keys, values = by_token(*(tensor.to(autocast_dtype(tensor)) for tensor in (query, key, value)))
         if shared is not None:
             keys, values = keys.index_select(0, shared.index), values.index_select(0, shared.index)
         results = recalled(lambda: tuple(call.forward(queries, keys, values)[:4]))
@@ -213,7 +203,7 @@ class _PackedFlash(torch.autograd.Function):
             of_keys = [_sum_of_copies(grad, *places) for grad in of_keys]
         found = zip((of_queries, *of_keys), ctx.dtypes, ctx.needs_input_grad, strict=False)
         of_inputs = (grad.transpose(0, 1).unsqueeze(0).to(dtype) if needed else None for grad, dtype, needed in found)
-        return *of_inputs, None, None, None, None
+        return *of_inputs, None, None
 
 
 def by_token(*tensors: Tensor) -> Iterator[Tensor]:

@@ -8,8 +8,8 @@ else. A map of the folder:
 - `chunk_size` says how much memory logits may take, `row_blocks` which rows' logits exist together.
 - `block_forward` runs a block of rows.
 - `chunked_linear` has the GEMMs over chunks of rows; `kernels/` reads and overwrites a chunk of logits.
-- `layer_functions` are norms, gated activations and rotary embeddings, with a kernel each (`kernels/layers`,
-  `kernels/rotary`), which `kernels/launching` launches; and the cast that several projections share.
+- `layer_functions` are norms, gated activations and rotary embeddings, with a kernel each (`kernels/layers`), which
+  `kernels/launching` launches; and the cast that several projections share.
 - `lora_product` is a linear layer with LoRA's low-rank terms.
 - `precomputed_grads` compares in backward what forward assumed; `recompute` computes logits a second time.
 """

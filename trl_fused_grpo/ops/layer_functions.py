@@ -51,72 +51,56 @@ def _rotate_half(x: Tensor) -> Tensor:
 GATED_KINDS = ("silu", "gelu_tanh")
 
 
-def _kernels(module: str = "layers") -> Any:
-    return importlib.import_module(f"trl_fused_grpo.ops.kernels.{module}")  # where there is Triton
+def _kernels() -> Any:
+    return importlib.import_module("trl_fused_grpo.ops.kernels.layers")  # where there is Triton
 
 
 class RMSNorm(torch.autograd.Function):
-    """
-    [`rms_norm_formula`] in one kernel, and its backward in one; arguments as there. With a dtype, `low`, the result is
-    there in that dtype too, without a graph.
-    """
+    """[`rms_norm_formula`] in one kernel, and its backward in one; arguments as there."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        offset: float,
-        casts_last: bool,
-        low: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, casts_last: bool) -> Tensor:
         dtype = x.dtype if casts_last else torch.promote_types(x.dtype, weight.dtype)
         x, weight = _dense_rows(x), weight.contiguous()
         y = torch.empty_like(x, dtype=dtype)
         ctx.save_for_backward(x, weight)
-        ctx.set_materialize_grads(False)  # of the cast there is none
         ctx.constants = eps, offset, not casts_last
-        cast = None if low is None else torch.empty_like(y, dtype=low)
-        _kernels().rms_norm(x, weight, y, cast, *ctx.constants)
-        if cast is not None:
-            ctx.mark_non_differentiable(cast)
-        return y, cast
+        _kernels().rms_norm(x, weight, y, *ctx.constants)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         if not (grad.is_contiguous() and x.is_contiguous()) and grad.stride() != x.stride():
             grad = torch.empty_like(x, dtype=grad.dtype).copy_(grad)
         grad_weight = _kernels().rms_norm_backward(x, weight, grad, grad_x, *ctx.constants, ctx.needs_input_grad[1])
-        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 class SharedCast(torch.autograd.Function):
     """
     A tensor in another dtype, `count` times the same memory: one for each of its uses. Their gradients are added up in
-    one kernel, in the dtype of the tensor and from the last use on, as autograd adds those of separate casts. `made` is
-    the tensor in that dtype, where it is there already.
+    one kernel, in the dtype of the tensor and from the last use on, as autograd adds those of separate casts.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, count: int, made: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, count: int) -> tuple[Tensor, ...]:
         ctx.dtype = x.dtype
         ctx.set_materialize_grads(False)
-        y = x.to(dtype) if made is None else made.detach()
+        y = x.to(dtype)
         return y, *(y.detach() for _ in range(count - 1))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         given = [grad.contiguous() for grad in reversed(grads) if grad is not None]
         if not given:
-            return None, None, None, None
+            return None, None, None
         total = torch.empty_like(given[0], dtype=ctx.dtype)
         _kernels().add_up(given, total)
-        return total, None, None, None
+        return total, None, None
 
 
 class Gated(torch.autograd.Function):
@@ -141,55 +125,37 @@ class Gated(torch.autograd.Function):
 
 
 class Rotary(torch.autograd.Function):
-    """
-    [`rotary_formula`] in one kernel, and its backward in one; arguments as there. Angles get no gradient. With a dtype,
-    `low`, queries and keys are there in that dtype too, without a graph.
-    """
+    """[`rotary_formula`] in one kernel, and its backward in one; arguments as there. Angles get no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, low: torch.dtype | None = None
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         q, k, cos, sin = _rows(q), _rows(k), cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
         ctx.dtypes, ctx.shapes = (q.dtype, k.dtype), (q.shape, k.shape)
         outputs = [torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype)) for x in (q, k)]
-        casts = [None, None] if low is None else [torch.empty_like(y, dtype=low) for y in outputs]
-        _rotate(q, k, cos, sin, *outputs, *casts, is_backward=False)
-        without = [y for y, needs in zip(outputs, ctx.needs_input_grad, strict=False) if not needs]
-        ctx.mark_non_differentiable(*without, *(cast for cast in casts if cast is not None))
-        return *outputs, *casts
+        _rotate(q, k, cos, sin, *outputs, is_backward=False)
+        ctx.mark_non_differentiable(*(y for y, needs in zip(outputs, ctx.needs_input_grad, strict=False) if not needs))
+        return outputs[0], outputs[1]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads_of_all: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        given = grads_of_all[:2]
         some = next((grad for grad in given if grad is not None), None)
         if some is None:
-            return None, None, None, None, None
+            return None, None, None, None
         grads = [some.new_zeros(s) if grad is None else _rows(grad) for grad, s in zip(given, ctx.shapes, strict=True)]
         outputs = [torch.empty_like(grad, dtype=dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
-        _rotate(*grads, cos, sin, *outputs, None, None, is_backward=True)
+        _rotate(*grads, cos, sin, *outputs, is_backward=True)
         grad_q, grad_k = (None if grad is None else found for grad, found in zip(given, outputs, strict=True))
-        return grad_q, grad_k, None, None, None
+        return grad_q, grad_k, None, None
 
 
-def _rotate(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_out: Tensor,
-    k_out: Tensor,
-    q_cast: Tensor | None,
-    k_cast: Tensor | None,
-    is_backward: bool,
-) -> None:
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, is_backward: bool) -> None:
     # Of two numbers of one low precision the model rounds each product
     rounds = q.dtype == cos.dtype and q.dtype != torch.float32
-    _kernels("rotary").rotary(q, k, cos, sin, q_out, k_out, q_cast, k_cast, rounds, is_backward)
+    _kernels().rotary(q, k, cos, sin, q_out, k_out, rounds, is_backward)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """
-Triton kernels of what the layers of a model compute between their products: RMS norms and gated activations, forward
-and backward, and sums of gradients. `layer_functions` has the formulas, in torch, and says what the arguments are;
-`rotary` has rotary embeddings.
+Triton kernels of what the layers of a model compute between their products: RMS norms, gated activations and rotary
+embeddings, forward and backward. `layer_functions` has the formulas, in torch, and says what the arguments are.
 
 Memory traffic bounds them all: each tensor is read once and written once. Arithmetic is float32; results in between are
 rounded where the model rounds them.
@@ -31,9 +30,8 @@ SILU, GELU_TANH = 0, 1
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
-    x, weight, y, cast, rows, eps, offset,
-    WIDTH: tl.constexpr, ROUNDS: tl.constexpr, HAS_CAST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    x, weight, y, rows, eps, offset, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     place = row.to(tl.int64) * WIDTH + column
@@ -44,10 +42,7 @@ def _rms_norm_kernel(
     if ROUNDS:
         scaled = scaled.to(value.dtype).to(tl.float32)
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
-    result = (scaled * factor).to(y.dtype.element_ty)
-    tl.store(y + place, result, mask=inside)
-    if HAS_CAST:
-        tl.store(cast + place, result.to(cast.dtype.element_ty), mask=inside)
+    tl.store(y + place, (scaled * factor).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -130,6 +125,42 @@ def _gated_backward_kernel(gate, up, grad, grad_gate, grad_up, count, KIND: tl.c
 
 
 @triton.jit
+def _rotate_heads(
+    x,
+    y,
+    cos,  # [1, HALF]
+    sin,
+    other_cos,
+    other_sin,
+    x_stride,
+    y_stride,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    IS_BACKWARD: tl.constexpr,
+):
+    head = tl.arange(0, HEAD_BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (head < HEADS) & (column < HALF)
+    first = tl.load(x + head * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + head * x_stride + column + HALF, mask=inside, other=0.0).to(tl.float32)
+    if IS_BACKWARD:
+        parts = first * cos, second * other_sin, second * other_cos, -(first * sin)
+    else:
+        parts = first * cos, -(second * sin), second * other_cos, first * other_sin
+    if ROUNDS:
+        low = x.dtype.element_ty
+        a, b = parts[0].to(low).to(tl.float32), parts[1].to(low).to(tl.float32)
+        c, d = parts[2].to(low).to(tl.float32), parts[3].to(low).to(tl.float32)
+    else:
+        a, b, c, d = parts[0], parts[1], parts[2], parts[3]
+    tl.store(y + head * y_stride + column, (a + b).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + head * y_stride + column + HALF, (c + d).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _add_up_kernel(a, b, c, d, total, count, TERMS: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -145,21 +176,43 @@ def _add_up_kernel(a, b, c, d, total, count, TERMS: tl.constexpr, IS_FIRST: tl.c
     tl.store(total + place, result, mask=inside)
 
 
+@triton.jit(do_not_specialize=["length"])
+def _rotary_kernel(
+    q, k, cos, sin, q_out, k_out, length,
+    q_batch, q_head, q_token, k_batch, k_head, k_token,  # strides, as are those below
+    q_out_batch, q_out_head, q_out_token, k_out_batch, k_out_head, k_out_token, cos_batch, cos_token,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, IS_BACKWARD: tl.constexpr,
+):  # fmt: skip
+    batch, token = tl.program_id(0).to(tl.int64) // length, tl.program_id(0).to(tl.int64) % length
+    column = tl.arange(0, BLOCK)[None, :]
+    place = batch * cos_batch + token * cos_token + column
+    inside = column < HALF
+    c = tl.load(cos + place, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
+    other_c = tl.load(cos + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    other_s = tl.load(sin + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    from_q, to_q = q + batch * q_batch + token * q_token, q_out + batch * q_out_batch + token * q_out_token
+    _rotate_heads(
+        from_q, to_q, c, s, other_c, other_s, q_head, q_out_head, Q_HEADS, HALF, Q_BLOCK, BLOCK, ROUNDS, IS_BACKWARD
+    )
+    from_k, to_k = k + batch * k_batch + token * k_token, k_out + batch * k_out_batch + token * k_out_token
+    _rotate_heads(
+        from_k, to_k, c, s, other_c, other_s, k_head, k_out_head, K_HEADS, HALF, K_BLOCK, BLOCK, ROUNDS, IS_BACKWARD
+    )
+
+
 _launch_rms_norm, _launch_rms_norm_backward = Launcher(_rms_norm_kernel), Launcher(_rms_norm_backward_kernel)
 _launch_gated, _launch_gated_backward = Launcher(_gated_kernel), Launcher(_gated_backward_kernel)
-_launch_add_up = Launcher(_add_up_kernel)
+_launch_rotary, _launch_add_up = Launcher(_rotary_kernel), Launcher(_add_up_kernel)
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, y: Tensor, cast: Tensor | None, eps: float, offset: float, rounds: bool
-) -> None:
-    """Write into `y`, and into `cast` in its dtype, the norm of the rows of `x`, all laid out alike, `[..., H]`."""
+def rms_norm(x: Tensor, weight: Tensor, y: Tensor, eps: float, offset: float, rounds: bool) -> None:
+    """Write into `y` the norm of the rows of `x`, both contiguous, `[..., H]`."""
     width = x.shape[-1]
     rows = x.numel() // width
     block, tile, warps = _tile(width)
-    tensors, has_cast = (x, weight, y, y if cast is None else cast), cast is not None
-    constants = width, rounds, has_cast, block, tile
-    _launch_rms_norm(-(-rows // tile), tensors, (rows, eps, offset), constants, warps)
+    _launch_rms_norm(-(-rows // tile), (x, weight, y), (rows, eps, offset), (width, rounds, block, tile), warps)
 
 
 def rms_norm_backward(
@@ -204,6 +257,26 @@ def add_up(terms: Sequence[Tensor], total: Tensor) -> None:
         some = tuple(terms[first : first + 4])
         tensors = *some, *some[:1] * (4 - len(some)), total
         _launch_add_up(-(-count // _BLOCK), tensors, (count,), (len(some), first == 0, _BLOCK), _WARPS)
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, rounds: bool, is_backward: bool
+) -> None:
+    """
+    Write into `q_out` and `k_out` the rotation of `q` and `k` `[B, heads, L, D]`, or with `is_backward` their gradients
+    from those of the results. In the last dimension all are contiguous; `cos` and `sin` `[B or 1, L, D]` are laid out
+    alike.
+    """
+    batch, q_heads, length, width = q.shape
+    half, k_heads = width // 2, k.shape[1]
+    of_angles = cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
+    strides = *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *of_angles
+    blocks = _power_of_2(q_heads), _power_of_2(k_heads), _power_of_2(half)
+    constants = q_heads, k_heads, half, *blocks, rounds, is_backward
+    _launch_rotary(batch * length, (q, k, cos, sin, q_out, k_out), (length, *strides), constants, 4)
+
+
+_power_of_2 = functools.cache(triton.next_power_of_2)
 
 
 @functools.cache
