@@ -51,7 +51,7 @@ def test_kept_results_are_computed_once(attention):
     assert torch.equal(first, expected) and torch.equal(second, expected)
     assert kept.attention_bytes == 0
     if isinstance(kept, MeasuredActivations):
-        assert kept.of_layer is not None and kept.of_layer.attention == 2 * x.nbytes
+        assert kept.of_layers == [(3 * x.nbytes, 2 * x.nbytes)]
 
 
 def test_of_two_costly_results_one_is_kept_where_memory_is_for_one():
@@ -148,7 +148,7 @@ def test_the_last_layers_are_computed_once(checkpointed):
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
     twice = 3 if checkpointed is None else checkpointed
     assert [calls.count(index) for index in range(3)] == [2] * twice + [1] * (3 - twice)
-    assert kept.layers == 3
+    assert kept.layer == 3
 
 
 def test_what_a_layer_keeps_is_measured_without_its_input_and_weights():
@@ -158,7 +158,7 @@ def test_what_a_layer_keeps_is_measured_without_its_input_and_weights():
     checkpointing._checkpoint(
         kept, lambda x: (torch.nn.functional.linear(x, weight).sigmoid() @ weight).exp(), x
     ).sum().backward()
-    assert kept.of_layer == (2 * x.nbytes, 0)  # what the sigmoid and the exponential returned
+    assert kept.of_layers == [(2 * x.nbytes, 0)]  # what the sigmoid and the exponential returned
     assert kept.peak == 7
 
 
@@ -185,5 +185,15 @@ def test_each_run_of_a_forward_keeps_its_last_layers():
     assert (calls.count("first"), calls.count("last")) == (4, 2)
     weights = list(model.parameters())
     one, other, both = (keep(MeasuredActivations(weights), runs) for runs in ([4], [6], [4, 6]))
-    assert one.layers == both.layers == layers
-    assert both.of_layer.everything == pytest.approx(one.of_layer.everything + other.of_layer.everything, rel=0.1)
+    assert len(both.of_layers) == layers
+    for first, second, found in zip(one.of_layers, other.of_layers, both.of_layers, strict=True):
+        assert found.everything == pytest.approx(first.everything + second.everything, rel=0.1)
+
+
+def test_the_memory_of_padding_is_there_once_however_often_a_forward_is_tried():
+    kept = KeptActivations(padded_tokens=12)
+    for _ in range(2):  # the first layout may have been refused when its layers had run
+        kept.begin_run(True)
+        for _ in range(3):
+            kept.next_is_checkpointed(torch.zeros(1, 10, 1))
+        assert kept.attention_bytes == 3 * 2 * 4

@@ -123,6 +123,14 @@ def test_a_checkpoint_in_the_middle_of_a_generation_batch_resumes(tmp_path):
     assert {"num_tokens", "step_time", "reward", "entropy", "fused/rows_recomputed"} <= logged
 
 
+def test_noise_that_a_class_of_modules_has_is_seen(tmp_path, monkeypatch):
+    model = make_trainer(tmp_path).model
+    model.train()
+    assert why_forwards_differ(model) is None
+    monkeypatch.setattr(type(model.get_input_embeddings()), "neftune_noise_alpha", 5.0, raising=False)
+    assert why_forwards_differ(model) == "NEFTune's noise makes two forwards differ"
+
+
 @pytest.mark.parametrize("noise", ["lora", "residual", "attention", "neftune"])
 def test_old_log_probs_are_computed_where_two_forwards_draw_different_random_numbers(tmp_path, noise):
     """Stock's ratio, which is clipped, then compares two draws."""

@@ -10,7 +10,7 @@ from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo.modeling.kept_activations import LayerBytes, MeasuredActivations
+from trl_fused_grpo.modeling.kept_activations import KeptActivations, LayerBytes, MeasuredActivations
 from trl_fused_grpo.training import engine, memory
 from trl_fused_grpo.training.memory import DeviceMemory, MemoryBudget
 
@@ -36,7 +36,8 @@ def learn(budget, step, tokens=10, everything=40, attention=10, at_start=400):
     """Let a budget see a forward through 4 layers, and what was allocated when its backward began."""
     plan = budget.plan(step, tokens, [WEIGHT])
     assert isinstance(plan, MeasuredActivations)
-    plan.layers, plan.of_layer, plan.peak = 4, LayerBytes(everything, attention), at_start
+    plan.found = {(1, layer): LayerBytes(everything, attention) for layer in (4, 3, 2, 1)}
+    plan.peak = at_start
     budget.learn()
 
 
@@ -61,6 +62,18 @@ def learned(fraction, **of_forward):
 def test_attention_is_kept_first_and_whole_layers_as_many_as_fit(fraction, at_start, attention_bytes, checkpointed):
     plan = learned(fraction, at_start=at_start).plan(2, 10, [WEIGHT])
     assert (plan.attention_bytes, plan.checkpointed) == (attention_bytes, checkpointed)
+
+
+def test_layers_that_are_not_alike_count_by_what_each_keeps():
+    """As in hybrid models: two heavy layers with attention, a light one, and one without attention at the end."""
+    budget = MemoryBudget(0.5 + 1e-6, Memory(peak=300))
+    for step in range(2):
+        plan = budget.plan(step, 10, [WEIGHT])
+        heavy, light, last = LayerBytes(90, 10), LayerBytes(20, 10), LayerBytes(20, 0)
+        plan.found, plan.peak = {(1, 4): last, (1, 3): light, (1, 2): heavy, (1, 1): heavy}, 400
+        budget.learn()
+    plan = budget.plan(2, 10, [WEIGHT])  # 475 bytes: 75 are left when backward begins
+    assert (plan.attention_bytes, plan.checkpointed) == (30, 2)  # 30 for attention, 20 and 10 for the last two layers
 
 
 def test_gradients_that_exist_before_a_forward_are_no_need_of_it():
@@ -96,6 +109,31 @@ def test_a_forward_gets_the_tokens_with_which_layers_keep_everything():
     assert learned(0.9).most_tokens([WEIGHT]) == 19  # 700 bytes, where 10 tokens take 200 and four layers of 40
     assert learned(0.55).most_tokens([WEIGHT]) < 10
     assert MemoryBudget(0.9, Memory()).most_tokens([WEIGHT]) == 0
+
+
+@pytest.mark.parametrize("layout", ["packed", "aligned", "padded"])
+@pytest.mark.parametrize("together", [1, 3])
+def test_tokens_are_counted_as_the_model_runs_them(tmp_path, monkeypatch, layout, together):
+    """A prompt of several completions once in packed rows; what a limit of tokens allows is counted the same way."""
+    seen, counted = [], []
+
+    class Counting(MemoryBudget):
+        def plan_forward(self, trainer, model, tokens):
+            counted.append(tokens)
+            return KeptActivations()
+
+    options = {"gradient_accumulation_steps": 3, "max_steps": 1, "fused_layout": layout, "fused_memory": 0.5}
+    monkeypatch.setattr(engine, "memory_budget", lambda trainer, fraction: Counting(fraction, Memory(total=2**40)))
+    trainer = make_trainer(tmp_path, fused_max_tokens_per_forward=10_000 if together > 1 else 0, **options)
+    use_sampler(trainer)
+
+    def count(module, args, output):
+        if torch.is_grad_enabled():
+            seen.append(args[0].numel())
+
+    trainer.model.get_input_embeddings().register_forward_hook(count)
+    trainer.train()
+    assert counted and sum(counted) == sum(seen)
 
 
 def test_a_budget_below_what_is_taken_anyway_is_told(caplog):
@@ -202,7 +240,7 @@ def test_attention_that_is_kept_in_the_memory_of_padding_trains_the_same(tmp_pat
     monkeypatch.setattr(torch_compat, "flash_attention", counted)
     monkeypatch.setattr(torch_compat, "flash_attention_backward", emulated_backward)
     *found, with_memory = trained()
-    monkeypatch.setattr(engine, "kept_in_padding", lambda *_: None)
+    monkeypatch.setattr(memory, "kept_in_padding", lambda *_: None)
     *expected, without = trained()
     assert 0 < with_memory < without
     assert found[0] == expected[0]

@@ -179,13 +179,19 @@ def why_adapter_reads_rows(model: Any) -> str | None:
     return None
 
 
+def _option(module: nn.Module, name: str) -> Any:
+    """An attribute of a module or of its class, or `None`; the module would take long to say that it has none."""
+    own = vars(module)
+    return own[name] if name in own else getattr(type(module), name, None)
+
+
 def noise_of(module: nn.Module) -> str | None:
     """What a module adds of random numbers by itself, without an option for it, in words; or `None`."""
-    own = vars(module)  # a module takes long to say that it has no attribute of a name
-    if own.get("neftune_noise_alpha"):
+    if _option(module, "neftune_noise_alpha"):
         return "NEFTune's noise"
     # PhiMoE's router samples experts in training, whatever its jitter is
-    return "the sampling of its router" if module.training and "router_jitter_noise" in own else None
+    samples = module.training and _option(module, "router_jitter_noise") is not None
+    return "the sampling of its router" if samples else None
 
 
 def neftune_noise(causal_lm: PreTrainedModel) -> float | None:

@@ -103,7 +103,7 @@ class _CheckpointFrame:
     def __init__(self, function: Callable, args: tuple[Any, ...], kept: KeptActivations | None):
         self.function, self.args, self.kept = function, args, kept
         self.costly = None if kept is None else kept.costly_results()
-        self.run = 0 if kept is None else kept.run
+        self.place = (0, 0) if kept is None else (kept.run, kept.layer)
         self.device_type = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
         self.devices = self._devices()
         self.casts = [
@@ -156,7 +156,7 @@ class _CheckpointFrame:
                 self.function(*self.args)
         found = [tensor for tensor in tensors if tensor is not None]
         if self.kept is not None and self.costly is not None:
-            self.kept.after_recomputation(self.run, found, self.args, self.costly.bytes)
+            self.kept.after_recomputation(self.place, found, self.args, self.costly.bytes)
         if [tensor.numel() for tensor in found] != self.sizes:
             raise CheckpointError(
                 "the recomputation of a checkpointed layer saved other tensors than its forward: set "

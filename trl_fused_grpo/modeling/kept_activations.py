@@ -39,29 +39,30 @@ class KeptActivations:
             By default all are.
 
     Attributes:
-        layers (`int`): layers that would be checkpointed, counted as they are called; of one run.
         run (`int`): the number of the run.
+        layer (`int`): of the run, the number of the layer that was called last, from 1 on.
     """
 
     def __init__(self, attention_bytes: int = 0, padded_tokens: int | None = None, checkpointed: int | None = None):
         self.attention_bytes, self.padded_tokens, self.checkpointed = attention_bytes, padded_tokens, checkpointed
-        self.layers = self.run = self._called = 0
+        self.run = self.layer = 0
         self._is_only_run = True
 
     def begin_run(self, is_only_one: bool) -> None:
         """The layer that is called next is the first one again."""
         self.run += 1
-        self._called, self._is_only_run = 0, is_only_one
+        self.layer, self._is_only_run = 0, is_only_one
+        if self.padded_tokens is not None:
+            self.attention_bytes = 0  # another layout may have been tried before
 
     def next_is_checkpointed(self, *inputs: Any) -> bool:
         """Whether the layer that is called next is checkpointed. Its `inputs` begin with hidden states `[B, L, H]`."""
-        self._called += 1
-        self.layers = max(self.layers, self._called)
+        self.layer += 1
         hidden = inputs[0] if inputs and self.padded_tokens is not None and self._is_only_run else None
         if isinstance(hidden, Tensor) and hidden.dim() == 3:
             fewer = self.padded_tokens - hidden.shape[0] * hidden.shape[1]
             self.attention_bytes += max(0, fewer) * hidden.shape[2] * hidden.element_size()
-        return self.checkpointed is None or self._called <= self.checkpointed
+        return self.checkpointed is None or self.layer <= self.checkpointed
 
     def takes_attention(self, count: int) -> bool:
         """Whether a layer may keep so many bytes of what attention computed; they are taken then."""
@@ -74,12 +75,14 @@ class KeptActivations:
         """For the layer that was called last: where attention's results go. `None` where none can be kept."""
         return CostlyResults(self.takes_attention) if self.attention_bytes else None
 
-    def after_recomputation(self, run: int, tensors: list[Tensor], inputs: Iterable[Any], attention: int) -> None:
+    def after_recomputation(
+        self, place: tuple[int, int], tensors: list[Tensor], inputs: Iterable[Any], attention: int
+    ) -> None:
         """
         A layer was computed again.
 
         Args:
-            run (`int`): of which run.
+            place (`tuple[int, int]`): the number of its run, and its own in that.
             tensors (`list[Tensor]`): that it keeps for backward.
             inputs (`Iterable`): what it was called with.
             attention (`int`): bytes of what attention computed.
@@ -95,31 +98,36 @@ class MeasuredActivations(KeptActivations):
         read_peak (`Callable`): gives the most bytes that were allocated at once.
 
     Attributes:
-        of_layer ([`LayerBytes`], *optional*):
-            Of the first layer of each run that backward has computed again, the sum over the runs.
-        peak (`int`): the most bytes that were allocated until then.
+        found (`dict`): what each layer keeps, by its place.
+        peak (`int`): the most bytes that were allocated until backward had computed its first layer again.
     """
 
     def __init__(self, weights: Iterable[Tensor] = (), read_peak: Callable[[], int] = int):
         super().__init__()
-        self.of_layer: LayerBytes | None = None
+        self.found: dict[tuple[int, int], LayerBytes] = {}
         self.peak = 0
         self._weights, self._read_peak = weights, read_peak
-        self._measured: set[int] = set()
 
     def costly_results(self) -> "CostlyResults":
         """Attention's results are counted."""
         return CostlyResults(self.takes_attention)
 
-    def after_recomputation(self, run: int, tensors: list[Tensor], inputs: Iterable[Any], attention: int) -> None:
-        """The first layer that is computed again shows what one keeps."""
-        if run in self._measured:
-            return
-        self._measured.add(run)
-        before = self.of_layer or LayerBytes(0, 0)
-        everything = _bytes_beside(tensors, *inputs, *self._weights)
-        self.of_layer = LayerBytes(before.everything + everything, before.attention + attention)
-        self.peak = max(self.peak, self._read_peak())
+    def after_recomputation(
+        self, place: tuple[int, int], tensors: list[Tensor], inputs: Iterable[Any], attention: int
+    ) -> None:
+        """What it has now is what it would keep."""
+        if not self.found:
+            self.peak = self._read_peak()
+        self.found[place] = LayerBytes(_bytes_beside(tensors, *inputs, *self._weights), attention)
+
+    @property
+    def of_layers(self) -> list[LayerBytes]:
+        """What the layers keep in the order in which they are called, each the sum over the runs."""
+        sums: dict[int, LayerBytes] = {}
+        for (_, layer), found in sorted(self.found.items()):
+            before = sums.get(layer, LayerBytes(0, 0))
+            sums[layer] = LayerBytes(before.everything + found.everything, before.attention + found.attention)
+        return [sums[layer] for layer in sorted(sums)]
 
 
 def _bytes_beside(tensors: list[Tensor], *inputs: Any) -> int:

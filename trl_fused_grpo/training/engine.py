@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -34,7 +33,7 @@ from .customised_model import changed_module
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, multimodal_inputs
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
-from .memory import MemoryBudget, kept_in_padding, memory_budget
+from .memory import MemoryBudget, kept_in_forward, memory_budget
 from .random_states import RandomStates
 from .trial import Tried, try_layout, try_rows
 
@@ -212,11 +211,7 @@ class LogpsEngine:
         adapted = fused_adapters(self._modules_of(unwrapped) if self.options.fused_lora else ())
         has_kernels = self.options.fused_kernels and why_not_triton(call.input_ids.device) is None
         compiled = compiling(unwrapped, self.options.fused_compile, has_kernels)
-        kept = None
-        if torch.is_grad_enabled():
-            kept = kept_in_padding(logps_request, call)
-            if self.memory is not None:
-                kept = self.memory.plan_forward(self.trainer, unwrapped, int(call.attention_mask.sum()))
+        kept = kept_in_forward(self, logps_request, call, is_multimodal, keeps_padding)
         with accelerator.autocast(), lean_checkpoints(unwrapped, kept), adapted, compiled:
             while True:
                 options = self._logps_options(logps_request, call, keeps_padding, is_multimodal, shape)

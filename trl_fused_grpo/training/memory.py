@@ -18,6 +18,7 @@ from trl_fused_grpo.modeling.kept_activations import KeptActivations, LayerBytes
 
 from .agreement import of_all_processes
 from .logps_request import LogpsArgs, LogpsRequest
+from .merge_plan import tokens_of_forward
 
 
 logger = logging.get_logger(__name__)
@@ -77,7 +78,7 @@ class MemoryBudget:
         self.limit = int(fraction * memory.total * USABLE)
         # A forward, its tokens, what was allocated before it, and of that what is no gradient
         self._open: tuple[MeasuredActivations, int, int, int] | None = None
-        self._layers, self._layer = 0, LayerBytes(0, 0)
+        self._of_layers: list[LayerBytes] = []
         self._tokens = 1  # of the forward that all of these are of
         self._at_start = 0  # of its backward, beyond what was allocated before it
         self._in_all = 0  # until the end of its backward, gradients included, beyond what is no gradient
@@ -108,18 +109,24 @@ class MemoryBudget:
             )
             return KeptActivations()
         free = max(0, self.limit - allocated - int(grown * self._at_start))
-        everything, attention = (int(count * tokens / self._tokens) for count in self._layer)
-        attention_bytes = min(free, attention * self._layers)
-        of_others = everything - attention if attention_bytes == attention * self._layers else everything
-        whole = min(self._layers, (free - attention_bytes) // max(1, of_others)) if self._layers else 0
-        return KeptActivations(attention_bytes, checkpointed=self._layers - whole if whole else None)
+        share = tokens / self._tokens
+        attention_bytes = min(free, int(share * sum(layer.attention for layer in self._of_layers)))
+        left, checkpointed = free - attention_bytes, len(self._of_layers)
+        for layer in reversed(self._of_layers):
+            left -= int(share * (layer.everything - layer.attention))
+            if left < 0:
+                break
+            checkpointed -= 1
+        return KeptActivations(
+            attention_bytes, checkpointed=checkpointed if checkpointed < len(self._of_layers) else None
+        )
 
     def most_tokens(self, parameters: Iterable[nn.Parameter]) -> int:
         """Tokens for which a forward stays within the budget though its layers keep everything; 0 where unknown."""
-        if not self._layers:
+        if not self._of_layers:
             return 0
         stays = self.memory.allocated - sum(map(_bytes_of_gradient, parameters))
-        needed = max(self._in_all, self._at_start + self._layers * self._layer.everything)
+        needed = max(self._in_all, self._at_start + sum(layer.everything for layer in self._of_layers))
         return max(0, int((self.limit - stays) / max(1, needed) * self._tokens))
 
     def learn(self) -> None:
@@ -127,18 +134,21 @@ class MemoryBudget:
         if self._open is None:
             return
         (measured, tokens, allocated, stays), self._open = self._open, None
-        if measured.of_layer is None:
+        if not measured.found:
             return
         peak = self.memory.peak
         # Gradients that were there before grow no more, so that the peak was at the start
         at_start = (peak if allocated > stays else measured.peak) - allocated
         if tokens > self._tokens:
             self._at_start = self._in_all = 0
-            self._layers, self._layer, self._tokens = measured.layers, measured.of_layer, tokens
+            self._tokens, self._of_layers = tokens, measured.of_layers
         self._at_start, self._in_all = max(self._at_start, at_start), max(self._in_all, peak - stays)
 
     def plan_forward(self, trainer: GRPOTrainer, model: nn.Module, tokens: int) -> KeptActivations:
-        """[`plan`] for the next forward of a trainer's model: what fits into the memory of every process."""
+        """
+        [`plan`] for the next forward of a trainer's model: what fits into the memory of every process. Tokens are
+        counted as in [`tokens_of_forward`].
+        """
         plan = self.plan(trainer.state.global_step, tokens, model.parameters())
         if trainer.accelerator.num_processes == 1:
             return plan
@@ -148,6 +158,19 @@ class MemoryBudget:
         (attention_bytes, _), (_, checkpointed) = each.amin(0).tolist(), each.amax(0).tolist()
         plan.attention_bytes, plan.checkpointed = attention_bytes, None if checkpointed == all_layers else checkpointed
         return plan
+
+
+def kept_in_forward(
+    engine: Any, logps_request: LogpsRequest, call: LogpsArgs, is_multimodal: bool, keeps_padding: str | None
+) -> KeptActivations | None:
+    """What the layers of a forward keep, `None` without gradients; arguments are those of [`LogpsEngine.compute`]."""
+    if not torch.is_grad_enabled():
+        return None
+    if engine.memory is None:
+        return kept_in_padding(logps_request, call)
+    layout = engine.layout(call.model, is_multimodal, keeps_padding, logps_request.reads_padding)
+    tokens = tokens_of_forward(engine, logps_request, call, layout)
+    return engine.memory.plan_forward(engine.trainer, engine.unwrapped(call.model), tokens)
 
 
 def kept_in_padding(logps_request: LogpsRequest, call: LogpsArgs) -> KeptActivations | None:

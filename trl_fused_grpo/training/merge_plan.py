@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from trl_fused_grpo.modeling.layout import LayoutName, Rows
+from trl_fused_grpo.modeling.layout_choice import traits
 
-from .logps_request import can_join_images
+from .logps_request import LogpsArgs, LogpsRequest, can_join_images
 from .partitioning import prompt_group_ids, rows_by_width, widths_of
 
 
@@ -35,6 +36,49 @@ def plan_merges(
     Returns:
         `list[int]`: for each micro-batch, the index of the last one that may share its forward.
     """
+    counter = _token_counter(batches, share_prompts, layout, needs_last_column, in_one_width)
+    if counter is None:
+        return list(range(len(batches)))
+    ends = []
+    for start in range(len(batches)):
+        tokens, end = counter(), start
+        for index in range(start, len(batches)):
+            if tokens(index) > limit or not can_join_images(batches[start : index + 1]):
+                break
+            end = index
+        ends.append(end)
+    return ends
+
+
+def tokens_of_forward(engine: Any, logps_request: LogpsRequest, call: LogpsArgs, layout: LayoutName) -> int:
+    """
+    Tokens that the model runs in a forward, padding included, counted as [`plan_merges`] counts them.
+
+    Args:
+        engine ([`LogpsEngine`]): whose forward it is.
+        logps_request ([`LogpsRequest`]): of its micro-batches.
+        call ([`LogpsArgs`]): their rows.
+        layout (`str`): of these.
+    """
+    causal_lm = engine.causal_lm(call.model)
+    needs_last_column = traits(causal_lm).needs_last_column
+    in_one_width = needs_last_column or engine.trainer.accelerator.num_processes > 1
+    batches = call.as_micro_batches(logps_request.micro_batch)
+    options = engine.shares_prompts(call.model), layout, needs_last_column, in_one_width
+    counter = None if layout == "padded" else _token_counter(batches, *options)
+    if counter is None:
+        return call.input_ids.numel()
+    tokens = counter()
+    return [tokens(index) for index in range(len(batches))][-1]
+
+
+def _token_counter(
+    batches: list[dict[str, Any]], share_prompts: bool, layout: LayoutName, needs_last_column: bool, in_one_width: bool
+) -> Callable[[], Callable[[int], int]] | None:
+    """
+    Makes functions that are given the indices of micro-batches, one after the other, and return their tokens so far.
+    `None` where a row has holes in its mask.
+    """
     names = ("prompt_ids", "prompt_mask", "completion_mask")
     prompt_ids, prompt_mask, completion_mask = (torch.cat([batch[name] for batch in batches]) for name in names)
     count, is_packed = len(prompt_ids), layout == "packed"
@@ -45,20 +89,15 @@ def plan_merges(
     counts = torch.stack([prompt_mask.sum(1), completion_mask.sum(1), columns, holes])
     prompt_lengths, lengths, columns, has_holes = counts.tolist()
     if any(has_holes):
-        return list(range(len(batches)))
-    sequences_of = torch.arange(count).split([len(batch["prompt_ids"]) for batch in batches])
+        return None
+    sequences_of = [rows.tolist() for rows in torch.arange(count).split([len(b["prompt_ids"]) for b in batches])]
     whole = columns if needs_last_column else [sum(pair) for pair in zip(prompt_lengths, lengths, strict=True)]
 
-    ends = []
-    for start in range(len(batches)):
+    def counter() -> Callable[[int], int]:
         tokens = _packed_tokens(prompts, prompt_lengths, lengths) if is_packed else _aligned_tokens(whole, in_one_width)
-        end = start
-        for index, sequences in enumerate(sequences_of[start:], start):
-            if tokens(sequences.tolist()) > limit or not can_join_images(batches[start : index + 1]):
-                break
-            end = index
-        ends.append(end)
-    return ends
+        return lambda index: tokens(sequences_of[index])
+
+    return counter
 
 
 def _packed_tokens(prompts: list[int], prompt_lengths: list[int], lengths: list[int]) -> Callable[[list[int]], int]:
