@@ -46,8 +46,10 @@ if __name__ == "__main__":
         train_dataset=load_dataset(str(folder / "data"))["train"],
     )
     trainer.train()
-    told = {{"log": trainer.state.log_history, "class": type(trainer).__name__}}
-    (folder / sys.argv[2]).write_text(json.dumps(told))
+    processes = trainer.accelerator.num_processes
+    told = {{"log": trainer.state.log_history, "class": type(trainer).__name__, "processes": processes}}
+    if trainer.accelerator.is_main_process:
+        (folder / sys.argv[2]).write_text(json.dumps(told))
 """
 
 
@@ -83,6 +85,12 @@ def write_yaml(folder: Path, **options) -> Path:
 def told_by(folder: Path, name: str) -> dict:
     """What the script has written."""
     return json.loads((folder / name).read_text())
+
+
+def assert_stock(told: dict) -> None:
+    """Whether TRL has trained alone."""
+    assert told["class"] == "GRPOTrainer"
+    assert not any(name.startswith("fused/") for entry in told["log"] for name in entry)
 
 
 def assert_fused_and_equal(log: list[dict], stock: list[dict], rounded: bool = False) -> None:

@@ -1,9 +1,7 @@
-"""An unmodified script trains as stock with the fused loss, whichever way it was switched on."""
+"""An unmodified script trains as stock with the fused loss. In this process; `test_wheel.py` has others."""
 
 import json
 import os
-import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,56 +10,11 @@ import trl
 from typer.testing import CliRunner
 
 from trl_fused_grpo import FusedGRPOTrainer, patch
-from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.cli import app
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.defaults import patched_options
 
-from .stock_script import assert_fused_and_equal, told_by, write_files, write_yaml
-
-
-ROOT = Path(__file__).parents[2]
-STARTUP = ROOT / "startup"
-
-
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    return write_files(tmp_path_factory.mktemp("ways"))
-
-
-@pytest.fixture
-def train(script, monkeypatch):
-    """Run the script in this process, and return what it tells."""
-    monkeypatch.syspath_prepend(str(script.parent))
-
-    def run(name):
-        monkeypatch.setattr(sys, "argv", [str(script), str(script.parent), name])
-        runpy.run_path(str(script), run_name="__main__")
-        return told_by(script.parent, name)
-
-    return run
-
-
-@pytest.fixture
-def stock(train):
-    """The log of the same script in TRL alone."""
-    told = train("stock.json")
-    assert told["class"] == "GRPOTrainer" and not any("fused/rows_recomputed" in entry for entry in told["log"])
-    return told["log"]
-
-
-def run_python(*words, folder, **variables):
-    """Run Python in a folder, with this package and the variables; fails where it does."""
-    path = os.pathsep.join([str(ROOT), str(folder)])
-    run = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    return run
+from .stock_script import assert_fused_and_equal, told_by
 
 
 def command(*words):
@@ -79,25 +32,6 @@ def test_patch_and_run_train_as_stock(train, stock, script):
     result = command("run", "--fused-layout", "aligned", script, script.parent, "run.json")
     assert result.exit_code == 0, result.output
     assert_fused_and_equal(told_by(script.parent, "run.json")["log"], stock)
-
-
-def test_the_variable_trains_as_stock(stock, script):
-    """In a process that reads `trl_fused_grpo.pth` as Python does at its start."""
-    start = f"import runpy, site; site.addsitedir({str(STARTUP)!r}); runpy.run_path(sys.argv[0], run_name='__main__')"
-    code = f"import sys; sys.argv = {[str(script), str(script.parent), 'variable.json']!r}; {start}"
-    run_python("-c", code, folder=script.parent, TRL_FUSED_GRPO="fused_layout=aligned")
-    told = told_by(script.parent, "variable.json")
-    assert told["class"] == "FusedGRPOTrainer"
-    assert_fused_and_equal(told["log"], stock, rounded=TRANSFORMERS.major < 5)
-
-
-def test_trls_own_command_trains_as_stock_from_a_yaml_file(stock, script):
-    folder = script.parent
-    file = write_yaml(folder, fused_layout="aligned")
-    words = ("--config", str(file), "--kl_estimator", "k3", "--num_processes", "1")
-    run_python("-m", "trl_fused_grpo", "grpo", *words, folder=folder)
-    state = json.loads((folder / "out" / "checkpoint-3" / "trainer_state.json").read_text())
-    assert_fused_and_equal(state["log_history"], stock, rounded=TRANSFORMERS.major < 5)
 
 
 TELLING = """

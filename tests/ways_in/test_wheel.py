@@ -1,0 +1,123 @@
+"""
+The built wheel in an environment of its own, where this checkout is on no path: each way in fuses a script that knows
+TRL alone, and the script logs what stock logs. Stock is the same script in the process of the test.
+"""
+
+import json
+import zipfile
+
+import pytest
+
+from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
+
+from .processes import run_python
+from .stock_script import assert_fused_and_equal, assert_stock, told_by, write_yaml
+
+
+# First as it is, then patched
+PATCHED = """
+import runpy, sys
+
+runpy.run_path("train.py", run_name="__main__")
+assert not any(name.startswith("trl_fused_grpo") for name in sys.modules)
+from trl_fused_grpo import patch
+patch()
+sys.argv[2] = "patched.json"
+runpy.run_path("train.py", run_name="__main__")
+"""
+CHILD = """
+import json, multiprocessing, sys
+
+def tell(queue):
+    import trl_fused_grpo  # before TRL: it is not complete when TRL's trainer has been loaded
+    import trl
+    from trl_fused_grpo.defaults import patched_options
+    options = patched_options()
+    queue.put([trl.GRPOTrainer.__name__, options.fused_layout, options.fused_compile])
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    queue = spawn.Queue()
+    process = spawn.Process(target=tell, args=(queue,))
+    process.start()
+    print(json.dumps(queue.get(timeout=100)))
+    process.join()
+"""
+ROUNDED = TRANSFORMERS.major < 5
+PROCESSES = 2
+
+
+@pytest.mark.any_trl
+def test_both_wheels_have_the_hook(wheels):
+    for wheel in wheels:
+        assert {"trl_fused_grpo.pth", "_trl_fused_grpo_startup.py"} <= {*zipfile.ZipFile(wheel).namelist()}
+
+
+def test_a_script_trains_as_stock_until_it_is_patched_and_after(python, script, stock):
+    folder = script.parent
+    (folder / "patched.py").write_text(PATCHED)
+    run_python("patched.py", folder, "installed.json", python=python, folder=folder)
+    installed, patched = (told_by(folder, name) for name in ("installed.json", "patched.json"))
+    assert_stock(installed)
+    assert patched["class"] == "FusedGRPOTrainer"
+    for log in (installed["log"], stock):
+        assert_fused_and_equal(patched["log"], log, rounded=ROUNDED)
+
+
+@pytest.mark.parametrize("way", ["run", "variable"])
+def test_an_unmodified_script_trains_as_stock(way, python, cli, script, stock):
+    words, variable = {"run": ([cli, "run", script], None), "variable": ([script], "1")}[way]
+    run_python(*words, script.parent, f"{way}.json", python=python, folder=script.parent, variable=variable)
+    told = told_by(script.parent, f"{way}.json")
+    assert told["class"] == "FusedGRPOTrainer"
+    assert_fused_and_equal(told["log"], stock, rounded=ROUNDED)
+
+
+def test_trls_own_command_trains_as_stock_from_a_yaml_file(python, cli, script, stock):
+    folder = script.parent
+    file = write_yaml(folder, fused_layout="aligned")
+    words = ("--config", file, "--kl_estimator", "k3", "--num_processes", "1")
+    run_python(cli, "grpo", *words, python=python, folder=folder)
+    state = json.loads((folder / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert_fused_and_equal(state["log_history"], stock, rounded=ROUNDED)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(TRL < NEWEST_TRL, reason="one release is enough for several processes")
+def test_processes_of_a_launcher_train_as_stock(python, script):
+    """
+    As `accelerate launch --multi_gpu` starts them, whose processes find each other on the CPU too; with `--cpu` each
+    would train alone.
+    """
+    folder = script.parent
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", PROCESSES]
+    launch += ["--mixed_precision", "no", "--main_process_port", 0]
+    told = {}
+    for name, words in {"stock": [script], "run": ["-m", "trl_fused_grpo", "run", script]}.items():
+        run_python(*launch, *words, folder, f"{name}.json", python=python, folder=folder)
+        told[name] = told_by(folder, f"{name}.json")
+        assert told[name]["processes"] == PROCESSES
+    assert_stock(told["stock"])
+    assert told["run"]["class"] == "FusedGRPOTrainer"
+    assert_fused_and_equal(told["run"]["log"], told["stock"]["log"])
+
+
+@pytest.mark.any_trl
+def test_processes_that_a_script_starts_have_the_options_of_the_variable(python, tmp_path):
+    child = tmp_path / "child.py"
+    child.write_text(CHILD)
+    run = run_python(child, python=python, variable="fused_layout=aligned,fused_compile=true", folder=tmp_path)
+    assert json.loads(run.stdout.splitlines()[-1]) == ["FusedGRPOTrainer", "aligned", True], run.stderr[-2000:]
+
+
+@pytest.mark.any_trl
+def test_an_error_in_the_hook_is_said_when_trl_is_imported(python, tmp_path):
+    code = (
+        "import trl, trl.trainer.grpo_config; from trl import GRPOTrainer; print('imported'); GRPOTrainer('model', len)"
+    )
+    wrong = {"variable": "fused_layout=dense", "succeeds": False}
+    run = run_python("-c", code, python=python, folder=tmp_path, **wrong)
+    assert run.returncode == 1 and run.stdout == "imported\n"
+    said = 'fused_layout must be "auto", "packed", "aligned" or "padded", not \'dense\''
+    assert "WARNING: TRL_FUSED_GRPO=fused_layout=dense cannot be heeded: " in run.stderr
+    assert run.stderr.count(said) >= 2 and "RuntimeError: " in run.stderr
