@@ -54,6 +54,14 @@ def lines_of(trainer):
             *("forwards", "its own", "fused_max_tokens_per_forward=0", "unset"),
         ),
         ({}, "old log-probs", "none: no weight moves", None, None),
+        (
+            {"num_iterations": 2},
+            *("old log-probs", "a forward of their own", "the weights move while", "num_iterations=1"),
+        ),
+        (
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+            *("old log-probs", "a forward of their own", "the weights move while", "a steps_per_generation that"),
+        ),
         ({"beta": 0.1}, "reference", "in the same forwards as the policy", None, None),
         ({}, "layers", "the model's own operations", "Triton's kernels are for CUDA", None),
         ({"fused_kernels": False}, "layers", "the model's own operations", "fused_kernels=False", "=True"),
@@ -84,6 +92,16 @@ def test_adapters_and_vllms_ratio_have_a_line(tmp_path):
     assert lines["LoRA"].value == "2 of 2 layers within the product of their base"
     assert lines["backward of the head"].value == "2 matmuls, frozen head"
     assert "from the training forward" in lines["old log-probs"].value
+
+
+def test_weights_that_move_are_the_reason_for_old_log_probs_with_vllms_ratio_too(tmp_path):
+    trainer = make_trainer(tmp_path, num_iterations=2, gradient_accumulation_steps=2)
+    use_sampler(trainer)
+    line = lines_of(trainer)["old log-probs"]
+    assert (line.reason, line.change) == ("the weights move while a generation batch is in use", "num_iterations=1")
+    trainer.accelerator.backward = lambda *args, **kwargs: None
+    line = lines_of(trainer)["old log-probs"]
+    assert "may move weights" in line.reason and line.change is None
 
 
 def test_a_trainer_without_the_fused_loss_says_so(tmp_path):

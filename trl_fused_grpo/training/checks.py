@@ -19,7 +19,12 @@ from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
 
 from .customisation import MICRO_BATCH_METHODS, liger_loss_in_front, replaced_behind, replaced_method
-from .eligibility import replaced_objective, why_old_logps_are_needed, why_old_logps_are_not_skipped
+from .eligibility import (
+    replaced_objective,
+    why_old_logps_are_needed,
+    why_old_logps_are_not_skipped,
+    why_weights_move,
+)
 from .forecastable import has_old_logps, why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .kl import estimator_in_force
 from .loss_request import objective_of
@@ -64,7 +69,7 @@ def check_on_policy(trainer: Any, steps_left: int | None = None) -> None:
     if not options.fused_require_on_policy or not (may_skip_all or has_old_logps(trainer)):
         return
     if not may_skip_all:
-        reason: str | None = "the weights move while a generation batch is in use"
+        reason = why_weights_move(trainer)
     elif options.fused_skip_old_logps is False or not trainer.use_liger_loss:
         reason = "fused_skip_old_logps=False" if trainer.use_liger_loss else "use_liger_loss=False"
     else:

@@ -11,6 +11,7 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | rows without padding | [`why_padding_may_be_read`], `LogpsEngine.why_rows_are_seen`, `modeling/layout_choice.py` |
 | micro-batches that share a forward | [`why_forwards_are_not_shared`] |
 | no old log-probs on-policy | [`why_old_logps_are_needed`], in any step: [`why_old_logps_are_not_skipped`] |
+| no old log-probs on-policy, left out by TRL | [`why_weights_move`] |
 | the reference's log-probs in the policy's groups | [`why_reference_is_not_regrouped`] |
 | sequences moved between micro-batches | [`why_not_balanced`] |
 | sequences exchanged between processes | [`why_not_exchanged`] |
@@ -184,9 +185,20 @@ def why_old_logps_are_needed(trainer: Any, steps_left: int) -> str | None:
     mover = gradient_hook(trainer.model) or replaced_backward(trainer.accelerator)
     if mover is not None:
         return f"{mover} may move weights"
-    if steps_left < trainer.args.steps_per_generation * trainer.num_iterations:
-        return "the weights move while a generation batch is in use"
-    return None
+    return why_weights_move(trainer, steps_left)
+
+
+def why_weights_move(trainer: Any, steps_left: int | None = None) -> str | None:
+    """
+    Why a generation batch may be trained on with other weights than generated it, or `None`.
+
+    Args:
+        trainer (`GRPOTrainer`): whose options say how often and in which steps it is trained on.
+        steps_left (`int`, *optional*): micro-batches until the weights move; by default any step counts.
+    """
+    steps = trainer.args.steps_per_generation * trainer.num_iterations
+    moves = trainer.args.gradient_accumulation_steps % steps != 0 if steps_left is None else steps_left < steps
+    return "the weights move while a generation batch is in use" if moves else None
 
 
 def why_old_logps_are_not_skipped(trainer: Any) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 
-from .eligibility import replaced_objective
+from .eligibility import replaced_objective, why_weights_move
 from .loss_request import objective_of, padding_counts
 
 
@@ -48,7 +48,6 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, layout: str) -> str | 
 
 def has_old_logps(trainer: Any) -> bool:
     """Whether batches have old log-probs, of generation or of the training forward."""
-    steps = trainer.args.steps_per_generation * trainer.num_iterations
-    if trainers.is_rloo(trainer):
+    if trainers.is_rloo(trainer) or trainers.corrects_sampling(trainer):
         return True
-    return trainers.corrects_sampling(trainer) or trainer.args.gradient_accumulation_steps % steps != 0
+    return why_weights_move(trainer) is not None
