@@ -128,15 +128,36 @@ def test_the_largest_batch_that_fits_is_found(benchmark_module):
     assert memory.peaks_and_largest(lambda rows: None, 4) == ({}, 0)
 
 
-def test_memory_is_compared_at_the_largest_common_batch(benchmark_module):
-    dense = {"case": "a", "name": "dense, TRL 0.27.2", "peaks": {"1": 10.0, "2": 20.0}, "largest": 2}
-    stock = {"case": "a", "name": "stock", "peaks": {"1": 10.0, "2": 12.0, "4": 16.0}, "largest": 5}
+def test_memory_is_compared_at_every_common_batch(benchmark_module):
+    dense = {"case": "a", "name": "dense, TRL 0.27.2", "peaks": {"1": 20.0, "2": 20.0}, "largest": 2}
+    stock = {"case": "a", "name": "stock", "peaks": {"1": 12.0, "2": 12.5, "4": 16.0}, "largest": 5}
     other = {"case": "b", "name": "stock", "peaks": {"1": 1.0}, "largest": 1}
+    failed = {"case": "a", "name": "Liger loss, TRL 0.27.2", "failed": "out of memory"}
     ours = {"case": "a", "name": "ours", "peaks": {"1": 10.0, "2": 11.0, "4": 12.0}, "largest": 9}
-    benchmark_module("memory").judge([dense, stock, other, ours])
-    assert ours["peak_ratio"] == {"dense, TRL 0.27.2": [2, 0.55], "stock": [4, 0.75]}
-    assert ours["largest_ratio"] == {"dense, TRL 0.27.2": 4.5, "stock": 1.8}
-    assert ours["met"]
+    memory, kept = benchmark_module("memory"), dict(ours)
+    *rest, found = memory.judged([dense, stock, other, failed, ours])
+    assert (rest, ours) == ([dense, stock, other, failed], kept)
+    assert found["peak_ratio"] == {
+        "dense, TRL 0.27.2": {"1": 0.5, "2": 0.55},
+        "stock": {"1": 0.833, "2": 0.88, "4": 0.75},
+    }
+    assert found["largest_ratio"] == {"dense, TRL 0.27.2": 4.5, "stock": 1.8}
+    assert found["met"]
+
+    def is_met(**changes):
+        return memory.judged([dense, stock, ours | changes])[-1]["met"]
+
+    assert not is_met(peaks={"1": 10.0, "2": 11.3, "4": 12.0})  # 0.904 of stock's
+    assert not is_met(peaks={"1": 12.1, "2": 11.0, "4": 12.0})
+    assert not is_met(largest=3)
+    assert memory.judged([{"case": "a", "name": "ours", "peaks": {"1": 0.0}}]) == [
+        {"case": "a", "name": "ours", "peaks": {"1": 0.0}}
+    ]
+
+
+def test_what_is_said_of_the_measured_memory_is_what_is_judged_today(benchmark_module):
+    results = json.loads((BENCHMARKS / "results" / "memory-h200.json").read_text())["results"]
+    assert benchmark_module("memory").judged(results) == results
 
 
 def test_every_batch_holds_the_longest_completion(benchmark_module):
