@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import operator
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import trl
 import typer
 
 from trl_fused_grpo import FusedGRPOTrainer
+
+from . import small
 
 
 pytest.importorskip("matplotlib")
@@ -97,10 +100,23 @@ def test_pretraining_learns_to_answer(example, start):
     assert len(ticks) == 20
 
 
-def test_short_training_logs_rewards_and_recomputes_nothing(example, start, tmp_path):
+def test_short_training_logs_what_stock_logs_and_recomputes_nothing(example, start, monkeypatch, tmp_path):
+    """The reward here is the share of right digits: so short a pre-training gets no sum right."""
     model, tokenizer, sums, held_out = start
     example.pretrain(model, tokenizer, sums, steps=20)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    logs = []
+
+    def right_digits(prompts, completions, **_):
+        pairs = zip(prompts, (completion.replace(" ", "") for completion in completions), strict=True)
+        written = [(example.Sum(*map(int, prompt.rstrip("=").split("+"))).answer, text) for prompt, text in pairs]
+        return [sum(map(operator.eq, answer, text)) / len(answer) for answer, text in written]
+
+    def keep(ticker, args, state, control, **_):
+        logs.append([entry for entry in state.log_history if "reward" in entry])
+
+    monkeypatch.setattr(example, "correct_sum", right_digits)
+    monkeypatch.setattr(example.Ticker, "on_train_end", keep, raising=False)
 
     def run(trainer_class):
         return example.train(
@@ -110,7 +126,8 @@ def test_short_training_logs_rewards_and_recomputes_nothing(example, start, tmp_
     fused, stock = run(FusedGRPOTrainer), run(trl.GRPOTrainer)
     assert len(fused.rewards) == len(stock.rewards) == 3
     assert all(0 <= reward <= 1 for reward in fused.rewards)
-    assert fused.rewards[0] == stock.rewards[0]  # one seed and one start: the same samples
+    small.assert_same(*logs, steps=3)  # one seed and one start: the same samples
+    assert fused.accuracy == stock.accuracy
     assert fused.recomputed == [0.0] * 3
     assert stock.recomputed == []
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())

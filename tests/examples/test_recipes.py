@@ -1,4 +1,4 @@
-"""Each recipe of one process, on a tiny model: it trains, and stock TRL in its place logs the same."""
+"""Each recipe of one process, on a tiny model: it trains, and stock TRL, or dense logits, in its place do the same."""
 
 import json
 import math
@@ -8,6 +8,7 @@ import torch
 import transformers
 import trl
 
+from tests.grpo_oracle import grpo_loss
 from trl_fused_grpo import FusedGRPOTrainer, FusedLinearGRPOLoss
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
 
@@ -122,30 +123,48 @@ def test_rewards_of_training_with_tools():
     assert recipe.multiply(3, 4) == 12
 
 
-def test_a_loop_of_its_own_trains(folders, monkeypatch, capsys):
-    recipe = small.load("custom_loop")
-    calls = []
+def test_a_loop_of_its_own_trains_what_dense_logits_do(folders, monkeypatch, capsys):
+    recipe, clip = small.load("custom_loop"), torch.nn.utils.clip_grad_norm_
+    calls, states = [], []
 
     class Recording(FusedLinearGRPOLoss):
         def forward(self, *tensors, **options):
             calls.append([tensor.detach().clone() for tensor in tensors])
             return super().forward(*tensors, **options)
 
+    def recording_clip(parameters, norm):
+        parameters = list(parameters)
+        states.append([(p.detach().clone(), p.grad.clone()) for p in parameters])
+        return clip(parameters, norm)
+
     monkeypatch.setattr(recipe, "FusedLinearGRPOLoss", Recording)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recording_clip)
     log = recipe.main(model=str(folders["model"]), steps=2, group=4, new_tokens=8, learning_rate=1e-3)
     assert all(math.isfinite(value) for entry in log for value in entry.values())
     assert all(entry["grad_norm"] > 0 for entry in log)
     assert len(capsys.readouterr().out.splitlines()) == 2
-    hidden, head, tokens, mask, advantages = calls[0]
-    assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
-    assert mask.any(1).all()
-    prompt = transformers.AutoTokenizer.from_pretrained(folders["model"])(recipe.PROMPTS[0], return_tensors="pt")
-    ids = torch.cat([prompt.input_ids.expand(4, -1), tokens], dim=1)
-    with torch.no_grad():
-        logits = transformers.AutoModelForCausalLM.from_pretrained(folders["model"])(ids).logits
-    width = prompt.input_ids.shape[1]
-    own = mask.unsqueeze(-1)
-    torch.testing.assert_close(hidden @ head.T * own, logits[:, width - 1 : -1] * own, rtol=1e-5, atol=1e-6)
+
+    read = transformers.AutoTokenizer.from_pretrained(folders["model"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders["model"])
+    for prompt, entry, (hidden, head, tokens, mask, advantages), state in zip(
+        recipe.PROMPTS, log, calls, states, strict=False
+    ):
+        assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
+        assert mask.any(1).all()
+        weights, gradients = zip(*state, strict=True)
+        with torch.no_grad():
+            for parameter, weight in zip(model.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+        ids = torch.cat([read(prompt, return_tensors="pt").input_ids.expand(4, -1), tokens], dim=1)
+        logits = model(ids).logits[:, -tokens.shape[1] - 1 : -1]
+        own = mask.unsqueeze(-1)
+        torch.testing.assert_close(hidden @ head.T * own, logits.detach() * own, rtol=1e-5, atol=1e-6)
+        logps = logits.double().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        loss, _ = grpo_loss({"loss_type": "dapo"}, logps, mask, advantages)
+        dense = torch.autograd.grad(loss, list(model.parameters()))
+        assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+        for found, expected in zip(gradients, dense, strict=True):
+            assert (found - expected).norm() < 1e-5 * entry["grad_norm"]
 
 
 def test_a_loop_of_its_own_masks_what_follows_the_end():
