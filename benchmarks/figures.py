@@ -6,9 +6,8 @@ accumulation windows and whole steps; what stock and ours learn, and how far the
 """
 
 import json
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import matplotlib.pyplot as plt
 import typer
@@ -240,17 +239,8 @@ def _find(record: dict[str, Any], start: str, key: str) -> float | None:
     return next((entry[key] for entry in record["results"] if entry["name"].startswith(start)), None)
 
 
-# Those whose record may not be there yet
-LATER = {
-    "learning": (draw_learning, "learning-h200.json"),
-    "learning-short": (partial(draw_learning, panels=("accuracy", "entropy")), "learning-h200.json"),
-    "replay": (draw_replay, "replay-h200.json"),
-}
-
-
-def main() -> None:
-    """Draw everything into `figures/`."""
-    folder = HERE / "figures"
+def main(folder: Annotated[Path, typer.Option(help="where the figures go")] = HERE / "figures") -> None:
+    """Draw everything, into `figures/` beside this script unless told otherwise."""
     folder.mkdir(exist_ok=True)
     drawn = {
         "loss": draw_loss("loss-h200.json"),
@@ -259,8 +249,10 @@ def main() -> None:
         "step": draw_step("step-h200.json"),
         "micro-batches": draw_micro_batches("micro-batches-cpu.json"),
         "memory": draw_memory(load("memory-h200.json")),
+        "learning": draw_learning("learning-h200.json"),
+        "learning-short": draw_learning("learning-h200.json", panels=("accuracy", "entropy")),
+        "replay": draw_replay("replay-h200.json"),
     }
-    drawn |= {name: draw(record) for name, (draw, record) in LATER.items() if (HERE / "results" / record).exists()}
     for name, figure in drawn.items():
         figure.tight_layout(rect=(0, 0.02, 1, 1))
         figure.savefig(folder / f"{name}.png", dpi=110)

@@ -71,14 +71,17 @@ def test_another_attention_of_stock_stands_beside_the_verdict_and_does_not_decid
     assert kept["shared"][0]["null"]["gradient_error"] == 0.5
 
 
-def test_figures_are_drawn_from_the_records(benchmark_module):
+def test_every_figure_is_drawn_from_the_records(benchmark_module, tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    figures = benchmark_module("figures")
-    drawn = [figures.draw_loss("loss-h200.json"), figures.draw_curve("curve-h200.json")]
-    drawn += [figures.draw_windows(figures.WINDOWS), figures.draw_step("step-h200.json")]
-    drawn += [figures.draw_micro_batches("micro-batches-cpu.json")]
+    pyplot.close("all")
+    benchmark_module("figures").main(tmp_path)
+    drawn = [pyplot.figure(number) for number in pyplot.get_fignums()]
     assert all(axes.has_data() for figure in drawn for axes in figure.axes)
     pyplot.close("all")
+    committed = {path.name for path in (BENCHMARKS / "figures").glob("*.png")}
+    assert {path.name for path in tmp_path.iterdir()} == committed
+    assert len(committed) == len(drawn) == 9
+    assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in tmp_path.iterdir())
 
 
 def test_whole_steps_of_architectures_are_compared_and_recorded(tmp_path):

@@ -384,17 +384,27 @@ def test_what_the_liger_loss_leaves_out_is_that_of_the_record(case, shown):
     assert re.search(rf"\| {re.escape(shown)}.* \| {liger} \| {ours} \|", (ROOT / "README.md").read_text())
 
 
-def later_record(name):
-    """A record that may not be there yet."""
-    path = ROOT / "benchmarks/results" / name
-    if not path.exists():
-        pytest.skip(f"{name} is not measured yet")
-    return json.loads(path.read_text())
+def record_of(name):
+    return json.loads((ROOT / "benchmarks/results" / name).read_text())
+
+
+def test_the_equivalence_in_the_readme_is_that_of_the_record():
+    record = record_of("learning-h200.json")
+    [ours] = [e for e in record["comparison"] if (e["value"], e["arm"]) == ("accuracy", "ours")]
+    assert ours["equivalent"] and ours["p"] < 0.05 and record["margin"] == 0.01
+    seeds = len({entry["seed"] for entry in record["results"]})
+    difference, low, high = (f"{100 * ours[name]:+.2f}" for name in ("difference", "from", "to"))
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"over {seeds} paired seeds accuracy differs by {difference} points (90% interval {low} to {high}), "
+        f"equivalence within one point p = {ours['p']:.2g}."
+    ) in readme
+    assert f"Accuracy and entropy over {seeds} seeds" in readme
 
 
 @pytest.mark.parametrize("script", ["learning", "replay"])
 def test_what_is_learnt_is_that_of_the_record(script, monkeypatch):
-    record = later_record(f"{script}-h200.json")
+    record = record_of(f"{script}-h200.json")
     if TRL < NEWEST_TRL:
         pytest.skip("benchmarks and examples are written for the newest TRL")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
