@@ -11,6 +11,7 @@ from tests.distributed.table import FEATURES
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.libraries import LIBRARIES
+from trl_fused_grpo.loss import objective
 from trl_fused_grpo.modeling import (
     adapters,
     attention_watch,
@@ -117,3 +118,23 @@ def test_the_table_of_faster_paths_names_no_predicate_that_is_gone():
 def test_the_page_has_every_feature_that_is_trained_in_every_engine(feature):
     page = (Path(__file__).parents[1] / "docs" / "reliability.md").read_text(encoding="utf-8")
     assert re.search(rf"^\|[^|]*\| `{feature}` \|( [^|?]+ \|){{5}}$", page, re.MULTILINE)
+
+
+def rows_of_reductions():
+    """What the table of reductions says on our side: a reduction and TRL's loss types that have it."""
+    page = (Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="utf-8")
+    table = page.partition("| `reduction` | TRL's `loss_type` |")[2].partition("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        ours, trls = row.split("|")[1:3]
+        yield re.findall(r'`"(\w+)"`', ours), re.findall(r"`(\w+)`", trls)
+
+
+def test_the_table_of_reductions_has_the_names_that_there_are():
+    rows, named = list(rows_of_reductions()), []
+    for reductions, loss_types in rows:
+        for loss_type in loss_types:
+            assert [objective.GRPOObjective(loss_type, max_completion_length=8).effective_reduction] == reductions
+        named += loss_types
+    assert rows[-1] == ([], [])  # what others have and nobody here
+    assert {*named} == {*objective.LOSS_TYPES} - {"gmpo"}  # a trainer of TRL's, not a loss type
+    assert {name for names, _ in rows for name in names} == {*objective.REDUCTIONS} - {"padded_sequence_sum"}
