@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import typer
 
 from tests.tiny_training import make_trainer
@@ -82,6 +83,43 @@ def test_every_figure_is_drawn_from_the_records(benchmark_module, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == committed
     assert len(committed) == len(drawn) == 9
     assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in tmp_path.iterdir())
+
+
+@pytest.fixture
+def one_thread():
+    """Such small models gain nothing from a second one, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def committed(name):
+    return json.loads((BENCHMARKS / "results" / name).read_text(encoding="utf-8"))["results"]
+
+
+def test_what_goes_through_the_model_is_counted_as_in_the_record(benchmark_module, one_thread, tmp_path):
+    forwards = benchmark_module("forwards")
+    try:
+        forwards.main(tmp_path / "record.json")
+    finally:  # what it changes is for a process of its own
+        forwards.LIBRARIES.discard(forwards.__name__)
+        mock.patch.stopall()
+    assert json.loads((tmp_path / "record.json").read_text())["results"] == committed("forwards-cpu.json")
+
+
+def test_a_cut_into_micro_batches_is_compared_as_in_the_record(benchmark_module, one_thread, tmp_path):
+    with pytest.raises(typer.Exit) as exit_info:
+        benchmark_module("micro_batches").main(["dapo", "bnpo"], [8, 32], tmp_path / "record.json")
+    assert exit_info.value.exit_code == 0
+    found = json.loads((tmp_path / "record.json").read_text())["results"]
+    assert all(entry.pop("right") for entry in found)
+    recorded = {(entry["loss_type"], entry["micro_batch"]): entry for entry in committed("micro-batches-cpu.json")}
+    for entry in found:
+        expected = recorded[entry["loss_type"], entry["micro_batch"]]
+        for name in ("stock", "ours"):
+            assert entry[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
+    assert len(found) == 4
 
 
 def test_whole_steps_of_architectures_are_compared_and_recorded(tmp_path):
