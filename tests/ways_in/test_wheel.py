@@ -14,10 +14,15 @@ from .processes import run_python
 from .stock_script import assert_fused_and_equal, assert_stock, told_by, write_yaml
 
 
+# First as it is, then patched
 PATCHED = """
-import runpy
+import runpy, sys
+
+runpy.run_path("train.py", run_name="__main__")
+assert not any(name.startswith("trl_fused_grpo") for name in sys.modules)
 from trl_fused_grpo import patch
 patch()
+sys.argv[2] = "patched.json"
 runpy.run_path("train.py", run_name="__main__")
 """
 CHILD = """
@@ -48,19 +53,24 @@ def test_both_wheels_have_the_hook(wheels):
         assert {"trl_fused_grpo.pth", "_trl_fused_grpo_startup.py"} <= {*zipfile.ZipFile(wheel).namelist()}
 
 
-@pytest.mark.parametrize("way", ["installed alone", "run", "patch", "variable"])
-def test_a_script_trains_as_stock(way, python, cli, script, stock):
+def test_a_script_trains_as_stock_until_it_is_patched_and_after(python, script, stock):
     folder = script.parent
     (folder / "patched.py").write_text(PATCHED)
-    words = {"run": [cli, "run", script], "patch": ["patched.py"]}.get(way, [script])
-    variable = "1" if way == "variable" else None
-    run_python(*words, folder, "told.json", python=python, folder=folder, variable=variable)
-    told = told_by(folder, "told.json")
-    if way == "installed alone":
-        assert_stock(told)
-    else:
-        assert told["class"] == "FusedGRPOTrainer"
-        assert_fused_and_equal(told["log"], stock, rounded=ROUNDED)
+    run_python("patched.py", folder, "installed.json", python=python, folder=folder)
+    installed, patched = (told_by(folder, name) for name in ("installed.json", "patched.json"))
+    assert_stock(installed)
+    assert patched["class"] == "FusedGRPOTrainer"
+    for log in (installed["log"], stock):
+        assert_fused_and_equal(patched["log"], log, rounded=ROUNDED)
+
+
+@pytest.mark.parametrize("way", ["run", "variable"])
+def test_an_unmodified_script_trains_as_stock(way, python, cli, script, stock):
+    words, variable = {"run": ([cli, "run", script], None), "variable": ([script], "1")}[way]
+    run_python(*words, script.parent, f"{way}.json", python=python, folder=script.parent, variable=variable)
+    told = told_by(script.parent, f"{way}.json")
+    assert told["class"] == "FusedGRPOTrainer"
+    assert_fused_and_equal(told["log"], stock, rounded=ROUNDED)
 
 
 def test_trls_own_command_trains_as_stock_from_a_yaml_file(python, cli, script, stock):
