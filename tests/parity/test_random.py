@@ -237,6 +237,13 @@ FOUND = {
         "old": "drifted",
         "fused_skip_zero_grad_sequences": True,
     },
+    # A comparison took the coefficient that the loss had set for the next step, and warned
+    "verified-adaptive-entropy": {
+        "entropy_coef": 0.1,
+        "use_adaptive_entropy": True,
+        "entropy_target": 100.0,
+        "fused_verify": 1,
+    },
     # The entropy of a micro-batch without a gradient was no number
     "all-left-out": {"rollout": True, "rows": 3, "fused_skip_zero_grad_sequences": True, "equal_completions": True},
 }
@@ -244,8 +251,9 @@ FOUND = {
 
 @pytest.mark.parametrize("options", FOUND.values(), ids=FOUND)
 def test_what_was_found_stays_mended(settings, options):
-    if options.get("loss_type") == "vespo" and TRL.release < (1, 0):
-        pytest.skip("this TRL has no VESPO")
+    needed = (1, 8) if "entropy_coef" in options else (1, 0) if options.get("loss_type") == "vespo" else (0,)
+    if TRL.release < needed:
+        pytest.skip("this TRL has no such loss")
     result = compare(random_case(name_of(options)), settings)
     assert result.verdict == "equal", result.reason
 

@@ -205,10 +205,10 @@ class FusedState:
             trl_loss (`Callable`): TRL's own `_compute_loss` for given inputs.
         """
         checks.check_micro_batch(micro_batch)
-        as_generated = dict(micro_batch)
+        before = self.verification.snapshot(micro_batch)
         loss = self._loss_of(micro_batch, trl_loss)
         if self._is_in_step:
-            self.verification.keep(as_generated, trl_loss, loss)
+            self.verification.keep(before, trl_loss, loss)
         return loss
 
     def _loss_of(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:

@@ -96,6 +96,13 @@ class HeadGradients(NamedTuple):
         return max(_relative_error(self.weights, other.weights), _relative_error([self.features], [other.features]))
 
 
+class Snapshot(NamedTuple):
+    """A micro-batch as TRL keeps it, and [`trl_compat.entropy_control`], as they are before the loss is computed."""
+
+    micro_batch: dict[str, Any]
+    control: dict[str, Any]
+
+
 class Verification:
     """
     Compares a micro-batch of every so many optimizer steps with TRL's own path, and logs how far it is from it.
@@ -119,7 +126,7 @@ class Verification:
         """Forget which step was verified last, as at the start of a training."""
         self._last_step: int | None = None
         self._had_no_memory = False
-        self._trained: tuple[dict[str, Any], Any, Tensor] | None = None
+        self._trained: tuple[Snapshot, Any, Tensor] | None = None
 
     @property
     def is_due(self) -> bool:
@@ -127,17 +134,21 @@ class Verification:
         every, step = self.engine.options.fused_verify, self.trainer.state.global_step
         return every > 0 and step % every == 0 and step != self._last_step and not self._had_no_memory
 
-    def keep(self, micro_batch: dict[str, Any], trl_loss: Any, loss: Tensor) -> None:
+    def snapshot(self, micro_batch: dict[str, Any]) -> Snapshot:
+        """What is to be kept of a micro-batch, before its loss is computed."""
+        return Snapshot(dict(micro_batch), trl_compat.entropy_control(self.trainer))
+
+    def keep(self, before: Snapshot, trl_loss: Any, loss: Tensor) -> None:
         """
         Keep a micro-batch until its backward is done.
 
         Args:
-            micro_batch (`dict`): as TRL keeps it.
+            before ([`Snapshot`]): of the micro-batch.
             trl_loss (`functools.partial`): TRL's own `_compute_loss` with its model, for given inputs.
             loss (`Tensor`): that it was trained with, a scalar.
         """
         if self.is_due:
-            self._trained = micro_batch, trl_loss.func, loss.detach()
+            self._trained = before, trl_loss.func, loss.detach()
 
     def after_backward(self, compute_loss: Callable[[dict[str, Any], Callable], Tensor]) -> None:
         """
@@ -155,10 +166,11 @@ class Verification:
         reason = why_not_verified(trainer, model, causal_lm)
         if not is_possible(f"fused_verify={engine.options.fused_verify}", reason) or trained is None:
             return
-        micro_batch, trl_loss, loss = trained
+        before, trl_loss, loss = trained
+        micro_batch = before.micro_batch
 
         def run(asks_trl: bool) -> tuple[Tensor, HeadGradients | None]:
-            with temporary_attr(self, "asks_trl", asks_trl), self._apart(micro_batch):
+            with temporary_attr(self, "asks_trl", asks_trl), self._apart(before):
                 return _loss_and_gradients(causal_lm, lambda: compute_loss(micro_batch, lambda i: trl_loss(model, i)))
 
         try:
@@ -177,13 +189,14 @@ class Verification:
         self._log(self._loss_error(loss, expected, micro_batch), fused_gradients.error(gradients), causal_lm)
 
     @contextmanager
-    def _apart(self, micro_batch: dict[str, Any]) -> Generator[None, None, None]:
+    def _apart(self, before: Snapshot) -> Generator[None, None, None]:
         """While it lasts, a micro-batch is computed so that afterwards the training goes on as if it had not been."""
         trainer, metrics = self.trainer, trl_compat.metrics_of(self.trainer)
         attributes, logged = dict(vars(trainer)), {name: list(values) for name, values in metrics.items()}
-        random_states = random_states_kept(micro_batch["completion_ids"])
+        random_states = random_states_kept(before.micro_batch["completion_ids"])
         running, no_budget = temporary_attr(self, "is_running", True), temporary_attr(self.engine, "memory", None)
         try:
+            vars(trainer).update(before.control)
             with random_states, running, no_budget, trainer.compute_loss_context_manager():
                 yield
         finally:
