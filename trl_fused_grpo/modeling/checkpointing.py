@@ -104,7 +104,9 @@ class _CheckpointFrame:
         self.function, self.args, self.kept = function, args, kept
         self.costly = None if kept is None else kept.costly_results()
         self.place = (0, 0) if kept is None else (kept.run, kept.layer)
-        self.device_type = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
+        # Of layers that are called with keywords alone nothing is known, and torch takes the accelerator's too
+        unknown = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device_type = next((a.device.type for a in args if isinstance(a, Tensor)), unknown)
         self.devices = self._devices()
         self.casts = [
             (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
