@@ -90,7 +90,12 @@ def told_by(folder: Path, name: str) -> dict:
 def assert_stock(told: dict) -> None:
     """Whether TRL has trained alone."""
     assert told["class"] == "GRPOTrainer"
-    assert not any(name.startswith("fused/") for entry in told["log"] for name in entry)
+    assert_own_loss(told["log"])
+
+
+def assert_own_loss(log: list[dict]) -> None:
+    """Whether a log has no metric of the fused trainer."""
+    assert not any(name.startswith("fused/") for entry in log for name in entry)
 
 
 def assert_fused_and_equal(log: list[dict], stock: list[dict], rounded: bool = False) -> None:

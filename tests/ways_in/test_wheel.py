@@ -11,7 +11,7 @@ import pytest
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
 
 from .processes import run_python
-from .stock_script import assert_fused_and_equal, assert_stock, told_by, write_yaml
+from .stock_script import assert_fused_and_equal, assert_own_loss, assert_stock, told_by, write_yaml
 
 
 # First as it is, then patched
@@ -23,6 +23,15 @@ assert not any(name.startswith("trl_fused_grpo") for name in sys.modules)
 from trl_fused_grpo import patch
 patch()
 sys.argv[2] = "patched.json"
+runpy.run_path("train.py", run_name="__main__")
+"""
+# Fused, then with TRL's own loss
+TWICE = """
+import functools, runpy, sys, trl
+
+runpy.run_path("train.py", run_name="__main__")
+trl.GRPOConfig = functools.partial(trl.GRPOConfig, use_liger_loss=False)
+sys.argv[2] = "own.json"
 runpy.run_path("train.py", run_name="__main__")
 """
 CHILD = """
@@ -82,24 +91,32 @@ def test_trls_own_command_trains_as_stock_from_a_yaml_file(python, cli, script, 
     assert_fused_and_equal(state["log_history"], stock, rounded=ROUNDED)
 
 
+def launch(*words, python, folder):
+    """
+    As `accelerate launch --multi_gpu` does, whose processes find each other on the CPU too; with `--cpu` each would
+    train alone.
+    """
+    options = ["--multi_gpu", "--num_processes", PROCESSES, "--mixed_precision", "no", "--main_process_port", 0]
+    run_python("-m", "accelerate.commands.launch", *options, *words, python=python, folder=folder)
+
+
 @pytest.mark.distributed
 @pytest.mark.skipif(TRL < NEWEST_TRL, reason="one release is enough for several processes")
-def test_processes_of_a_launcher_train_as_stock(python, script):
-    """
-    As `accelerate launch --multi_gpu` starts them, whose processes find each other on the CPU too; with `--cpu` each
-    would train alone.
-    """
+@pytest.mark.parametrize("beside", ["TRL's own loss", pytest.param("stock", marks=pytest.mark.nightly)])
+def test_processes_of_a_launcher_train_as_stock(beside, python, script):
+    """Beside the same script with `use_liger_loss=False` in the same processes, or in TRL alone by a second launch."""
     folder = script.parent
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", PROCESSES]
-    launch += ["--mixed_precision", "no", "--main_process_port", 0]
-    told = {}
-    for name, words in {"stock": [script], "run": ["-m", "trl_fused_grpo", "run", script]}.items():
-        run_python(*launch, *words, folder, f"{name}.json", python=python, folder=folder)
-        told[name] = told_by(folder, f"{name}.json")
-        assert told[name]["processes"] == PROCESSES
-    assert_stock(told["stock"])
-    assert told["run"]["class"] == "FusedGRPOTrainer"
-    assert_fused_and_equal(told["run"]["log"], told["stock"]["log"])
+    (folder / "twice.py").write_text(TWICE)
+    launched = script if beside == "stock" else folder / "twice.py"
+    launch("-m", "trl_fused_grpo", "run", launched, folder, "fused.json", python=python, folder=folder)
+    if beside == "stock":
+        launch(script, folder, "own.json", python=python, folder=folder)
+        assert_stock(told_by(folder, "own.json"))
+    fused, own = (told_by(folder, name) for name in ("fused.json", "own.json"))
+    assert fused["class"] == "FusedGRPOTrainer"
+    assert fused["processes"] == own["processes"] == PROCESSES
+    assert_own_loss(own["log"])
+    assert_fused_and_equal(fused["log"], own["log"])
 
 
 @pytest.mark.any_trl
