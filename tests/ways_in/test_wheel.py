@@ -14,6 +14,9 @@ from .processes import run_python
 from .stock_script import assert_fused_and_equal, assert_own_loss, assert_stock, told_by, write_yaml
 
 
+pytestmark = pytest.mark.ends  # the oldest TRL and the newest are enough each time
+
+
 # First as it is, then patched
 PATCHED = """
 import runpy, sys
