@@ -63,8 +63,8 @@ def test_each_layout_under_gradient_checkpointing(tmp_path, name, monkeypatch):
     trainer = make_trainer(tmp_path, fused_layout=name, gradient_checkpointing=True)
     trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     calls = []
-    original = checkpointing.checkpoint
-    monkeypatch.setattr(checkpointing, "checkpoint", lambda *args: calls.append(args) or original(*args))
+    original = checkpointing._checkpoint
+    monkeypatch.setattr(checkpointing, "_checkpoint", lambda *args: calls.append(args) or original(*args))
     assert_same(trainer, make_trainer(tmp_path, GRPOTrainer), every_length())
     assert len(calls) == trainer.model.config.num_hidden_layers
 
