@@ -60,8 +60,12 @@ def rounding_verdict(case: Case, settings: Settings, compared: Compared) -> Lite
     moved = list(_moved_outcomes(case, settings, compared, MOVES))
     if _is_within_spread(case, compared, moved):
         return "rounding"
+    # Where a sum cancels too, moved weights would make a difference of their own
+    has_quantile = case.config.get("top_entropy_quantile", 1.0) < 1.0
+    alone = _moved_outcomes(case, settings, compared, MOVES if has_quantile else 0, share=0.5, entropies_alone=True)
     partly = _moved_outcomes(case, settings, compared, _PARTIAL_MOVES * MOVES, share=0.5)
-    return "tie" if any(not _problems(case, outcome, compared.fused) for outcome in chain(moved, partly)) else None
+    others = chain(moved, alone, partly)
+    return "tie" if any(not _problems(case, outcome, compared.fused) for outcome in others) else None
 
 
 def _problems(case: Case, stock: Outcome, fused: Outcome) -> list[str]:
@@ -82,13 +86,20 @@ def _is_within_spread(case: Case, compared: Compared, moved: list[Outcome]) -> b
 
 
 def _moved_outcomes(
-    case: Case, settings: Settings, compared: Compared, count: int, share: float = 1.0
+    case: Case,
+    settings: Settings,
+    compared: Compared,
+    count: int,
+    share: float = 1.0,
+    entropies_alone: bool = False,
 ) -> Iterator[Outcome]:
     generator = torch.Generator().manual_seed(case.seed)
     for _ in range(count):
-        moved = {name: weight * (1 + _EPS * _noise(weight, generator)) for name, weight in compared.start.items()}
+        moved = compared.start
+        if not entropies_alone:
+            moved = {name: weight * (1 + _EPS * _noise(weight, generator)) for name, weight in moved.items()}
         trainer = load_weights(stock_trainer(case, settings), moved)
-        _move_logps(trainer, generator, share)
+        _move_logps(trainer, generator, share, entropies_alone)
         yield run_case(trainer, case, compared.data, settings.dtype)
 
 
@@ -96,16 +107,17 @@ def _noise(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator).to(like)
 
 
-def _move_logps(trainer: Trainer, generator: torch.Generator, share: float) -> None:
+def _move_logps(trainer: Trainer, generator: torch.Generator, share: float, entropies_alone: bool) -> None:
     """
-    Move a share of the log-probs and entropies by rounding, also those of equal rows, which equal weights give equal
-    bits.
+    Move a share of the log-probs and entropies, or of these alone, by rounding, also those of equal rows, which equal
+    weights give equal bits.
     """
     compute = trainer._get_per_token_logps_and_entropies
 
     def moved(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         logps, entropies, *others = compute(*args, **kwargs)
-        return _moved(logps, generator, share), _moved(entropies, generator, share), *others
+        logps = logps if entropies_alone else _moved(logps, generator, share)
+        return logps, _moved(entropies, generator, share), *others
 
     trainer._get_per_token_logps_and_entropies = moved
 
