@@ -256,6 +256,8 @@ FOUND = {
         "entropy_target": 100.0,
         "fused_verify": 1,
     },
+    # A dropout of another head, which the model does not have, kept old log-probs in a forward of their own
+    "gpt2-on-policy": {"model": "gpt2", "rollout": True, "sampling": "token", "fused_require_on_policy": True},
     # The entropy of a micro-batch without a gradient was no number
     "all-left-out": {"rollout": True, "rows": 3, "fused_skip_zero_grad_sequences": True, "equal_completions": True},
 }

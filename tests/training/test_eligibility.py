@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
 from trl import GRPOTrainer
 
 from tests.oracle import relative_error
@@ -155,6 +155,18 @@ def test_old_log_probs_are_computed_where_two_forwards_draw_different_random_num
     plain.use_vllm = True
     plain.model.train()
     assert why_old_logps_are_needed(plain, steps_left=8) is None
+
+
+def test_dropout_of_heads_that_a_model_lacks_does_not_make_forwards_differ():
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    neox = AutoModelForCausalLM.from_config(GPTNeoXConfig(**sizes, intermediate_size=32)).train()
+    gpt2 = tiny_model("gpt2").train()
+    assert neox.config.classifier_dropout > 0
+    assert gpt2.config.summary_first_dropout > 0
+    assert why_forwards_differ(neox) is None
+    assert why_forwards_differ(gpt2) is None
+    gpt2.config.attn_pdrop = 0.1
+    assert "attn_pdrop" in why_forwards_differ(gpt2)
 
 
 @pytest.mark.parametrize(("kind", "differs"), [("phimoe", True), ("moe", False)])

@@ -22,6 +22,10 @@ _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 # found out by the first batch, and its model is aligned
 _STATE_CLASSES = ("LightningAttention", "LinearAttention", "DeltaNet", "GatedDeltaNet")
 
+# Options of heads for classification, in the configurations of GPT-2 and GPT-NeoX among others. Wherever they act, they
+# are modules
+DROPOUTS_OF_OTHER_HEADS = ("classifier_dropout", "summary_first_dropout")
+
 
 def is_composite(causal_lm: PreTrainedModel) -> bool:
     """Whether a model holds a text model beside others, such as a vision tower."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
@@ -52,6 +53,8 @@ def _noise_option(options: dict[str, Any]) -> str | None:
         nested = _noise_option(value) if isinstance(value, dict) else None
         if nested is not None:
             return nested
+        if name in architecture.DROPOUTS_OF_OTHER_HEADS:
+            continue
         if isinstance(value, float) and value > 0 and any(word in str(name) for word in ("drop", "jitter")):
             return name
     return None
