@@ -35,6 +35,11 @@ class Draw:
             self.options[name] = self.generator.choice(values)
         return is_set
 
+    def skip(self, probability: float, *values: Any) -> None:
+        """Draw an option that there is no more, so that recorded seeds draw of all others what they drew."""
+        if self.chance(probability):
+            self.generator.choice(values)
+
     def some(self, probability: float, name: str, count: int) -> None:
         """With this probability, set an option to one or two of so many numbers."""
         if self.chance(probability):
