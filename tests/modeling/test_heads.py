@@ -1,121 +1,20 @@
-"""Every kind of head: low-rank adapters, PEFT's wrappers, scales, softcaps, quantized bases and prompts."""
-
-import math
+"""What is read of a head: PEFT's wrappers, scales, softcaps, quantized weights and the layers before it."""
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.oracle import KnownGradients, dense_logps, relative_error
-from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
-from trl_fused_grpo import FusedGRPOTrainer, FusedStats, LMHead, fused_linear_logps, read_lm_head
+from tests.modeling.heads import QuantizedLinear, lora
+from tests.oracle import relative_error
+from trl_fused_grpo import fused_linear_logps, read_lm_head
 from trl_fused_grpo.modeling.output_projection import layer_before_head, output_projection
-from trl_fused_grpo.ops import chunked_linear
-from trl_fused_grpo.ops.lm_head import LowRank
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config, tiny_model
-from trl_fused_grpo.training import state
 
 
 peft = pytest.importorskip("peft")
 
-N, H, V, R = 37, 24, 83, 4
-
-
-class LowRankProblem:
-    """Hidden states, a head and two low-rank terms, one of them of another rank."""
-
-    def __init__(self, bias=True, train_weight=False, dtype=torch.float32, device="cpu"):
-        generator = torch.Generator().manual_seed(0)
-
-        def randn(*shape):
-            return torch.randn(*shape, generator=generator).to(device)
-
-        self.frozen = {"weight": randn(V, H) / H**0.5}
-        self.leaves = {
-            "hidden": randn(N, H),
-            "a0": randn(R, H),
-            "b0": randn(V, R),
-            "a1": randn(3, H),
-            "b1": randn(V, 3),
-        }
-        if bias:
-            self.leaves["bias"] = randn(V)
-        if train_weight:
-            self.leaves["weight"] = self.frozen.pop("weight")
-        self.leaves = {name: value.to(dtype).requires_grad_() for name, value in self.leaves.items()}
-        self.frozen = {name: value.to(dtype) for name, value in self.frozen.items()}
-        self.targets = torch.randint(V, (N,), generator=generator).to(device)
-        self.grads = randn(N)
-
-    def fused(self, backward="auto", forecast=None):
-        t = {**self.leaves, **self.frozen}
-        low_rank = (LowRank(t["a0"], t["b0"], 0.5), LowRank(t["a1"], t["b1"], 0.3))
-        head = LMHead(t["weight"], t.get("bias"), logit_scale=1.2, softcap=9.0, low_rank=low_rank)
-        stats = FusedStats()
-        logps, entropies = fused_linear_logps(
-            t["hidden"], head, self.targets, 0.8, forecast, backward, logits_mib=0.004, stats=stats
-        )
-        return (logps, entropies, *torch.autograd.grad((logps * self.grads).sum(), self.leaves.values())), stats
-
-    def truth(self):
-        leaves = {name: value.detach().double().requires_grad_() for name, value in self.leaves.items()}
-        t = {**leaves, **{name: value.double() for name, value in self.frozen.items()}}
-        weight = t["weight"] + 0.5 * t["b0"] @ t["a0"] + 0.3 * t["b1"] @ t["a1"]
-        logps, entropies = dense_logps(t["hidden"], weight, self.targets, t.get("bias"), 0.8, 1.2, 9.0)
-        return logps, entropies, *torch.autograd.grad((logps * self.grads).sum(), leaves.values())
-
-
-@pytest.mark.parametrize("backward", ["forecast", "recompute"])
-@pytest.mark.parametrize("train_weight", [False, True], ids=["frozen-weight", "trained-weight"])
-@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
-def test_low_rank_terms_are_exact_and_trained(backward, train_weight, bias):
-    problem = LowRankProblem(bias, train_weight)
-    values, stats = problem.fused(backward, KnownGradients(problem.grads) if backward == "forecast" else None)
-    errors = [relative_error(value, truth) for value, truth in zip(values, problem.truth(), strict=True)]
-    assert max(errors) <= 2e-6, errors
-    assert (stats.backward, stats.recomputed) == (backward, 0 if backward == "forecast" else N)
-
-
-def test_a_frozen_weight_beside_low_rank_terms_costs_no_gradient_of_its_size(monkeypatch):
-    shapes = []
-    add = chunked_linear.add_matmul
-    monkeypatch.setattr(
-        chunked_linear, "add_matmul", lambda a, b, out: (shapes.append(tuple(out.shape)), add(a, b, out))
-    )
-    problem = LowRankProblem()
-    problem.fused(forecast=KnownGradients(problem.grads))
-    assert set(shapes) == {(V, R + 3)}
-
-
-def test_low_rank_terms_without_gradient_run_as_two_matmuls():
-    problem = LowRankProblem(bias=False)
-    for name in ("a0", "b0", "a1", "b1"):
-        problem.frozen[name] = problem.leaves.pop(name).detach()
-    values, stats = problem.fused()
-    assert stats.backward == "frozen"
-    errors = [relative_error(value, truth) for value, truth in zip(values, problem.truth(), strict=True)]
-    assert max(errors) <= 2e-6, errors
-
-
-def test_a_temperature_for_each_row_is_refused_under_a_softcap():
-    head = LMHead(torch.randn(V, H), softcap=5.0)
-    with pytest.raises(ValueError, match="does not go with a softcap"):
-        fused_linear_logps(torch.randn(N, H), head, torch.zeros(N, dtype=torch.long), torch.ones(N))
-
-
-def test_dropout_falls_on_the_low_rank_term_alone():
-    hidden, targets = torch.ones(N, H), torch.zeros(N, dtype=torch.long)
-    weight, a, b = torch.randn(V, H), torch.randn(R, H), torch.randn(V, R)
-    torch.manual_seed(5)
-    logps, _ = fused_linear_logps(hidden, LMHead(weight, low_rank=(LowRank(a, b, 2.0, dropout=0.4),)), targets)
-    torch.manual_seed(5)
-    dropped = nn.functional.dropout(hidden, 0.4)
-    logits = hidden @ weight.T + 2.0 * dropped @ a.T @ b.T
-    assert relative_error(logps, logits.log_softmax(-1)[:, 0]) < 1e-6
-
-
-# --- PEFT's wrappers, read from a model -------------------------------------------------------------------------------
+N = 37  # tokens
 
 
 def adapted(config, kind="llama"):
@@ -127,10 +26,6 @@ def adapted(config, kind="llama"):
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.2)
     return wrapped, wrapped.get_base_model()
-
-
-def lora(*targets, **options):
-    return peft.LoraConfig(r=4, lora_alpha=6, target_modules=list(targets), task_type="CAUSAL_LM", **options)
 
 
 def assert_same_as_the_model(wrapped):
@@ -219,141 +114,6 @@ def test_adapters_that_are_more_than_a_low_rank_term_are_refused_with_the_reason
     assert "use_liger_loss=False" in str(error.value)
 
 
-# --- in the trainer ---------------------------------------------------------------------------------------------------
-
-
-class DenseTrainer(FusedGRPOTrainer):
-    """TRL's objective on log-probabilities from the model's own logits."""
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **_
-    ):
-        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
-        log_p = (logits.double() / self.temperature).log_softmax(-1)
-        logps = log_p.gather(-1, input_ids[:, -logits_to_keep:].unsqueeze(-1)).squeeze(-1).float()
-        entropies = -(log_p.exp() * log_p).sum(-1).float()
-        from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS
-
-        return (logps, entropies, None) if RETURNS_AUX_LOSS else (logps, entropies)
-
-
-def pair(folder, config, kind="llama", **options):
-    """A dense and a fused trainer with the same adapter."""
-    trainers = []
-    for cls in (DenseTrainer, FusedGRPOTrainer):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(model_config(kind))
-        trainer = make_trainer(folder, cls, model=model, peft_config=config, **options)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in trainer.model.parameters():
-            if parameter.requires_grad:
-                with torch.no_grad():
-                    parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-        trainers.append(trainer)
-    return trainers
-
-
-@pytest.mark.parametrize("old_logps", [False, True], ids=["on-policy", "off-policy"])
-@pytest.mark.parametrize("kind", ["llama", "tied"])
-def test_lora_on_the_head_trains_in_the_trainer(tmp_path, kind, old_logps):
-    inputs = make_inputs(**({"old_per_token_logps": -9.0 * torch.ones(4, 8)} if old_logps else {}))
-    dense, fused = pair(tmp_path, lora("lm_head", "q_proj"), kind)
-    loss, gradients = loss_and_gradients(dense, inputs)
-    fused_loss, fused_gradients = loss_and_gradients(fused, inputs)
-    assert (fused.fused_stats.backward, fused.fused_stats.recomputed) == ("forecast", 0)
-    assert relative_error(fused_loss, loss) < 1e-5
-    assert gradients.keys() == fused_gradients.keys()
-    assert sum("lm_head.lora_" in name for name in gradients) == 2
-    for name, gradient in gradients.items():
-        assert relative_error(fused_gradients[name], gradient) < 1e-5, name
-
-
-def test_every_module_that_holds_weights_of_the_head_runs_through_its_own_call(tmp_path, monkeypatch):
-    monkeypatch.setattr(state, "why_not_fused", lambda *_: None)  # the hooks stand for those of ZeRO-3, not a user's
-    _, trainer = pair(tmp_path, lora("lm_head"))
-    head = trainer.model.get_base_model().lm_head
-    entered = []
-    for name in ("base_layer", "lora_A.default", "lora_B.default"):  # where ZeRO-3 gathers its shards
-        head.get_submodule(name).register_forward_hook(lambda *_, name=name: entered.append(name))
-    loss_and_gradients(trainer, make_inputs())
-    assert sorted(entered) == ["base_layer", "lora_A.default", "lora_B.default"]
-
-
-def test_a_run_with_lora_on_the_head_trains_and_takes_the_base_model_as_reference(tmp_path):
-    options = {"max_steps": 2, "beta": 0.1, "num_iterations": 2, "use_liger_loss": True}
-    trainer = make_trainer(tmp_path, peft_config=lora("lm_head"), **options)
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    trainer.train()
-    after = dict(trainer.model.named_parameters())
-    assert all(not torch.equal(after[name], value) for name, value in before.items())
-    kls = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
-    assert kls[0] == pytest.approx(0.0, abs=1e-6)
-    assert kls[1] > 1e-6
-
-
-def test_a_float32_head_with_lora_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True does not go with"):
-        make_trainer(tmp_path, peft_config=lora("lm_head"), cast_lm_head_to_fp32=True)
-
-
-def test_an_adapter_on_the_head_and_a_hook_that_sees_logits_exclude_each_other(tmp_path):
-    from trl_fused_grpo._compat.trl import REFUSES_ADAPTER_ON_HEAD
-
-    if not REFUSES_ADAPTER_ON_HEAD:
-        pytest.skip("TRL's own log-probs have the adapter's term")
-    trainer = make_trainer(tmp_path, peft_config=lora("lm_head"))
-    seen = []
-    trainer.model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
-    with pytest.raises(ValueError, match=r"because a hook on .* leaves out the adapter on the output projection"):
-        loss_and_gradients(trainer, make_inputs())
-    assert not seen
-
-
-def test_without_the_flag_trl_decides_about_adapters_on_the_head(tmp_path):
-    from trl_fused_grpo._compat.trl import TRL
-
-    if TRL.release < (1, 15):
-        pytest.skip("this TRL takes them")
-    with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head`"):
-        make_trainer(tmp_path, peft_config=lora("lm_head"), use_liger_loss=False)
-
-
-def test_a_trained_copy_of_the_head_trains_in_the_trainer(tmp_path):
-    config = lora("q_proj", modules_to_save=["lm_head"])
-    (loss, gradients), (fused_loss, fused_gradients) = [
-        loss_and_gradients(t, make_inputs()) for t in pair(tmp_path, config)
-    ]
-    assert relative_error(fused_loss, loss) < 1e-5
-    assert any("lm_head.modules_to_save" in name for name in gradients)
-    assert gradients.keys() == fused_gradients.keys()
-    assert all(relative_error(fused_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
-
-
-PROMPTS = {
-    "prompt-tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    "prefix-tuning": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16),
-}
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-def test_prompt_learning_trains_in_the_trainer(tmp_path, name):
-    trainers = pair(tmp_path, PROMPTS[name])
-    (loss, gradients), (fused_loss, fused_gradients) = [loss_and_gradients(t, make_inputs()) for t in trainers]
-    assert relative_error(fused_loss, loss) < 1e-5
-    assert gradients.keys() == fused_gradients.keys() != set()
-    assert all(relative_error(fused_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
-
-
-def test_a_vocabulary_larger_than_the_tokenizers_is_projected_whole(tmp_path):
-    trainer = make_trainer(tmp_path)
-    trainer.model.resize_token_embeddings(VOCAB_SIZE + 61, mean_resizing=False)
-    inputs = make_inputs()
-    loss, gradients = loss_and_gradients(trainer, inputs)
-    assert math.isfinite(loss)
-    assert gradients["lm_head.weight"][VOCAB_SIZE:].abs().sum() > 0
-
-
 def _scaled(**options):
     config = model_config("llama")
     for name, value in options.items():
@@ -387,30 +147,6 @@ def test_a_final_softcap_is_read():
     assert read_lm_head(model).softcap == 30.0
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer whose weight is stored in 8 bits."""
-
-    def __init__(self, linear):
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
-        self.register_buffer("scale", scale)
-
-    def forward(self, x):
-        return x @ (self.weight * self.scale).to(x.dtype).T
-
-
-def test_a_quantized_base_model_trains_with_a_normal_head(tmp_path):
-    results = []
-    for trainer in pair(tmp_path, lora("q_proj", "v_proj")):
-        for layer in trainer.model.get_base_model().model.layers:
-            layer.mlp.down_proj = QuantizedLinear(layer.mlp.down_proj)
-        results.append(loss_and_gradients(trainer, make_inputs()))
-    (loss, gradients), (fused_loss, fused_gradients) = results
-    assert relative_error(fused_loss, loss) < 1e-5
-    assert all(relative_error(fused_gradients[name], gradient) < 1e-5 for name, gradient in gradients.items())
-
-
 def test_a_quantized_head_is_refused():
     model = AutoModelForCausalLM.from_config(model_config("llama"))
     model.lm_head = QuantizedLinear(model.lm_head)
@@ -441,38 +177,3 @@ def test_a_layer_that_the_user_puts_before_the_head_later_is_found():
 @pytest.mark.parametrize("kind", ["llama", "tied", "qwen3-vl"])
 def test_a_head_that_follows_the_hidden_states_has_no_layer_before_it(kind):
     assert layer_before_head(tiny_model(kind)) is None
-
-
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.mark.gpu
-@cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backward", ["forecast", "recompute"])
-def test_low_rank_terms_on_a_gpu(backward, dtype):
-    problem = LowRankProblem(dtype=dtype, device="cuda")
-    values, stats = problem.fused(backward, KnownGradients(problem.grads) if backward == "forecast" else None)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    errors = [relative_error(value, truth) for value, truth in zip(values, problem.truth(), strict=True)]
-    assert max(errors) <= tolerance, errors
-    assert stats.recomputed == (0 if backward == "forecast" else N)
-
-
-@pytest.mark.gpu
-@cuda
-@pytest.mark.parametrize("old_logps", [False, True], ids=["on-policy", "off-policy"])
-def test_the_head_may_be_on_another_device(tmp_path, old_logps):
-    results = []
-    for device in ("cuda", "cpu"):
-        trainer = make_trainer(tmp_path, use_cpu=False, beta=0.1)
-        trainer.model.lm_head.to(device)
-        inputs = make_inputs(ref_per_token_logps=-8.0 * torch.ones(4, 8))
-        if old_logps:
-            inputs["old_per_token_logps"] = -9.0 * torch.ones(4, 8)
-        inputs = {name: value.cuda() for name, value in inputs.items()}
-        results.append(loss_and_gradients(trainer, inputs))
-        assert (trainer.fused_stats.backward, trainer.fused_stats.recomputed) == ("forecast", 0)
-    (loss, gradients), (other_loss, other_gradients) = results
-    assert relative_error(other_loss, loss) < 1e-5
-    assert all(relative_error(other_gradients[name].cuda(), grad) < 1e-5 for name, grad in gradients.items())
