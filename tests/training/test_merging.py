@@ -1,7 +1,5 @@
-"""Micro-batches that share a forward: which do, and that nothing but the number of forwards changes."""
+"""Micro-batches that share a forward: nothing but the number of forwards changes."""
 
-from contextlib import contextmanager
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,69 +11,13 @@ from trl import GRPOTrainer
 
 from tests.oracle import relative_error
 from tests.tiny_training import make_inputs, make_trainer
+from tests.training.shared_forwards import PLENTY, assert_same_training, fused_forwards, train
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.loss.forecast import BatchForecast
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
-from trl_fused_grpo.training.eligibility import why_forwards_are_not_shared
 from trl_fused_grpo.training.loss_request import build_loss_request
-from trl_fused_grpo.training.memory import MAX_TOKENS, token_budget
-from trl_fused_grpo.training.merge_plan import plan_merges
-from trl_fused_grpo.training.partitioning import prompt_group_ids, rows_by_width, widths_of
-
-
-PLENTY = 10_000
-
-
-@pytest.fixture
-def warnings_logged(caplog):
-    """How often a warning that begins so was logged in this test."""
-    return lambda start: sum(record.message.startswith(start) for record in caplog.records)
-
-
-def train(tmp_path, cls=FusedGRPOTrainer, **options):
-    """Train on what the model generates; weights, logs, and the shape of the input of every forward with gradient."""
-    options = {"max_steps": 2, "gradient_accumulation_steps": 4, "optim": "sgd", "learning_rate": 0.1, **options}
-    trainer = make_trainer(tmp_path, cls, **options)
-    forwards = []
-    if cls is GRPOTrainer:
-
-        def count(module, args, output):
-            if torch.is_grad_enabled():
-                forwards.append(output.shape[:2])
-
-        trainer.model.get_input_embeddings().register_forward_hook(count)
-        trainer.train()
-    else:
-        with fused_forwards(forwards):  # with a hook on the model each micro-batch would run alone
-            trainer.train()
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    return weights, [entry for entry in trainer.state.log_history if "grad_norm" in entry], forwards
-
-
-@contextmanager
-def fused_forwards(shapes):
-    """Collects the shape of the input of every fused forward with gradient."""
-    original = FusedRequest.__call__
-
-    def spy(self, causal_lm, **model_inputs):
-        if torch.is_grad_enabled():
-            shapes.extend(inputs["input_ids"].shape for inputs in self.forwards or [model_inputs])
-        return original(self, causal_lm, **model_inputs)
-
-    with mock.patch.object(FusedRequest, "__call__", spy):
-        yield
-
-
-def assert_same_training(fused, stock, metrics=("loss", "grad_norm")):
-    (weights, log, _), (expected, expected_log, _) = fused, stock
-    for name, weight in expected.items():
-        assert relative_error(weights[name], weight) < 1e-5, name
-    for entry, stock_entry in zip(log, expected_log, strict=True):
-        for name in metrics:
-            assert entry[name] == pytest.approx(stock_entry[name], rel=1e-4, abs=1e-6), name
-        assert entry.keys() - stock_entry.keys() <= {"fused/rows_recomputed"}
+from trl_fused_grpo.training.partitioning import widths_of
 
 
 @pytest.mark.parametrize(
@@ -210,12 +152,6 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
     assert (gradients - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_with_zero_tokens_per_forward_every_micro_batch_runs_alone(tmp_path):
-    together, alone = (train(tmp_path, fused_max_tokens_per_forward=tokens) for tokens in (PLENTY, 0))
-    assert len(alone[2]) == 4 * len(together[2])
-    assert_same_training(alone, together)
-
-
 @pytest.mark.parametrize(
     ("accumulation", "generation", "forwards"),
     [(2, 4, 4), (4, 2, 8), (1, 4, 4)],
@@ -285,120 +221,6 @@ def test_nothing_waits_from_a_training_that_was_interrupted(tmp_path):
         trainer.train()
     for parameter, other in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
         assert torch.equal(parameter, other)
-
-
-def test_a_loss_of_the_users_gets_every_micro_batch(tmp_path):
-    class Doubled(FusedGRPOTrainer):
-        def compute_liger_loss(self, model, inputs):
-            return 2 * super().compute_liger_loss(model, inputs)
-
-    plain = train(tmp_path, fused_max_tokens_per_forward=PLENTY, learning_rate=0.1, max_grad_norm=1e9)
-    doubled = train(tmp_path, Doubled, fused_max_tokens_per_forward=PLENTY, learning_rate=0.05, max_grad_norm=1e9)
-    assert len(doubled[2]) == 4 * len(plain[2])
-    assert doubled[1][0]["grad_norm"] == pytest.approx(2 * plain[1][0]["grad_norm"], rel=1e-5)
-
-
-def test_padded_rows_share_no_forward(tmp_path, warnings_logged):
-    _, _, forwards = train(tmp_path, fused_layout="padded", fused_max_tokens_per_forward=PLENTY)
-    assert len(forwards) == 8
-    assert warnings_logged("fused_max_tokens_per_forward has no effect") == 1
-
-
-def test_an_option_without_effect_is_logged_once_if_it_was_set(tmp_path, warnings_logged):
-    train(tmp_path, fused_layout="padded", fused_balance=True)
-    assert warnings_logged("fused_balance has no effect, because there is one process") == 1
-    assert warnings_logged("fused_max_tokens_per_forward") == 0
-
-
-def test_copies_of_trls_micro_batches_share_no_forward(tmp_path):
-    class Copying(FusedGRPOTrainer):
-        def _prepare_inputs(self, generation_batch):
-            return dict(super()._prepare_inputs(generation_batch))
-
-    assert len(train(tmp_path, Copying, fused_max_tokens_per_forward=PLENTY)[2]) == 8
-
-
-def test_an_auxiliary_loss_is_computed_in_each_micro_batch(tmp_path):
-    trainer = make_trainer(tmp_path)
-    assert why_forwards_are_not_shared(trainer, "packed") is None
-    trainer.aux_loss_enabled = True
-    assert "auxiliary loss" in str(why_forwards_are_not_shared(trainer, "packed"))
-
-
-def test_negative_tokens_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="fused_max_tokens_per_forward"):
-        make_trainer(tmp_path, fused_max_tokens_per_forward=-1)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    shape=st.tuples(st.integers(1, 6), st.integers(1, 3)),
-    limit=st.integers(0, 90),
-    shares=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
-def test_shared_forwards_hold_as_many_micro_batches_as_the_limit_allows(shape, limit, shares, seed):
-    count, rows = shape
-    batches = [make_inputs(rows=rows, seed=seed + number) for number in range(count)]
-    for batch in batches[1:]:
-        batch["prompt_ids"], batch["prompt_mask"] = batches[0]["prompt_ids"], batches[0]["prompt_mask"]
-    ends = plan_merges(batches, limit, shares)
-
-    def tokens(start, end):
-        ids, masks, completions = (
-            torch.cat([batch[name] for batch in batches[start : end + 1]])
-            for name in ("prompt_ids", "prompt_mask", "completion_mask")
-        )
-        keys = prompt_group_ids(ids, masks) if shares else range(len(ids))
-        return int(completions.sum()) + sum(dict(zip(keys, masks.sum(1).tolist(), strict=True)).values())
-
-    for start, end in enumerate(ends):
-        assert start <= end < count
-        assert end == start or tokens(start, end) <= limit
-        assert end == count - 1 or tokens(start, end + 1) > limit
-
-
-@settings(deadline=None, max_examples=60)
-@given(shape=st.tuples(st.integers(1, 6), st.integers(1, 3)), limit=st.integers(0, 90), seed=st.integers(0, 2**16))
-def test_aligned_rows_count_with_their_padding(shape, limit, seed):
-    count, rows = shape
-    batches = [make_inputs(rows=rows, seed=seed + number) for number in range(count)]
-
-    def tokens(start, end):
-        masks = [
-            batch[name].sum(1) for batch in batches[start : end + 1] for name in ("prompt_mask", "completion_mask")
-        ]
-        lengths = (torch.cat(masks[::2]) + torch.cat(masks[1::2])).tolist()
-        return rows_by_width(lengths, widths_of(end + 1 - start))[1]
-
-    for start, end in enumerate(plan_merges(batches, limit, True, "aligned")):
-        assert all(tokens(start, last) <= limit for last in range(start + 1, end + 1))
-        assert end == count - 1 or tokens(start, end + 1) > limit
-
-
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7), widths=st.integers(1, 7))
-def test_rows_are_grouped_in_the_widths_that_take_the_fewest_tokens(lengths, widths):
-    widths = min(widths, len(lengths))
-    groups, tokens = rows_by_width(lengths, widths)
-    assert len(groups) == widths
-    assert all(groups)
-    assert sorted(sum(groups, [])) == list(range(len(lengths)))  # noqa: RUF017
-    assert sum(len(group) * max(lengths[row] for row in group) for group in groups) == tokens
-    falling = sorted(lengths, reverse=True)
-
-    def fewest(begin, left):
-        if left == 1:
-            return falling[begin] * (len(falling) - begin)
-        ends = range(begin + 1, len(falling) - left + 2)
-        return min(falling[begin] * (end - begin) + fewest(end, left - 1) for end in ends)
-
-    assert tokens == fewest(0, widths)
-
-
-def test_by_default_a_shared_forward_has_at_most_the_tokens_of_a_padded_micro_batch():
-    assert token_budget([make_inputs(rows=5)], None, torch.nn.Linear(1, 1)) == 5 * (3 + 8)
-    wide = SimpleNamespace(numel=lambda: MAX_TOKENS)
-    assert token_budget([{"prompt_ids": wide, "completion_ids": wide}], None, torch.nn.Linear(1, 1)) == MAX_TOKENS
 
 
 def test_joined_forecasts_keep_the_proportions_of_their_losses(tmp_path):
