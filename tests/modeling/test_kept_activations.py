@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.modeling.test_attention_kernels import emulated_backward, emulated_forward, random_tensors
+from tests.modeling.flash_emulation import emulated_backward, emulated_forward, random_tensors
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import checkpointing

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from trl import GRPOTrainer
 
-from tests.modeling.test_attention_kernels import emulated_backward, emulated_forward
+from tests.modeling.flash_emulation import emulated_backward, emulated_forward
 from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
