@@ -3,9 +3,6 @@ Torch's attention kernels over packed rows on a GPU, against float64: sinks, sof
 chunks and shared prompts, forward and backward.
 """
 
-import importlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.nn import attention
@@ -13,69 +10,31 @@ from trl import GRPOTrainer
 
 from tests.attention_oracle import packed_attention, visible
 from tests.layout_pairs import from_config, short_rows
+from tests.modeling.attention_on_gpu import (
+    HEADS,
+    SCALING,
+    SEQUENCES,
+    SHARED,
+    WINDOWS,
+    arguments,
+    assert_close_to_float64,
+    eager_layer,
+    random_tensors,
+)
 from tests.modeling.test_layout_refusals import NO_AUX_LOSS, config_of
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import attention_kernels, eager_attention
-from trl_fused_grpo.modeling.eager_attention import EagerLayer
 from trl_fused_grpo.modeling.flex_kernel import why_no_flex
-from trl_fused_grpo.modeling.varlen_attention import SharedPrefixKV, chunked, cu_seqlens_arguments, varlen_attention
+from trl_fused_grpo.modeling.varlen_attention import chunked, cu_seqlens_arguments, varlen_attention
 
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-# Lengths of queries and of keys of the sequences, and the place of each key in the row. In the second case the second
-# and the third sequence attend to the first tokens of the first one too
-APART = ([70, 1, 300, 129], [70, 1, 300, 129], None)
-SHARED = ([300, 1, 40, 159], [300, 201, 240, 159], [*range(300), *range(200), 300, *range(200), *range(301, 500)])
-COUNT = 500
-SEQUENCES = pytest.mark.parametrize("sequences", [APART, SHARED], ids=["apart", "shared-prompt"])
-WINDOWS = pytest.mark.parametrize("window", [None, 50], ids=["full", "sliding-window"])
-HEADS, KEY_HEADS = 4, 2
-SCALING = 0.2
-NAMES = ("query", "key", "value", "sinks")
-
-
-def random_tensors(width, value_width, dtype, key_heads=KEY_HEADS):
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = (HEADS, width), (key_heads, width), (key_heads, value_width)
-    return [
-        torch.randn(1, heads, COUNT, size, device="cuda", generator=generator).to(dtype).requires_grad_()
-        for heads, size in shapes
-    ]
-
-
-def arguments(lengths, key_lengths, index):
-    device = torch.device("cuda")
-    shared = None if index is None else SharedPrefixKV.at(torch.tensor(index, device=device), COUNT)
-    return cu_seqlens_arguments(lengths, key_lengths, shared, device)
-
-
-def assert_close_to_float64(attention, inputs, sequences, tolerance, **options):
-    """`attention(*inputs)` against the oracle with the same inputs in float64; `inputs` may end in the sinks."""
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    sinks = exact[3] if len(exact) > 3 else None
-    expected = packed_attention(*exact[:3], *sequences, scaling=SCALING, sinks=sinks, **options)
-    output = attention(*inputs)
-    assert output.shape == expected.shape
-    weight = torch.randn_like(expected)
-    gradients = torch.autograd.grad((output * weight.to(output.dtype)).sum(), inputs)
-    exact_gradients = torch.autograd.grad((expected * weight).sum(), exact)
-    pairs = {
-        "output": (output, expected),
-        **dict(zip(NAMES, zip(gradients, exact_gradients, strict=True), strict=False)),
-    }
-    errors = {name: float(relative_error(*pair)) for name, pair in pairs.items()}
-    assert max(errors.values()) < tolerance, errors
-
-
-def own_function(family):
-    return importlib.import_module(f"transformers.models.{family}.modeling_{family}").eager_attention_forward
 
 
 def refuse(*args, **kwargs):
@@ -93,12 +52,6 @@ def kernels_only(monkeypatch):
     monkeypatch.setattr(eager_attention, "_sequence_by_sequence", refuse)
     monkeypatch.setattr(eager_attention, "why_no_flex", refuse_with_reason)
     monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention._one_sequence", refuse)
-
-
-def eager_layer(family, options, window, sinks=None):
-    module = SimpleNamespace(num_key_value_groups=HEADS // KEY_HEADS, training=True, sinks=sinks)
-    options = {**options, "scaling": SCALING, "dropout": 0.0}
-    return EagerLayer(own_function(family), module, options, window, None, {})
 
 
 @pytest.mark.parametrize("width", [64, 128])
