@@ -1,7 +1,5 @@
 """FusedGRPOTrainer under DDP, FSDP and ZeRO: two processes train what stock trains, and what one process trains."""
 
-import importlib.util
-import json
 import os
 import re
 from collections.abc import Callable
@@ -12,23 +10,19 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.parity.tiny import save_checkpoint
 
-from . import architectures, batches
+from . import batches
 from .adapters import HEADS, TOGETHER, adapter, oracle
 from .batches import Batch
 from .engines import wrapper_and_parameters
-from .launching import launch
+from .outcomes import TOLERANCE, Outcome, close_to, distances_between, each_run, error_of, outcomes, prepared
 from .runs import ACCUMULATION, ARCHITECTURES, LAUNCHES, RANKS, REFUSED, SHARED, STEPS, Run
 from .worker import build, train
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
-
-TOLERANCE = 1e-5  # relative, float32
 
 _CLASSES = {
     "tied": "Qwen3ForCausalLM",
@@ -38,62 +32,17 @@ _CLASSES = {
 }
 _FLOAT32_CASES = ("untied", "tied", "reference", "lora")
 
-_HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
-_NEEDS_DEEPSPEED = pytest.mark.skipif(not _HAS_DEEPSPEED, reason="DeepSpeed is not installed")
-
-
-def _each(trainers: tuple[str, ...], *cases: str) -> pytest.MarkDecorator:
-    """Once for every run of these trainers and cases, or of any case."""
-    return pytest.mark.parametrize(
-        "run",
-        [
-            pytest.param(run, id=run.name, marks=_NEEDS_DEEPSPEED if name == "deepspeed" else ())
-            for name, runs in LAUNCHES.items()
-            for run in runs
-            if run.trainer in trainers and run.case in (cases or (run.case,)) and run not in REFUSED
-        ],
-    )
-
-
-class Outcome:
-    """What a run left behind."""
-
-    def __init__(self, folder: Path, run: Run):
-        self.ranks: list[dict[str, Any]] = json.loads((folder / f"{run.name}.json").read_text())
-        self.moved: Batch = load_file(folder / f"{run.name}.safetensors")
-
-    def each_rank(self, key: str) -> list[Any]:
-        return [rank[key] for rank in self.ranks]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints and micro-batches."""
-    folder = tmp_path_factory.mktemp("distributed")
-    for model in ("llama", "tied"):
-        save_checkpoint(model, folder, torch.float32).rename(folder / model)
-        torch.save(batches.make(folder / model), folder / f"{model}.pt")
-    torch.save(batches.make(folder / "llama", lengths=((2, 5), (9, 16))), folder / "exchanged.pt")
-    for case, model in ARCHITECTURES.items():
-        if not (folder / model).exists():
-            save_checkpoint(model, folder, torch.float32).rename(folder / model)
-        torch.save(architectures.micro_batches(case), folder / f"{case}.pt")
-    return folder
+    return prepared(tmp_path_factory.mktemp("distributed"))
 
 
 @pytest.fixture(scope="module")
 def outcome(folder: Path) -> Callable[..., Outcome]:
     """Outcome of one run. The first one of a launch starts the launch with all of its runs."""
-    start = cache(lambda name: launch(["tests.distributed.worker", name, str(folder)], RANKS))
-
-    def of(run: Run, trainer: str | None = None) -> Outcome:
-        run = Run(run.backend, run.case, trainer or run.trainer)
-        printed = start(next(name for name, runs in LAUNCHES.items() if run in runs))
-        if not (folder / f"{run.name}.json").exists():
-            pytest.fail(f"{run.name} did not finish:\n{printed[-6000:]}")
-        return Outcome(folder, run)
-
-    return of
+    return outcomes(LAUNCHES, folder)
 
 
 @pytest.fixture(scope="module")
@@ -110,25 +59,7 @@ def one_process(folder: Path) -> Callable[[str], tuple[dict[str, Any], Batch]]:
     return of
 
 
-def _distances(fused: Batch, stock: Batch) -> dict[str, float]:
-    """Distance between each parameter's two movements, relative to the movement."""
-    assert {name: value.shape for name, value in fused.items()} == {name: value.shape for name, value in stock.items()}
-    moved = {name for name, value in stock.items() if value.any()}
-    assert moved
-    assert not any(fused[name].any() for name in fused.keys() - moved)
-    return {name: ((fused[name] - stock[name]).norm() / stock[name].norm()).item() for name in moved}
-
-
-def _error(moved: Batch, truth: Batch) -> float:
-    return sum((moved[name] - value).square().sum().item() for name, value in truth.items()) ** 0.5
-
-
-def _close(losses: list[float]) -> Any:
-    """Positive and negative terms of a loss cancel, so the largest loss gives the size of the rounding error."""
-    return pytest.approx(losses, abs=TOLERANCE * max(map(abs, losses)))
-
-
-@_each(("stock", "fused"))
+@each_run(("stock", "fused"))
 def test_two_processes_train_under_the_wrapper_that_was_asked_for(run: Run, outcome):
     result = outcome(run)
     bare = _CLASSES.get(run.model, "LlamaForCausalLM")
@@ -139,13 +70,13 @@ def test_two_processes_train_under_the_wrapper_that_was_asked_for(run: Run, outc
     assert result.each_rank("parameters") == [parameters] * RANKS
 
 
-@_each(("fused", "misled", "compiled"), *_FLOAT32_CASES)
+@each_run(("fused", "misled", "compiled"), *_FLOAT32_CASES)
 def test_trains_what_stock_trains(run: Run, outcome):
     fused, stock = outcome(run), outcome(run, "stock")
-    distances = _distances(fused.moved, stock.moved)
+    distances = distances_between(fused.moved, stock.moved)
     assert max(distances.values()) <= TOLERANCE, distances
     for mine, stocks in zip(fused.ranks, stock.ranks, strict=True):
-        assert mine["losses"] == _close(stocks["losses"])
+        assert mine["losses"] == close_to(stocks["losses"])
         assert len(mine["logs"]) == len(stocks["logs"]) == STEPS
         for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
             assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
@@ -154,7 +85,7 @@ def test_trains_what_stock_trains(run: Run, outcome):
             assert {name: my_log[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@_each(("compiled",))
+@each_run(("compiled",))
 def test_what_can_be_compiled_under_an_engine_is(run: Run, outcome):
     """Nothing runs as it is. ZeRO-3 gathers the weights of each projection by itself."""
     for calls in outcome(run).each_rank("compiled"):
@@ -164,7 +95,7 @@ def test_what_can_be_compiled_under_an_engine_is(run: Run, outcome):
         assert "eager" not in calls
 
 
-@_each(("verified",))
+@each_run(("verified",))
 def test_a_comparison_with_trls_own_path_leaves_the_training_as_it_was(run: Run, outcome):
     """To the bit: nobody reduces or keeps a gradient of it. Where weights are sharded there is none."""
     verified, fused = outcome(run), outcome(run, "fused")
@@ -177,22 +108,22 @@ def test_a_comparison_with_trls_own_path_leaves_the_training_as_it_was(run: Run,
             assert error is None if run.backend == "fsdp2" else error <= TOLERANCE
 
 
-@_each(("fused",), *ARCHITECTURES)
+@each_run(("fused",), *ARCHITECTURES)
 def test_an_architecture_trains_what_stock_trains(run: Run, outcome):
     """
     Also where processes have other numbers and lengths of sequences, or one of them has no image or no completion.
     Stock trains under DDP: the gradient of a composite model's head is another in stock under FSDP2.
     """
     fused, stock = outcome(run), outcome(Run("ddp", run.case, "stock"))
-    distances = _distances(fused.moved, stock.moved)
+    distances = distances_between(fused.moved, stock.moved)
     assert max(distances.values()) <= TOLERANCE, distances
     for mine, stocks in zip(fused.ranks, stock.ranks, strict=True):
-        assert mine["losses"] == _close(stocks["losses"])
+        assert mine["losses"] == close_to(stocks["losses"])
         if not run.case.startswith(("deaf", "wide")):
             assert (mine["layouts"], mine["warnings"]) == (["packed"] * len(mine["layouts"]), [])
 
 
-@_each(("fused",), "deaf", "deaf-holes")
+@each_run(("fused",), "deaf", "deaf-holes")
 def test_attention_that_ignores_where_sequences_begin_is_found_out_on_all_processes(run: Run, outcome):
     """By the first batch, which can tell on one of them alone; both lay out aligned, and each is told once."""
     for rank, seen in enumerate(outcome(run).ranks):
@@ -202,7 +133,7 @@ def test_attention_that_ignores_where_sequences_begin_is_found_out_on_all_proces
         assert len(told) == 1
 
 
-@_each(("fused",), "wide")
+@each_run(("fused",), "wide")
 def test_rows_too_wide_on_one_process_have_the_layout_of_all(run: Run, outcome):
     """In layouts of their own they would call the model another number of times, and wait for one another."""
     layouts = ["aligned"] * ACCUMULATION + ["padded"] * (STEPS - 1) * ACCUMULATION
@@ -210,13 +141,13 @@ def test_rows_too_wide_on_one_process_have_the_layout_of_all(run: Run, outcome):
         assert seen["layouts"] == layouts
 
 
-@_each(("fused",), *SHARED)
+@each_run(("fused",), *SHARED)
 def test_micro_batches_that_share_a_forward_train_what_stock_trains(run: Run, outcome):
     fused, stock = outcome(run), outcome(run, "stock")
-    distances = _distances(fused.moved, stock.moved)
+    distances = distances_between(fused.moved, stock.moved)
     assert max(distances.values()) <= TOLERANCE, distances
     for mine, stocks in zip(fused.ranks, stock.ranks, strict=True):
-        assert mine["losses"] == _close(stocks["losses"])  # each in its own step
+        assert mine["losses"] == close_to(stocks["losses"])  # each in its own step
         waited = torch.tensor(mine["waited"]).view(STEPS, ACCUMULATION)
         assert waited[:, :-1].all()
         assert not waited[:, -1].any()
@@ -226,31 +157,31 @@ def test_micro_batches_that_share_a_forward_train_what_stock_trains(run: Run, ou
             assert my_log["fused/rows_recomputed"] == 0.0
 
 
-@_each(("out-of-memory",))
+@each_run(("out-of-memory",))
 def test_memory_that_runs_out_on_one_process_splits_the_forward_on_all(run: Run, outcome):
     """No process waits for another; loss, logs and gradients are those of micro-batches that share no forward."""
     split, stock = outcome(run), outcome(run, "stock")
-    distances = _distances(split.moved, stock.moved)
+    distances = distances_between(split.moved, stock.moved)
     assert max(distances.values()) <= TOLERANCE, distances
     for mine, stocks in zip(split.ranks, stock.ranks, strict=True):
-        assert mine["losses"] == _close(stocks["losses"])
+        assert mine["losses"] == close_to(stocks["losses"])
         assert not any(mine["waited"])
         for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
             assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
 
 
-@_each(("fused",), "untied", "tied")
+@each_run(("fused",), "untied", "tied")
 def test_gradients_are_those_of_all_rows(run: Run, outcome, one_process):
     """The rows of both ranks move every parameter, the head or the embedding tied to it among them."""
     seen, moved = one_process(run.case)
     fused = outcome(run)
-    distances = _distances(fused.moved, moved)
+    distances = distances_between(fused.moved, moved)
     assert ("model.embed_tokens.weight" if run.case == "tied" else "lm_head.weight") in distances
     assert max(distances.values()) <= TOLERANCE, distances
-    assert torch.tensor(fused.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
+    assert torch.tensor(fused.each_rank("losses")).mean(0).tolist() == close_to(seen["losses"])
 
 
-@_each(("fused",), "shared-forward")
+@each_run(("fused",), "shared-forward")
 def test_gradients_are_reduced_and_weights_gathered_no_more_often_than_in_stock(run: Run, outcome):
     """Gradients once in an accumulation window, weights once for the forward that all share and its backward."""
     fused, stock = outcome(run).ranks[0]["collectives"], outcome(run, "stock").ranks[0]["collectives"]
@@ -266,13 +197,13 @@ def test_gradients_are_reduced_and_weights_gathered_no_more_often_than_in_stock(
         assert fused["c10d::allreduce_"] == stock["c10d::allreduce_"] + 1
 
 
-@_each(("fused",), "exchanged")
+@each_run(("fused",), "exchanged")
 def test_processes_with_unequal_lengths_exchange_sequences_and_train_and_log_what_stock_does(run: Run, outcome):
     fused, stock = outcome(run), outcome(run, "stock")
-    distances = _distances(fused.moved, stock.moved)
+    distances = distances_between(fused.moved, stock.moved)
     assert max(distances.values()) <= TOLERANCE, distances
     losses, expected_losses = (torch.tensor(result.each_rank("losses")).mean(0).tolist() for result in (fused, stock))
-    assert losses == _close(expected_losses)
+    assert losses == close_to(expected_losses)
     for mine, stocks in zip(fused.ranks, stock.ranks, strict=True):
         for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
             assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
@@ -290,16 +221,16 @@ def test_processes_with_unequal_lengths_exchange_sequences_and_train_and_log_wha
     assert (tokens[0] - tokens[1]).abs().max() < 0.2 * (before[0] - before[1]).abs().max()
 
 
-@_each(("fused",), *HEADS)
+@each_run(("fused",), *HEADS)
 def test_a_head_with_an_adapter_trains_as_in_one_process(run: Run, outcome, one_process):
     """PEFT's modules around the head gather what they hold, whichever of them the engine has wrapped."""
     seen, moved = one_process(run.case)
     fused = outcome(run)
-    distances = _distances(fused.moved, moved)
+    distances = distances_between(fused.moved, moved)
     parts = ["modules_to_save.default"] if HEADS[run.case].saved else ["lora_A.default", "lora_B.default"]
     assert [f"base_model.model.lm_head.{part}.weight" in distances for part in parts] == [True] * len(parts)
     assert max(distances.values()) <= TOLERANCE, distances
-    assert torch.tensor(fused.each_rank("losses")).mean(0).tolist() == _close(seen["losses"])
+    assert torch.tensor(fused.each_rank("losses")).mean(0).tolist() == close_to(seen["losses"])
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.name) for run in REFUSED if run.trainer == "fused"])
@@ -317,13 +248,13 @@ def test_what_an_engine_cannot_train_is_refused_in_the_constructor(run: Run, out
         assert re.match(r"ValueError: the adapter on the output projection of \w+ cannot train: .*FSDP.*: .", error)
 
 
-@_each(("fused",), "reference")
+@each_run(("fused",), "reference")
 def test_old_and_reference_log_probs_agree_with_stock(run: Run, outcome):
     """Forwards without gradient, of the policy and of a reference model that is wrapped on its own."""
     for mine, stocks in zip(*(outcome(run, t).each_rank("logps") for t in ("fused", "stock")), strict=True):
         assert len(mine) == STEPS * ACCUMULATION
         for my_logps, stock_logps in zip(mine, stocks, strict=True):
-            torch.testing.assert_close(
+            torch.testing.assertclose_to(
                 torch.tensor(my_logps), torch.tensor(stock_logps), rtol=TOLERANCE, atol=TOLERANCE
             )
         first_old, first_reference = torch.tensor(mine[0])
@@ -333,7 +264,7 @@ def test_old_and_reference_log_probs_agree_with_stock(run: Run, outcome):
         assert not torch.equal(old, reference)
 
 
-@_each(("fused",), "bf16")
+@each_run(("fused",), "bf16")
 def test_mixed_precision_leaves_log_probs_in_float32(run: Run, outcome, one_process):
     """Accelerate has FSDP2 round what a forward returns. Rounded gradients would also differ from the forecast."""
     _, truth = one_process(run.case)
@@ -342,29 +273,28 @@ def test_mixed_precision_leaves_log_probs_in_float32(run: Run, outcome, one_proc
     assert not torch.equal(policy_and_reference, policy_and_reference.bfloat16().float())
     recomputed, rows = torch.tensor(fused.each_rank("recomputed")).sum((0, 1)).tolist()
     assert recomputed / rows < 0.05
-    assert _error(fused.moved, truth) < 1.1 * _error(stock.moved, truth)
+    assert error_of(fused.moved, truth) < 1.1 * error_of(stock.moved, truth)
 
 
-@_each(("fused",), "untied", "tied", "lora", *HEADS)
+@each_run(("fused",), "untied", "tied", "lora", *HEADS)
 def test_a_right_forecast_recomputes_nothing(run: Run, outcome):
     for rank, counts in enumerate(outcome(run).each_rank("recomputed")):
         assert all(recomputed == 0 for recomputed, _ in counts)
         assert all((rows == 0) == ((rank, i) in batches.MASKED) for i, (_, rows) in enumerate(counts))
 
 
-@_each(("misled",))
+@each_run(("misled",))
 def test_a_wrong_forecast_costs_the_rank_that_has_it(run: Run, outcome):
     right, wrong = outcome(run).each_rank("recomputed")
     assert all(recomputed == 0 for recomputed, _ in right)
     assert all(0 < recomputed < rows for recomputed, rows in wrong if rows)
 
 
-@_each(("fused", "misled"))
+@each_run(("fused", "misled"))
 def test_the_fraction_of_recomputed_rows_is_the_same_on_every_rank(run: Run, outcome):
     result = outcome(run)
     recomputed, rows = torch.tensor(result.each_rank("recomputed"), dtype=torch.float64).sum(0).unbind(-1)
-    expected = (
-        (recomputed / rows).view(STEPS, ACCUMULATION).nanmean(1).tolist()
-    )  # nothing is logged for a micro-batch that waits
+    # Nothing is logged for a micro-batch that waits
+    expected = (recomputed / rows).view(STEPS, ACCUMULATION).nanmean(1).tolist()
     for logs in result.each_rank("logs"):
         assert [entry["fused/rows_recomputed"] for entry in logs] == pytest.approx(expected)

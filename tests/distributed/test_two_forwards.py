@@ -3,9 +3,7 @@ An accumulation window with two forwards, because a third micro-batch is too muc
 are reduced, and weights gathered, no more often than in stock, and two processes train what stock trains.
 """
 
-import importlib.util
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,8 @@ import torch
 from trl_fused_grpo.parity.tiny import save_checkpoint
 
 from . import batches
-from .launching import launch
+from .outcomes import NEEDS_DEEPSPEED, TOLERANCE, Outcome, close_to, distances_between, outcomes
 from .runs import ACCUMULATION, LENGTHS_OF_TWO, NIGHTLY_LAUNCHES, RANKS, STEPS, TWICE, Run
-from .test_distributed import TOLERANCE, Outcome, _close, _distances
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(300)]
@@ -24,13 +21,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(
 FORWARDS = 2  # of a window
 GATHERS, REDUCES, ALL_REDUCES = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
 
-_NEEDS_DEEPSPEED = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-)
 _EACH = pytest.mark.parametrize(
     "run",
     [
-        pytest.param(run, id=run.name, marks=_NEEDS_DEEPSPEED if run.backend.startswith("zero") else ())
+        pytest.param(run, id=run.name, marks=NEEDS_DEEPSPEED if run.backend.startswith("zero") else ())
         for runs in NIGHTLY_LAUNCHES.values()
         for run in runs
         if run.trainer == "fused"
@@ -46,25 +40,16 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     window = FORWARDS * ACCUMULATION
     made = batches.make(folder / "llama", (LENGTHS_OF_TWO,) * RANKS, masked=(), accumulation=window)
     torch.save(made, folder / f"{TWICE}.pt")
-    start = cache(lambda name: launch(["tests.distributed.worker", name, str(folder)], RANKS))
-
-    def of(run: Run, trainer: str | None = None) -> Outcome:
-        run = Run(run.backend, run.case, trainer or run.trainer)
-        printed = start(next(name for name, runs in NIGHTLY_LAUNCHES.items() if run in runs))
-        if not (folder / f"{run.name}.json").exists():
-            pytest.fail(f"{run.name} did not finish:\n{printed[-6000:]}")
-        return Outcome(folder, run)
-
-    return of
+    return outcomes(NIGHTLY_LAUNCHES, folder)
 
 
 @_EACH
 def test_a_window_with_two_forwards_trains_what_stock_trains(run: Run, outcome):
     fused, stock = outcome(run), outcome(run, "stock")
-    distances = _distances(fused.moved, stock.moved)
+    distances = distances_between(fused.moved, stock.moved)
     assert max(distances.values()) <= TOLERANCE, distances
     for mine, stocks in zip(fused.ranks, stock.ranks, strict=True):
-        assert mine["losses"] == _close(stocks["losses"])
+        assert mine["losses"] == close_to(stocks["losses"])
         assert mine["waited"] == ([True] * (ACCUMULATION - 1) + [False]) * FORWARDS * STEPS
         for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
             assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
