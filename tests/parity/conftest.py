@@ -1,0 +1,27 @@
+"""The command in this process, and another class in place of the fused trainer."""
+
+import pytest
+from typer.testing import CliRunner
+
+from trl_fused_grpo.cli import app
+
+
+@pytest.fixture
+def parity(monkeypatch):
+    """Run the command on the CPU and return its result."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+
+    def run(*arguments: str):
+        result = CliRunner().invoke(app, ["parity", "--device", "cpu", *arguments])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
+@pytest.fixture
+def replace_trainer(monkeypatch):
+    """Put another class in place of the fused trainer."""
+    return lambda cls: monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", cls)
