@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from _accumulation import MICRO_BATCH, Contender, Stopwatch, reward
-from _architectures import IMAGE_SIDE, SPECIAL, VOCAB, Architecture
+from _architecture_models import IMAGE_SIDE, SPECIAL, VOCAB
+from _architectures import Architecture
 from _images import ImageRollout
 from _measure import GIB, logged_means
 from _rollout import Lengths, Rollout

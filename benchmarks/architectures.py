@@ -20,7 +20,8 @@ from typing import Annotated, Any
 import torch
 import typer
 from _accumulation import LENGTHS, MODE, ROWS
-from _architectures import ARCHITECTURES, make_architecture
+from _architecture_models import make_architecture
+from _architectures import ARCHITECTURES
 from _measure import environment
 from _rollout import Lengths
 from _steps import StepBenchmark, now, tokens_and_padding, wanted

@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import torch
 import typer
 from _accumulation import MODE, Contender
-from _architectures import ARCHITECTURES, Architecture, make_architecture
+from _architecture_models import make_architecture
+from _architectures import ARCHITECTURES, Architecture
 from _measure import environment
 from _rollout import Lengths
 from _steps import Runner, StepBenchmark, tokens_and_padding
