@@ -13,6 +13,9 @@ QUICK_TESTS := tests/ops tests/loss tests/test_architecture.py tests/test_versio
 # The share of mutants below which `make mutants` fails (docs/reliability.md)
 LEAST_NOTICED ?= 0.9
 
+# Tests start hundreds of processes: without bytecode each of them compiles torch and transformers anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo quick test nightly test-vllm matrix mutants oldest newest parity lint format clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)

@@ -1,5 +1,6 @@
 """Settings for every test: no hub, no telemetry, one seed, and which tests do not depend on TRL."""
 
+import gc
 import logging
 import os
 import sys
@@ -33,6 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(path) for path in ANY_TRL):
             item.add_marker(pytest.mark.any_trl)
+
+
+def pytest_collection_finish() -> None:
+    """
+    Leave what is imported out of garbage collection: Accelerate collects at the start of each training, and looking
+    through torch and transformers takes more time than a tiny model's training.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
