@@ -254,7 +254,7 @@ def test_old_and_reference_log_probs_agree_with_stock(run: Run, outcome):
     for mine, stocks in zip(*(outcome(run, t).each_rank("logps") for t in ("fused", "stock")), strict=True):
         assert len(mine) == STEPS * ACCUMULATION
         for my_logps, stock_logps in zip(mine, stocks, strict=True):
-            torch.testing.assertclose_to(
+            torch.testing.assert_close(
                 torch.tensor(my_logps), torch.tensor(stock_logps), rtol=TOLERANCE, atol=TOLERANCE
             )
         first_old, first_reference = torch.tensor(mine[0])
