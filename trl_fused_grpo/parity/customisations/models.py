@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import ModelOutput
@@ -129,6 +130,15 @@ def clip(trainer: Trainer, gradient: torch.Tensor) -> torch.Tensor:
 
 def see_norm(trainer: Trainer, gradient: torch.Tensor) -> None:
     trainer.seen.append(float(gradient.double().norm()))
+
+
+def optimizer_in_backward() -> Customisation:
+    """Torch's own way to move a weight as soon as its gradient is accumulated, with hooks that are on no parameter."""
+
+    def change_trainer(trainer: Trainer) -> None:
+        _apply_optimizer_in_backward(torch.optim.SGD, list(trainer.model.parameters()), {"lr": 0.3})
+
+    return Customisation(change_trainer=change_trainer)
 
 
 def accumulate_hook() -> Customisation:
