@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import ModelOutput
@@ -134,6 +133,7 @@ def see_norm(trainer: Trainer, gradient: torch.Tensor) -> None:
 
 def optimizer_in_backward() -> Customisation:
     """Torch's own way to move a weight as soon as its gradient is accumulated, with hooks that are on no parameter."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
     def change_trainer(trainer: Trainer) -> None:
         _apply_optimizer_in_backward(torch.optim.SGD, list(trainer.model.parameters()), {"lr": 0.3})
