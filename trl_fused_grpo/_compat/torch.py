@@ -114,6 +114,14 @@ def gradient_hooks(parameter: Tensor) -> list[Any]:
     return [hook for table in (before, after) for hook in (table or {}).values()]
 
 
+def has_optimizer_in_backward(parameter: Tensor) -> bool:
+    """
+    Whether torch's `_apply_optimizer_in_backward` moves a parameter as soon as it has its gradient. Its hook is on the
+    node of the graph that accumulates this, which does not tell its hooks.
+    """
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
 def without_compiler(module: Any) -> Any:
     """The module inside the one that `torch.compile` has made of it, or the module itself."""
     return getattr(module, "_orig_mod", module)

@@ -29,14 +29,14 @@ _is_library_forward = functools.lru_cache(maxsize=4096)(is_library_function)
 
 
 def gradient_hook(model: nn.Module) -> str | None:
-    """A hook of the user's on the gradient of a parameter, in words, or `None`."""
+    """A hook on the gradient of a parameter, the user's or one that runs an optimizer, in words, or `None`."""
     for parameter in torch_compat.parameters_of(model):
-        hooks = torch_compat.gradient_hooks(parameter)
-        if not hooks:
+        hooks, moves = torch_compat.gradient_hooks(parameter), torch_compat.has_optimizer_in_backward(parameter)
+        if not hooks and not moves:
             continue
         # torch's `register_multi_grad_hook` holds the user's function in a hook of its own
         hooks += [function for hook in hooks for function in _functions_held(hook)]
-        if not all(map(is_library_function, hooks)):
+        if moves or not all(map(is_library_function, hooks)):
             name = next(name for name, other in model.named_parameters() if other is parameter)
             return f"a hook on the gradient of {name}"
     return None

@@ -61,6 +61,13 @@ class MicroBatchMerger:
         self.set_plan([], [])
         self._losses: list[Tensor] = []
 
+    def begin_window(self) -> None:
+        """
+        Forget what an accumulation window has left that was not finished. Where memory runs out in it and
+        `auto_find_batch_size` begins the training anew, its gradients are gone in stock too.
+        """
+        self._losses, self._logps, self._last, self._shared = [], {}, -1, None
+
     @contextmanager
     def training(self) -> Generator[None, None, None]:
         """While it lasts, TRL trains. Before, and in the end, however it comes, all micro-batches are forgotten."""

@@ -120,6 +120,7 @@ class FusedState:
     def begin_accumulation(self) -> None:
         """TRL asks for the micro-batches of a new accumulation window."""
         self._steps_done, self._recomputed = 0, []
+        self.merger.begin_window()
         self.engine.list_modules_anew()  # a generation of the user's may not have done so
 
     @property
@@ -264,8 +265,7 @@ class FusedState:
         micro_batch = loss_call.micro_batch
         if self.verification.is_running or not torch.is_grad_enabled():
             return self.engine.compute(self._loss_request(micro_batch), call, trl_method)
-        kept = self.merger.take_logps(micro_batch)
-        if kept is not None:
+        if (kept := self.merger.take_logps(micro_batch)) is not None:
             return kept
         is_multimodal = self.merger.is_multimodal(micro_batch)
         sharing = self._sharing_forward(loss_call, call.model)

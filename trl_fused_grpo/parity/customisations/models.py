@@ -131,6 +131,16 @@ def see_norm(trainer: Trainer, gradient: torch.Tensor) -> None:
     trainer.seen.append(float(gradient.double().norm()))
 
 
+def optimizer_in_backward() -> Customisation:
+    """Torch's own way to move a weight as soon as its gradient is accumulated, with hooks that are on no parameter."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def change_trainer(trainer: Trainer) -> None:
+        _apply_optimizer_in_backward(torch.optim.SGD, list(trainer.model.parameters()), {"lr": 0.3})
+
+    return Customisation(change_trainer=change_trainer)
+
+
 def accumulate_hook() -> Customisation:
     """A hook that runs after a gradient was added to `p.grad`, once in each backward."""
 

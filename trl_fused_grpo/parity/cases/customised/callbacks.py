@@ -67,6 +67,12 @@ def interruptions() -> list[Case]:
             c.at("on_substep_end", c.interrupt, c.train_again),
         ),
         _case("interrupted-vllm", "the same, vLLM", c.at("on_substep_end", c.interrupt, c.train_again), **_VLLM),
+        _case(
+            "out-of-memory-once",
+            "memory runs out once, auto_find_batch_size",
+            Customisation(change_trainer=c.out_of_memory_once),
+            {"num_iterations": 5, "max_steps": 2, "learning_rate": 0.2},
+        ),
         _case("evaluation-within", "an evaluation within an accumulation window", c.at("on_substep_end", c.evaluate)),
         _case("evaluation-within-vllm", "the same, vLLM", c.at("on_substep_end", c.evaluate), **_VLLM),
     ]

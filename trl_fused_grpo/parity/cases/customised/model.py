@@ -31,6 +31,7 @@ def hooks() -> list[Case]:
         _case("parameter-hook-clips", "hooks on parameters clip gradients", m.parameter_hook(m.clip)),
         _case("parameter-hook-sees", "hooks on parameters see each gradient", m.parameter_hook(m.see_norm)),
         _case("accumulate-hook", "a hook after a gradient was accumulated", m.accumulate_hook()),
+        _case("optimizer-in-backward", "torch's optimizers in the backward", m.optimizer_in_backward()),
         _case("backward-hook", "a full backward hook on a layer", m.backward_hook()),
         _case("layer-forward-column", "layer.forward replaced, by column", m.layer_forward(m.by_column)),
         _case("layer-forward-token", "layer.forward replaced, by token", m.layer_forward(m.by_token)),
