@@ -19,12 +19,13 @@ import torch
 HERE = Path(__file__).parent
 # They import torch alone of the libraries that differ between the environments of TRL's releases, or none.
 # Tests of FusedLinearGRPOLoss are not among them: they depend on Liger, of which each release has the one of its time.
-# Benchmarks and the census are about the newest.
+# Benchmarks, the census and the docs are about the newest; how cases share processes is the same on all.
 ANY_TRL = [
     HERE / name
     for name in (
         *("ops", "loss/test_objective.py", "test_architecture.py", "test_versions.py"),
         *("test_benchmark_records.py", "test_census.py", "test_learning.py", "modeling/test_kept_activations.py"),
+        *("parity/test_jobs.py", "test_docs_commands.py", "test_docs_names.py", "test_docs_records.py"),
     )
 ]
 

@@ -151,6 +151,7 @@ def test_what_came_out_is_written_while_a_run_lasts(parity, monkeypatch, tmp_pat
     assert len(json.loads(file.read_text())["cases"]) == 100
 
 
+@pytest.mark.any_trl
 def test_a_planted_fault_is_shrunk_to_a_command_that_repeats_it(parity, monkeypatch, settings):
     options = {
         "seed": 5,
@@ -174,6 +175,7 @@ def test_a_planted_fault_is_shrunk_to_a_command_that_repeats_it(parity, monkeypa
     assert parity(*arguments).exit_code == 0
 
 
+@pytest.mark.any_trl
 def test_shrinking_keeps_one_of_several_rows(settings, monkeypatch):
     monkeypatch.setattr(
         "trl_fused_grpo.parity.shrink.compare",
@@ -184,6 +186,7 @@ def test_shrinking_keeps_one_of_several_rows(settings, monkeypatch):
     assert shrink(options, found, settings)[0] == {"empty_rows": [4]}
 
 
+@pytest.mark.any_trl
 @pytest.mark.parametrize(("factor", "verdict"), [(1 + 3e-5, "different"), (1.0, "equal")])
 def test_a_small_fault_is_no_rounding(settings, monkeypatch, factor, verdict):
     monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", with_wrong_loss("delta", factor))
@@ -191,6 +194,7 @@ def test_a_small_fault_is_no_rounding(settings, monkeypatch, factor, verdict):
     assert compare(random_case(name), settings).verdict == verdict
 
 
+@pytest.mark.any_trl
 def test_tokens_of_one_entropy_at_the_quantile_are_a_tie(settings):
     """The first tokens of completions to one prompt have one entropy; stock counts all of them, or by rounding some."""
     case = random_case(
@@ -272,6 +276,7 @@ def test_what_was_found_stays_mended(settings, options):
     assert result.verdict == "equal", result.reason
 
 
+@pytest.mark.any_trl
 @pytest.mark.parametrize(
     ("found", "verdict"), [([["off"], []], "equal"), ([["off"], ["off"]], "different"), ([[]], "equal")]
 )
