@@ -1,6 +1,7 @@
 """The forecast of whole sequences: who needs a gradient, how parts are joined, and ratios that it computes itself."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -163,3 +164,17 @@ def test_rows_come_in_groups_that_know_whether_their_gradients_are_equal(has_ent
         up_to_here, _ = rows(slice(0, end), LOGPS.flatten()[index[:end]], None)
         assert torch.allclose(up_to_here, whole[:end], rtol=1e-5)
         begin = end
+
+
+def test_a_chunk_computes_the_gradients_of_its_own_sequences_alone():
+    found = forecast_of(SEQUENCE_LEVEL, batch_of())
+    index = MASK.flatten().nonzero().squeeze(1)
+    rows = found.at(index, len(index))
+    ends = [0, *rows.groups.ends]
+    gradients = SequenceForecast.gradients
+    for first in range(B):
+        for last in range(first + 1, B + 1):
+            chunk = slice(ends[first], ends[last])
+            with mock.patch.object(SequenceForecast, "gradients", autospec=True, side_effect=gradients) as computed:
+                rows(chunk, LOGPS.flatten()[index[chunk]], None)
+            assert computed.call_args.args[1].tolist() == list(range(first, last))
