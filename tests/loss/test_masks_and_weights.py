@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_fused_grpo.loss.batch import GRPOBatch
+from trl_fused_grpo.loss.batch import GRPOBatch, zero_masked
 from trl_fused_grpo.loss.objective import (
     GRPOObjective,
     gamma_weights,
@@ -112,3 +112,15 @@ def test_the_entropy_bonus_is_a_mean_over_tokens(mask, normalizer, accumulation,
     batch = GRPOBatch(mask, torch.ones(1, 1), accumulation=accumulation, entropy_normalizer=normalizer)
     weights = entropy_weights(GRPOObjective(entropy_coef=0.1), batch)
     assert torch.allclose(weights, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_masked_is_zero_whatever_stands_there(dtype):
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    values = torch.tensor([[1.5, -2.0, math.nan], [math.inf, 0.5, 3.0]], dtype=dtype).requires_grad_()
+    found = zero_masked(values, mask)
+    assert (found.dtype, found.requires_grad) == (torch.float32, False)
+    assert found.tolist() == [[1.5, -2.0, 0.0], [0.0, 0.5, 3.0]]
+    of_sequences = zero_masked(values[:, 1], mask)
+    assert of_sequences.tolist() == [[-2.0], [0.5]]
+    assert zero_masked(None, mask) is None

@@ -129,7 +129,8 @@ def test_parts_are_joined_with_all_that_they_have(has_entropies):
         (slice(2, 5), 0.5, replace(SEQUENCE_LEVEL, epsilon_low=0.1), other),
     ):
         entropy_grads = unit * MASK[rows] / 3 if has_entropies else None
-        batch = batch_of(rows, sampling_per_token_logps=SAMPLING[rows], accumulation=unit)
+        options = {"accumulation": unit, "normalizer": torch.tensor([3.0])}
+        batch = batch_of(rows, sampling_per_token_logps=SAMPLING[rows], **options)
         part = SequenceForecast.of(objective, batch, unit * MASK[rows] / 7, entropy_grads, torch.tensor(unit), its)
         parts.append(part)
     joined = SequenceForecast.joined(parts)
@@ -144,6 +145,7 @@ def test_parts_are_joined_with_all_that_they_have(has_entropies):
         assert torch.equal(getattr(joined.batch, name), whole), name
     assert torch.equal(joined.batch.sampling_per_token_logps, SAMPLING)
     assert joined.batch.accumulation == parts[0].batch.accumulation
+    assert joined.batch.normalizer is parts[0].batch.normalizer
 
 
 @pytest.mark.parametrize("has_entropies", [False, True])
