@@ -107,3 +107,18 @@ def test_ratios_that_are_no_numbers_on_one_process_leave_those_of_the_others():
     assert math.isnan(differences)
     assert math.isnan(greatest)
     assert of_ratios == [pytest.approx(value, rel=1e-5) for value in (min(ratios), sum(ratios) / 2, max(ratios))]
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_sequences_that_are_left_out_do_not_count(mode):
+    correction = SamplingCorrection(mode, None, 9.0, nan_ratio_is_one=True)
+    logps = torch.full((3, 3), -2.0)
+    sampling = logps - LOG_RATIOS
+    ratio = correction.ratio(logps, sampling, MASK)
+    tensors = logps, sampling, MASK, ratio, torch.zeros(3)
+    found = []
+    for rows, left_out in ((slice(None), torch.tensor([False, True, False])), ([0, 2], None)):
+        metrics = SamplingMetrics()
+        metrics.add(0, correction, *(tensor[rows] for tensor in tensors), left_out)
+        found.append(metrics.gathered(SimpleNamespace(gather=lambda table: table, num_processes=1)))
+    assert found[0] == found[1]

@@ -59,6 +59,7 @@ def assert_is_forecast(joined, truths):
     """The forecast of all rows is the gradient up to one factor, which log-probabilities and entropies share."""
     positions, grad_rows = grad_rows_first(MASK.bool(), joined.needs_grad)
     rows = joined.at(positions, grad_rows)
+    assert rows.grad_rows == grad_rows
     found = rows(slice(0, grad_rows), LOGPS.flatten()[positions[:grad_rows]], None)
     truth = [gradient.flatten()[positions] for gradient in truths]
     assert not any(gradient[grad_rows:].any() for gradient in truth)
@@ -74,8 +75,26 @@ def test_joined_forecasts_have_one_common_factor(name):
     objective = GRPOObjective(**options)
     batches = [batch_of(rows, normalizer, is_off_policy) for rows, normalizer in PARTS]
     parts = [forecast(objective, batch) for batch in batches]
-    assert len({part.unit.item() for part in parts}) == len(PARTS)
-    assert_is_forecast(type(parts[0]).joined(parts), gradients_of(objective, batches))
+    units = [part.unit.item() for part in parts]
+    assert len(set(units)) == len(PARTS)
+    joined = type(parts[0]).joined(parts)
+    assert_is_forecast(joined, gradients_of(objective, batches))
+    assert torch.equal(joined.needs_grad, torch.cat([part.needs_grad for part in parts]))
+    assert joined.unit.item() == min(units)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_one_micro_batch_alone_keeps_its_forecast(name):
+    options, is_off_policy = OBJECTIVES[name]
+    batch = batch_of(slice(None), 3.0, is_off_policy)
+    part = forecast(GRPOObjective(**options), batch)
+    positions, grad_rows = grad_rows_first(MASK.bool(), part.needs_grad)
+    grads = [
+        whole.at(positions, grad_rows)(slice(0, grad_rows), LOGPS.flatten()[positions[:grad_rows]], None)
+        for whole in (part, type(part).joined([part]))
+    ]
+    for alone, joined in zip(*grads, strict=True):
+        assert alone is joined is None or torch.equal(alone, joined)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
@@ -90,3 +109,4 @@ def test_joined_forecasts_whose_ratio_is_computed_in_training(mode, beta):
         without_ratio = forecast(objective, batch_of(rows, normalizer, False))
         parts.append(DeferredForecast(without_ratio, correction, SAMPLING[rows]))
     assert_is_forecast(DeferredForecast.joined(parts), gradients_of(objective, batches))
+    assert DeferredForecast.joined(parts[:1]).correction is correction

@@ -5,8 +5,14 @@ import math
 import pytest
 import torch
 
-from trl_fused_grpo.loss.batch import GRPOBatch
-from trl_fused_grpo.loss.objective import GRPOObjective, gamma_weights, high_entropy_mask, off_policy_mask
+from trl_fused_grpo.loss.batch import GRPOBatch, zero_masked
+from trl_fused_grpo.loss.objective import (
+    GRPOObjective,
+    gamma_weights,
+    geometric_mean_loss,
+    high_entropy_mask,
+    off_policy_mask,
+)
 from trl_fused_grpo.loss.reduction import entropy_weights
 
 
@@ -50,19 +56,30 @@ def test_a_weight_that_is_no_number_is_zero():
     assert gamma_weights(infinite, batch, torch.tensor([[-5.0], [0.0]]))[0].item() == 0.0
 
 
+@pytest.mark.parametrize("advantage", [2.0, 0.5, 0.0, -0.5, -2.0])
+def test_gmpo_clips_a_ratio_on_the_side_that_its_advantage_pushes_it_to(advantage):
+    objective = GRPOObjective(loss_type="gmpo", epsilon_low=0.2, epsilon_high=0.4)
+    log_ratio = [-0.5, 0.1, 0.9, 7.0]  # the last token does not count
+    clipped = [min(value, 0.4) if advantage > 0 else max(value, -0.2) for value in log_ratio[:3]]
+    tensors = torch.tensor([[advantage]]), torch.tensor([log_ratio]), torch.tensor([[1, 1, 1, 0]])
+    loss = geometric_mean_loss(objective, *tensors)
+    assert loss.shape == (1, 1)
+    assert loss.item() == pytest.approx(-advantage * math.exp(sum(clipped) / 3))
+
+
 @pytest.mark.parametrize(
     ("advantage", "log_ratios", "counts"),
     [
-        (-1.0, [0.2, 0.4, 99.0], True),  # mean 0.3 of two tokens: at the threshold
-        (-1.0, [0.2, 0.5, -99.0], False),
-        (-1.0, [math.nan, 0.5, 0.0], True),  # a token that the sampler gave no log-prob counts as zero
-        (-1.0, [math.nan, 0.7, 0.0], False),
+        (-1.0, [0.25, 0.5, 99.0], True),  # mean 0.375 of two tokens: on the threshold
+        (-1.0, [0.25, 0.625, -99.0], False),
+        (-1.0, [math.nan, 0.75, 0.0], True),  # a token that the sampler gave no log-prob counts as zero
+        (-1.0, [math.nan, 0.875, 0.0], False),
         (0.0, [5.0, 5.0, 0.0], True),
         (0.5, [5.0, 5.0, 0.0], True),
     ],
 )
 def test_the_off_policy_mask_is_of_a_mean_over_the_tokens_that_count(advantage, log_ratios, counts):
-    objective = GRPOObjective(off_policy_mask_threshold=0.3 + 1e-7)
+    objective = GRPOObjective(off_policy_mask_threshold=0.375)
     batch = GRPOBatch(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([[advantage], [-1.0]]))
     mask = off_policy_mask(objective, batch, torch.tensor([log_ratios, [0.5, 0.0, 0.0]]))
     assert mask.tolist() == [[counts], [False]]
@@ -95,3 +112,15 @@ def test_the_entropy_bonus_is_a_mean_over_tokens(mask, normalizer, accumulation,
     batch = GRPOBatch(mask, torch.ones(1, 1), accumulation=accumulation, entropy_normalizer=normalizer)
     weights = entropy_weights(GRPOObjective(entropy_coef=0.1), batch)
     assert torch.allclose(weights, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_masked_is_zero_whatever_stands_there(dtype):
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    values = torch.tensor([[1.5, -2.0, math.nan], [math.inf, 0.5, 3.0]], dtype=dtype).requires_grad_()
+    found = zero_masked(values, mask)
+    assert (found.dtype, found.requires_grad) == (torch.float32, False)
+    assert found.tolist() == [[1.5, -2.0, 0.0], [0.0, 0.5, 3.0]]
+    of_sequences = zero_masked(values[:, 1], mask)
+    assert of_sequences.tolist() == [[-2.0], [0.5]]
+    assert zero_masked(None, mask) is None

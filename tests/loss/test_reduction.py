@@ -80,7 +80,7 @@ def test_luspo_counts_padding_where_its_term_differs_from_token_to_token(options
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
-@pytest.mark.parametrize("given", [None, 12, torch.tensor(12), 1])
+@pytest.mark.parametrize("given", [None, 12, torch.tensor(12), torch.tensor(12.0, dtype=torch.float64), 1])
 def test_tokens_of_a_step_are_those_of_all_processes_by_their_number(processes, given):
     def all_reduce(tokens):
         tokens += 5 * (processes - 1)  # of the others
@@ -100,3 +100,8 @@ def test_tokens_of_a_step_are_those_of_all_processes_by_their_number(processes, 
 
 def test_a_step_without_tokens_counts_one():
     assert tokens_per_process(torch.zeros(2, 3, dtype=torch.long), None).item() == 1.0
+
+
+@pytest.mark.parametrize("given", [None, 12])
+def test_tokens_of_a_step_are_on_the_device_of_the_mask(given):
+    assert tokens_per_process(MASK.to("meta"), given).device.type == "meta"

@@ -46,6 +46,9 @@ def test_off_policy_the_gradient_is_the_ratio_s_or_nothing_where_it_is_clipped(d
     assert not truth[others].any()
     assert relative_error(found / forecast.unit, truth[positions]) < 1e-5
     assert torch.equal(forecast.needs_grad.any(1), ADVANTAGES != 0)
+    in_double, *_ = forecast_of_rows(forecast, LOGPS.double())
+    assert in_double.dtype == torch.float64
+    assert relative_error(in_double / forecast.unit, truth[positions]) < 1e-5
 
 
 def test_all_tokens_of_a_sequence_receive_the_same():

@@ -1,6 +1,7 @@
 """The forecast of whole sequences: who needs a gradient, how parts are joined, and ratios that it computes itself."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -128,7 +129,8 @@ def test_parts_are_joined_with_all_that_they_have(has_entropies):
         (slice(2, 5), 0.5, replace(SEQUENCE_LEVEL, epsilon_low=0.1), other),
     ):
         entropy_grads = unit * MASK[rows] / 3 if has_entropies else None
-        batch = batch_of(rows, sampling_per_token_logps=SAMPLING[rows], accumulation=unit)
+        options = {"accumulation": unit, "normalizer": torch.tensor([3.0])}
+        batch = batch_of(rows, sampling_per_token_logps=SAMPLING[rows], **options)
         part = SequenceForecast.of(objective, batch, unit * MASK[rows] / 7, entropy_grads, torch.tensor(unit), its)
         parts.append(part)
     joined = SequenceForecast.joined(parts)
@@ -143,6 +145,7 @@ def test_parts_are_joined_with_all_that_they_have(has_entropies):
         assert torch.equal(getattr(joined.batch, name), whole), name
     assert torch.equal(joined.batch.sampling_per_token_logps, SAMPLING)
     assert joined.batch.accumulation == parts[0].batch.accumulation
+    assert joined.batch.normalizer is parts[0].batch.normalizer
 
 
 @pytest.mark.parametrize("has_entropies", [False, True])
@@ -163,3 +166,17 @@ def test_rows_come_in_groups_that_know_whether_their_gradients_are_equal(has_ent
         up_to_here, _ = rows(slice(0, end), LOGPS.flatten()[index[:end]], None)
         assert torch.allclose(up_to_here, whole[:end], rtol=1e-5)
         begin = end
+
+
+def test_a_chunk_computes_the_gradients_of_its_own_sequences_alone():
+    found = forecast_of(SEQUENCE_LEVEL, batch_of())
+    index = MASK.flatten().nonzero().squeeze(1)
+    rows = found.at(index, len(index))
+    ends = [0, *rows.groups.ends]
+    gradients = SequenceForecast.gradients
+    for first in range(B):
+        for last in range(first + 1, B + 1):
+            chunk = slice(ends[first], ends[last])
+            with mock.patch.object(SequenceForecast, "gradients", autospec=True, side_effect=gradients) as computed:
+                rows(chunk, LOGPS.flatten()[index[chunk]], None)
+            assert computed.call_args.args[1].tolist() == list(range(first, last))

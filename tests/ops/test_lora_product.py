@@ -190,3 +190,18 @@ def test_one_copy_of_an_input_is_kept_at_a_time():
     assert lora_product.cast_once(second, torch.bfloat16) is not copy
     assert first._lora_copy is None and second._lora_copy is not None
     assert lora_product.cast_once(second, torch.float32).data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["trained-alone", "frozen-alone"])
+@pytest.mark.parametrize("one", range(7), ids=["x", "weight", "bias", "a", "b", "second-a", "second-b"])
+@pytest.mark.parametrize("rates", [(0.0, 0.0), (0.0, 0.3), (0.3, 0.0)], ids=str)
+def test_any_part_may_be_frozen(rates, one, is_alone):
+    x, weight, bias, terms, grad = problem(torch.float64, (3, 8))
+    for i, leaf in enumerate((x, weight, bias, *(factor for term in terms for factor in (term.a, term.b)))):
+        leaf.requires_grad_((i == one) == is_alone)
+    given = x, weight, bias, [replace(term, dropout=p) for term, p in zip(terms, rates, strict=True)], grad
+    torch.manual_seed(5)
+    mine = outputs(fused, *given)
+    torch.manual_seed(5)
+    for value, truth in zip(mine, outputs(peft_formula, *given), strict=True):
+        assert relative_error(value, truth) < 1e-12
