@@ -137,6 +137,7 @@ def test_a_forecast_is_made_token_by_token_where_these_do_not_depend_on_each_oth
     assert exists(False, importance_sampling_level="sequence", beta=0.1)
     assert not exists(True, importance_sampling_level="sequence")
     assert not exists(False, importance_sampling_level="sequence", beta=0.1, kl_estimator="k4")
+    assert exists(False, importance_sampling_level="sequence", beta=0.0, kl_estimator="k4")
     assert exists(False, loss_type="vespo")
     assert not exists(True, loss_type="vespo")
     assert exists(False, loss_type="gmpo")

@@ -1,5 +1,6 @@
 """What `FusedLinearGRPOLoss` forecasts for the trainer, against a float64 oracle; what it asks of the fused head."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,7 +10,8 @@ from tests.grpo_oracle import grpo_loss
 from tests.oracle import relative_error
 from trl_fused_grpo import FusedLinearGRPOLoss
 from trl_fused_grpo.loss import liger_loss, selected_logps
-from trl_fused_grpo.loss.forecast import grad_rows_first
+from trl_fused_grpo.loss.batch import GRPOBatch
+from trl_fused_grpo.loss.forecast import forecast, grad_rows_first
 from trl_fused_grpo.loss.importance_sampling import SamplingCorrection
 from trl_fused_grpo.loss.objective import GRPOObjective
 
@@ -59,17 +61,17 @@ def truths(options, inputs):
 def test_the_forecast_for_the_trainer_is_the_gradient_of_the_oracle_in_its_unit(name):
     options, inputs = CASES[name]
     loss_fn = FusedLinearGRPOLoss.from_objective(GRPOObjective(**options))
-    forecast = loss_fn.forecast(MASK, ADVANTAGES, **inputs)
-    positions, grad_rows = grad_rows_first(MASK.bool(), forecast.needs_grad)
+    made = loss_fn.forecast(MASK, ADVANTAGES, **inputs)
+    positions, grad_rows = grad_rows_first(MASK.bool(), made.needs_grad)
     logps = LOGPS.flatten()[positions[:grad_rows]]
-    found = forecast.at(positions, grad_rows)(slice(0, grad_rows), logps, None)
+    found = made.at(positions, grad_rows)(slice(0, grad_rows), logps, None)
     for grads, truth in zip(found, truths(options, inputs), strict=True):
         expected = truth.flatten()[positions]
         assert not expected[grad_rows:].any()
         if grads is None:
             assert not expected.any()
         else:
-            assert relative_error(grads / forecast.unit, expected[:grad_rows]) < 2e-6
+            assert relative_error(grads / made.unit, expected[:grad_rows]) < 2e-6
 
 
 @pytest.mark.parametrize("with_grad", [True, False])
@@ -120,3 +122,13 @@ def test_padding_counts_in_luspo_for_one_sequence_of_two_positions():
 
 def test_its_attributes_are_its_options_and_not_itself():
     assert not hasattr(FusedLinearGRPOLoss(), "self")
+
+
+def test_off_policy_a_position_needs_a_gradient_where_no_factor_is_zero():
+    advantages, ratio = torch.tensor([[0.0], [1.0], [-1.0], [2.0], [1.0]]), IS_RATIO.clone()
+    ratio[1, 0] = ratio[3, 2] = 0.0
+    batch = GRPOBatch(MASK, advantages, old_per_token_logps=OLD, importance_sampling_ratio=ratio)
+    expected = (MASK != 0) & (advantages != 0) & (ratio != 0)
+    assert torch.equal(forecast(GRPOObjective(), batch).needs_grad, expected)
+    with_kl = forecast(GRPOObjective(beta=0.1), replace(batch, ref_per_token_logps=REF))
+    assert torch.equal(with_kl.needs_grad, MASK != 0)
