@@ -137,7 +137,10 @@ def test_colocated_training(folders, tmp_path):
 def test_training_with_a_server(server, folders, tmp_path):
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "no"]
     launcher += ["--main_process_port", "0"]
-    seen = train(launcher, folders, tmp_path, server=server, vllm_group_port=free_port())
+    seen = train(launcher, folders, tmp_path, server=server, vllm_group_port=free_port(), fused_verify=1)
     assert (seen["mode"], seen["world"], seen["wrapper"]) == ("server", 2, "DistributedDataParallel")
     assert_trained_on_policy(seen["logs"])
     assert seen["logs"][0]["num_tokens"] > 2 * 4 * 8  # of both processes
+    for entry in seen["logs"]:  # beside TRL's own path, on what the server generated
+        assert entry["fused/verify_loss"] < small.TOLERANCE
+        assert entry["fused/verify_head_grad"] < small.TOLERANCE
