@@ -66,7 +66,14 @@ class MicroBatchMerger:
         Forget what an accumulation window has left that was not finished. Where memory runs out in it and
         `auto_find_batch_size` begins the training anew, its gradients are gone in stock too.
         """
-        self._losses, self._logps, self._last, self._shared = [], {}, -1, None
+        self._losses = []
+        self._forget_forward()
+
+    def _forget_forward(self) -> None:
+        """Forget the forward that micro-batches share, and those of its log-probs that were not taken."""
+        self._logps: dict[int, PerTokenLogps] = {}
+        self._last = -1
+        self._shared: SharedForward | None = None
 
     @contextmanager
     def training(self) -> Generator[None, None, None]:
@@ -135,9 +142,7 @@ class MicroBatchMerger:
         """
         self._with_images = with_images or []
         self._batches, self._ends, self.layout = batches, ends, layout
-        self._logps: dict[int, PerTokenLogps] = {}
-        self._last = -1
-        self._shared: SharedForward | None = None
+        self._forget_forward()
 
     def group_of(self, inputs: dict[str, Any], steps_left: int) -> list[dict[str, Any]]:
         """
@@ -250,7 +255,8 @@ class MicroBatchMerger:
         if index is not None and index < self._last and not moves_weights:
             return
         losses, self._losses = self._losses, []
-        (shared, self._shared), self._logps, self._last = (self._shared, None), {}, -1
+        shared = self._shared
+        self._forget_forward()
         backward(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         if shared is not None and shared.fitted < len(shared.micro_batches):
             self._share_at_most(shared.fitted, "the backward of a shared forward")
