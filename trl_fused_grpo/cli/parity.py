@@ -1,6 +1,5 @@
 """`trl-fused-grpo parity` compares the fused trainer with stock TRL."""
 
-import gc
 import logging
 import os
 import tempfile
@@ -99,7 +98,6 @@ def parity(
     cases = MODEL_CASES if models else CUSTOMISED_CASES if customised else CASES
     if issue_1082:
         cases = ISSUE_1082_CASES
-    _freeze_imports()
     with unpatched(), _quiet():
         if random is not None:
             raise typer.Exit(_run_random(random, seed, minutes, device, dtype, jobs, json_file))
@@ -137,7 +135,7 @@ def _run_parity(
         with _progress(console) as progress:
             task = progress.add_task("", total=len(selected))
             results = []
-            for result in run_cases(selected, settings, jobs, _prepare):
+            for result in run_cases(selected, settings, jobs, _silence):
                 results.append(result)
                 progress.update(task, description=result.name, advance=1)
     if cases is ISSUE_1082_CASES:
@@ -166,7 +164,7 @@ def _run_random(
         with _progress(console) as progress:
             task = progress.add_task("", total=count)
             results = []
-            for result in fuzz(count, seed, settings, jobs, minutes, _prepare):
+            for result in fuzz(count, seed, settings, jobs, minutes, _silence):
                 results.append(result)
                 progress.update(task, description=result.name, advance=1)
                 if json_file and len(results) % WRITTEN_EVERY == 0:
@@ -196,18 +194,8 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _freeze_imports() -> None:
-    """
-    Leave what is imported out of garbage collection. Accelerate collects at the start of each training, and looking
-    through torch and transformers takes more time than a small training.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-def _prepare() -> None:
+def _silence() -> None:
     """Turns warnings, progress bars and patches off in a process of `--jobs`, until it ends."""
-    _freeze_imports()
     _UNTIL_THE_END.enter_context(unpatched())
     _UNTIL_THE_END.enter_context(_quiet())
 
