@@ -153,6 +153,15 @@ def be_quiet() -> None:
     torch.set_num_threads(1)
 
 
+def begin(numbers: Any) -> None:
+    """A process begins: it takes the next number of a queue, and the GPU of that number, around the last one."""
+    be_quiet()
+    count = torch.cuda.device_count()
+    if count > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[numbers.get() % count]  # CUDA has not started in this process
+
+
 def _in_time(until: float, work: Callable[..., Any], arguments: tuple) -> tuple[Any, str | None]:
     """Do a piece of work unless it would hardly be done in time: what comes of it, and what went wrong."""
     begin = time.time()
@@ -172,7 +181,7 @@ _longest: dict[Callable[..., Any], float] = {}  # seconds that each kind of work
 
 class Workers:
     """
-    Processes that share the device.
+    Processes that share the devices: each has one of them.
 
     Args:
         count (`int`): how many; with one the work is done in this process.
@@ -186,7 +195,11 @@ class Workers:
     def __init__(self, count: int, limit: float):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.until, self.failures = time.time() + limit, 0
-        self.pool = ProcessPoolExecutor(count, get_context("spawn"), be_quiet) if count > 1 else None
+        context = get_context("spawn")
+        numbers = context.SimpleQueue()
+        for number in range(count):
+            numbers.put(number)
+        self.pool = ProcessPoolExecutor(count, context, begin, (numbers,)) if count > 1 else None
 
     def each(self, work: Callable[..., Any], tasks: Iterable[tuple]) -> Iterator[Any]:
         """What comes of `work`, a function of a module, with the arguments of each task, as soon as it is there."""
