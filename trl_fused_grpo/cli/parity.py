@@ -69,7 +69,13 @@ def parity(
         ),
     ] = False,
     random: Annotated[
-        int | None, typer.Option("--random", min=1, metavar="N", help="So many cases drawn at random instead.")
+        int | None,
+        typer.Option(
+            "--random",
+            min=1,
+            metavar="N",
+            help="So many cases drawn at random instead; with --customised whole trainings.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the cases that --random draws.")] = 0,
     minutes: Annotated[float | None, typer.Option("--minutes", help="Stop --random after so long.")] = None,
@@ -93,14 +99,17 @@ def parity(
             raise typer.BadParameter(f"the folder of {path} does not exist.")
     if plot_file and not find_spec("matplotlib"):
         raise typer.BadParameter("--plot needs matplotlib: pip install 'trl-fused-grpo[plot]'.")
-    if models + customised + issue_1082 + (random is not None) > 1:
-        raise typer.BadParameter("--models, --customised, --issue-1082 and --random are sets of cases: choose one.")
+    if models + customised + issue_1082 > 1 or (random is not None and (models or issue_1082)):
+        raise typer.BadParameter(
+            "--models, --customised, --issue-1082 and --random are sets of cases: choose one. --random goes with "
+            "--customised alone, and draws whole trainings then."
+        )
     cases = MODEL_CASES if models else CUSTOMISED_CASES if customised else CASES
     if issue_1082:
         cases = ISSUE_1082_CASES
     with unpatched(), _quiet():
         if random is not None:
-            raise typer.Exit(_run_random(random, seed, minutes, device, dtype, jobs, json_file))
+            raise typer.Exit(_run_random(random, customised, seed, minutes, device, dtype, jobs, json_file))
         code = _run_parity(cases, case or [], list_cases, device, dtype, jobs, json_file, plot_file)
     raise typer.Exit(code)
 
@@ -151,6 +160,7 @@ def _run_parity(
 
 def _run_random(
     count: int,
+    trainings: bool,
     seed: int,
     minutes: float | None,
     device: Device,
@@ -164,7 +174,7 @@ def _run_random(
         with _progress(console) as progress:
             task = progress.add_task("", total=count)
             results = []
-            for result in fuzz(count, seed, settings, jobs, minutes, _silence):
+            for result in fuzz(count, seed, settings, jobs, minutes, _silence, trainings):
                 results.append(result)
                 progress.update(task, description=result.name, advance=1)
                 if json_file and len(results) % WRITTEN_EVERY == 0:

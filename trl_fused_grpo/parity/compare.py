@@ -26,9 +26,9 @@ from .judge import (
     warning_problems,
 )
 from .result import Result
-from .rounding import Compared, rounding_verdict
+from .rounding import Compared, rounding_verdict, training_verdict
 from .run_case import Data, Outcome, make_data, run_case, stock_may_fail
-from .run_training import run_both
+from .run_training import StockFailedError, run_both
 from .trainers import (
     RefusedError,
     Settings,
@@ -110,7 +110,16 @@ def _describe(error: Exception) -> str:
 
 
 def _compare_training(case: Case, settings: Settings, result: Result) -> list[str]:
-    return problems_of(case, run_both(case, settings), result)
+    try:
+        pair = run_both(case, settings)
+    except StockFailedError as error:
+        raise SkippedError(str(error)) if case.drawn else error from error
+    except ValueError as error:
+        raise _skipped_if_refused(case, error) from error
+    problems = problems_of(case, pair, result)
+    if problems and case.drawn:
+        result.verdict = training_verdict(case, pair) or result.verdict
+    return problems
 
 
 def _compare_float32(case: Case, settings: Settings, result: Result) -> list[str]:
@@ -182,10 +191,15 @@ def _run_fused(case: Case, settings: Settings, start: dict[str, torch.Tensor], d
         with wrong_forecasts() if case.wrong_forecast else nullcontext():
             return run_case(trainer, case, data, settings.dtype)
     except ValueError as error:
-        refusals = [start for option in REFUSALS.keys() & case.fused.keys() for start in REFUSALS[option]]
-        if not (case.drawn and str(error).startswith(tuple(refusals))):
-            raise
-        raise SkippedError(f"the fused trainer refuses: {error}") from error
+        raise _skipped_if_refused(case, error) from error
+
+
+def _skipped_if_refused(case: Case, error: ValueError) -> Exception:
+    """The error, or that the case is skipped because an option that was drawn is refused."""
+    refusals = [start for option in REFUSALS.keys() & case.fused.keys() for start in REFUSALS[option]]
+    if case.drawn and str(error).startswith(tuple(refusals)):
+        return SkippedError(f"the fused trainer refuses: {error}")
+    return error
 
 
 @contextmanager

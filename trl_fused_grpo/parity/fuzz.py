@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from . import report
 from .jobs import run_cases
-from .random_cases import PREFIX, name_of, options_of, random_case
+from .random_cases import PREFIX, TRAINING, name_of, options_of, random_case
 from .result import Result
 from .shrink import shrink
 from .trainers import Settings
@@ -24,7 +24,13 @@ MOST_REASONS = 12  # for which cases were skipped
 
 
 def fuzz(
-    count: int, seed: int, settings: Settings, jobs: int, minutes: float | None, prepare: Callable[[], None] | None
+    count: int,
+    seed: int,
+    settings: Settings,
+    jobs: int,
+    minutes: float | None,
+    prepare: Callable[[], None] | None,
+    trainings: bool = False,
 ) -> Iterator[Result]:
     """
     Run cases in the order in which they are drawn.
@@ -42,9 +48,12 @@ def fuzz(
             After which no other case begins.
         prepare (`Callable`, *optional*):
             Called once in each of several processes.
+        trainings (`bool`):
+            Whether whole trainings are drawn.
     """
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    cases = [random_case(f"{PREFIX}{seed}:{index}") for index in range(count)]
+    prefix = f"{PREFIX}{TRAINING}:" if trainings else PREFIX
+    cases = [random_case(f"{prefix}{seed}:{index}") for index in range(count)]
     return run_cases(cases, settings, jobs, prepare, until)
 
 

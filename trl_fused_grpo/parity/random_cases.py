@@ -1,6 +1,7 @@
 """
 Cases drawn at random: a set of options by name, a pure function of a seed and an index. A case is written as
-`random:<seed>:<index>`, or as `random:` and its options in JSON.
+`random:<seed>:<index>`, a whole training as `random:training:<seed>:<index>`, and each as `random:` and its options in
+JSON.
 """
 
 import json
@@ -14,11 +15,13 @@ from trl_fused_grpo._compat import trl as trl_compat
 
 from .case import Batch, Case, Rollout, Shape
 from .drawing import Draw, Options, draw_last_options
+from .random_trainings import draw_training, training_of
 from .stepwise import CUSTOMISATIONS
 from .tiny.families import FAMILIES, VARIANTS
 
 
 PREFIX = "random:"
+TRAINING = "training"  # the option of a drawn training that says what it is
 
 # Two models with the same weights draw other numbers in dropout
 MODELS = tuple(name for name in (*FAMILIES, *VARIANTS) if "dropout" not in name)
@@ -205,12 +208,17 @@ def options_of(name: str) -> Options:
     """
     content = name.removeprefix(PREFIX)
     try:
+        if content.startswith(f"{TRAINING}:"):
+            seed, index = content.removeprefix(f"{TRAINING}:").split(":")
+            return _without_lacking({TRAINING: True, **draw_training(int(seed), int(index))})
         if not content.startswith("{"):
             seed, index = content.split(":")
             return _without_lacking(draw(int(seed), int(index)))
         return dict(json.loads(content))
     except ValueError as error:
-        raise ValueError(f"{name!r} is neither random:<seed>:<index> nor random:<options in JSON>.") from error
+        raise ValueError(
+            f"{name!r} is neither random:<seed>:<index>, random:{TRAINING}:<seed>:<index> nor random:<options in JSON>."
+        ) from error
 
 
 def _without_lacking(options: Options) -> Options:
@@ -234,6 +242,8 @@ def case_of(name: str, options: Mapping[str, Any]) -> Case:
         options (`Mapping[str, Any]`):
             As drawn, or some of them.
     """
+    if TRAINING in options:
+        return training_of(name, {option: value for option, value in options.items() if option != TRAINING})
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
     def take(*names: str) -> Options:

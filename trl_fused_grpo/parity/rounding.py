@@ -16,7 +16,15 @@ from .errors import differing_metrics, measure
 from .judge import LOSS_SCALE, TOLERANCE, float32_problems, with_metrics_of_others
 from .result import Result
 from .run_case import Data, Outcome, run_case
+from .run_training import Pair, Run
 from .trainers import Settings, load_weights, stock_trainer
+from .training_errors import (
+    UPDATE_TOLERANCE,
+    differing_entries,
+    first_difference,
+    training_problems,
+    update_errors,
+)
 
 
 MOVES = 16  # of stock; with k tokens on a bound, one in 2**k gives what the fused trainer does
@@ -66,6 +74,36 @@ def rounding_verdict(case: Case, settings: Settings, compared: Compared) -> Lite
     partly = _moved_outcomes(case, settings, compared, _PARTIAL_MOVES * MOVES, share=0.5)
     others = chain(moved, alone, partly)
     return "tie" if any(not _problems(case, outcome, compared.fused) for outcome in others) else None
+
+
+def training_verdict(case: Case, pair: Pair) -> Literal["tie", "rounding"] | None:
+    """
+    Why two trainings in float32 differ by rounding, see [`rounding_verdict`]: stock trains again from weights that are
+    moved by theirs. `None` for a difference.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    moved = []
+    for _ in range(MOVES):
+        start = {name: w * (1 + _EPS * _noise(w, generator)) for name, w in pair.trainings.start.items()}
+        moved.append(pair.trainings.stock(start))
+        if all(any(not training_problems(case, one, fused) for one in moved) for fused in pair.fused.values()):
+            return "tie"
+    return "rounding" if all(_moves_as_far(pair.stock, fused, moved) for fused in pair.fused.values()) else None
+
+
+def _moves_as_far(stock: Run, fused: Run, moved: list[Run]) -> bool:
+    """Whether nothing of a training is further from stock's than stock's is when it is moved."""
+    errors = update_errors(stock, fused)
+    spreads = [update_errors(stock, one) for one in moved]
+    pairs = [(errors.gradient, max(spread.gradient for spread in spreads))]
+    pairs += [(error, max(spread.parameters[name] for spread in spreads)) for name, error in errors.parameters.items()]
+    logs = {name for one in moved for name in differing_entries(stock.log, one.log)}
+    sees_other = [first_difference(stock.seen, one.seen) is not None for one in (fused, *moved)]
+    return (
+        all(error <= UPDATE_TOLERANCE or error <= min(_SPREAD * spread, _JUMP) for error, spread in pairs)
+        and logs >= set(differing_entries(stock.log, fused.log))
+        and (not sees_other[0] or any(sees_other[1:]))
+    )
 
 
 def _problems(case: Case, stock: Outcome, fused: Outcome) -> list[str]:

@@ -39,6 +39,8 @@ TRAINING = {
 # accumulation window have, so that they share one forward where nothing forbids it
 TOKENS_PER_FORWARD = (None, 10_000)
 
+# Where epochs count instead of steps: a micro-batch has at least half of the completions of the data
+STEPS_OF_EPOCHS = 24
 _SPARE_GENERATIONS = 4  # for trainings that start a second time
 _TIMES = ("runtime", "per_second", "step_time")
 _FUSED_ONLY = "fused/"
@@ -103,15 +105,26 @@ class Run:
 
 @dataclass
 class Pair:
-    """Stock's run, and the fused trainer's runs by their `fused_max_tokens_per_forward`."""
+    """
+    What a case's trainings did.
+
+    Attributes:
+        stock ([`Run`]):
+            Stock's.
+        fused (`dict`):
+            The fused trainer's, by their `fused_max_tokens_per_forward`.
+        trainings ([`Trainings`]):
+            That can run again.
+    """
 
     stock: Run
     fused: dict[int | None, Run]
+    trainings: "Trainings"
 
 
-def run_both(case: Case, settings: Settings) -> Pair:
+class Trainings:
     """
-    Train with the stock and with the fused trainer, from the same weights and on the same completions.
+    Trains with the stock and with the fused trainer, from the same weights and on the same completions.
 
     Args:
         case ([`Case`]):
@@ -119,48 +132,67 @@ def run_both(case: Case, settings: Settings) -> Pair:
         settings ([`Settings`]):
             Device; the dtype is float32.
 
+    Attributes:
+        start (`dict[str, torch.Tensor]`):
+            The weights before, by name.
+    """
+
+    def __init__(self, case: Case, settings: Settings):
+        steps = case.config.get("max_steps", STEPS)
+        steps = steps if steps > 0 else STEPS_OF_EPOCHS
+        self.case = replace(case, config={**TRAINING, **case.config}, accumulation_windows=steps)
+        self.settings = settings
+        custom = case.customised
+        assert custom is not None
+        self.custom = custom
+        plain = replace(
+            self.case,
+            customised=Customisation(load_model=custom.load_model, load_config=custom.load_config),
+            accumulation_windows=steps + _SPARE_GENERATIONS,
+        )
+        # A class of the arguments of another trainer of TRL is of no use to `GRPOTrainer`
+        own = _class_for(custom, StockGRPOTrainer)  # or a function that makes its objects
+        first = stock_trainer(plain, settings, trl_class(own) if isinstance(own, type) else StockGRPOTrainer)
+        self.start = noisy_weights(first, case.noise)
+        self._data = batches.rollout(plain, load_weights(first, self.start), seed=case.seed)
+
+    def stock(self, start: dict[str, torch.Tensor] | None = None) -> Run:
+        """Stock's training, from other weights where they are given."""
+        return self._train(stock_trainer, StockGRPOTrainer, self.case, self.start if start is None else start)
+
+    def fused(self, tokens: int | None) -> Run:
+        """The fused trainer's with these `fused_max_tokens_per_forward`; `None` is its default."""
+        options = {} if tokens is None else {"fused_max_tokens_per_forward": tokens}
+        case = replace(self.case, fused={**options, **self.case.fused})
+        return self._train(_fused_trainer, _class_under_test(self.settings), case, self.start)
+
+    def _train(self, make: Callable[..., Trainer], cls: type, case: Case, start: dict[str, torch.Tensor]) -> Run:
+        with ExitStack() as stack:
+            if self.custom.patch_trl is not None:
+                stack.enter_context(self.custom.patch_trl())
+            set_seed(0)
+            trainer = make(case, self.settings, _class_for(self.custom, cls))
+            return _train(load_weights(trainer, start), start, self._data, self.custom, stack)
+
+
+def run_both(case: Case, settings: Settings) -> Pair:
+    """
+    Train with the stock and with the fused trainer, see [`Trainings`].
+
     Raises:
         [`SkippedError`]:
             When TRL or an optional library lacks what the case needs.
         [`StockFailedError`]:
             When stock's training raises.
     """
-    steps = case.config.get("max_steps", STEPS)
-    case = replace(case, config={**TRAINING, **case.config}, accumulation_windows=steps)
-    custom = case.customised
-    assert custom is not None
-    plain = replace(
-        case,
-        customised=Customisation(load_model=custom.load_model, load_config=custom.load_config),
-        accumulation_windows=case.accumulation_windows + _SPARE_GENERATIONS,
-    )
-    # A class of the arguments of another trainer of TRL is of no use to `GRPOTrainer`
-    own = _class_for(custom, StockGRPOTrainer)  # or a function that makes its objects
-    first = stock_trainer(plain, settings, trl_class(own) if isinstance(own, type) else StockGRPOTrainer)
-    start = noisy_weights(first, case.noise)
-    data = batches.rollout(plain, load_weights(first, start), seed=0)
-
-    def train(make: Callable[..., Trainer], cls: type, case: Case) -> Run:
-        with ExitStack() as stack:
-            if custom.patch_trl is not None:
-                stack.enter_context(custom.patch_trl())
-            set_seed(0)
-            trainer = make(case, settings, _class_for(custom, cls))
-            return _train(load_weights(trainer, start), start, data, custom, stack)
-
     try:
-        stock = train(stock_trainer, StockGRPOTrainer, case)
+        trainings = Trainings(case, settings)
+        stock = trainings.stock()
     except SkippedError:
         raise
     except Exception as error:
         raise StockFailedError(f"stock itself fails: {type(error).__name__}: {error}") from error
-    fused = {}
-    for tokens in TOKENS_PER_FORWARD:
-        options = {} if tokens is None else {"fused_max_tokens_per_forward": tokens}
-        fused[tokens] = train(
-            _fused_trainer, _class_under_test(settings), replace(case, fused={**options, **case.fused})
-        )
-    return Pair(stock, fused)
+    return Pair(stock, {tokens: trainings.fused(tokens) for tokens in TOKENS_PER_FORWARD}, trainings)
 
 
 def _class_for(custom: Customisation, cls: type) -> Any:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,8 @@ from .tiny.adapters import adapter_config
 
 MAX_COMPLETION_LENGTH = 16
 PROMPTS = 16  # of the dataset: an epoch has two generation batches of four micro-batches
+
+EVALUATED = 2  # prompts, where a case has `eval_strategy`
 
 # TRL's Liger loss runs without Liger's layer kernels and uncompiled, so that it runs without a GPU too.
 _NO_LAYER_KERNELS = dict.fromkeys(
@@ -82,7 +85,7 @@ def config_options(config: Mapping[str, Any], config_class: Any = GRPOConfig) ->
         if name == "vllm_importance_sampling_clip_max":
             options[trl_compat.SAMPLING_CLIP_MAX] = value
         elif name in known:
-            options[name] = value
+            options[name] = deepcopy(value)  # transformers writes into dictionaries
         elif name != "vllm_importance_sampling_clip_min" and value:  # a falsy option is off where it does not exist
             raise SkippedError(f"this TRL has no `{name}`")
     return options
@@ -146,6 +149,7 @@ def _construct(
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * PROMPTS}),
+        eval_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * EVALUATED}) if case.config.get("eval_strategy") else None,
         processing_class=settings.tokenizer,
         peft_config=peft_config,
     )
