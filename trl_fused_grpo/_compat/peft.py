@@ -1,7 +1,10 @@
 """What is known of PEFT's LoRA layer for `nn.Linear`, which need not be installed."""
 
 import sys
+from collections.abc import Iterable
 from typing import Any
+
+from torch import nn
 
 from . import torch as torch_compat
 
@@ -34,3 +37,9 @@ def has_own_way(layer: Any, adapter: str) -> Any:
     # PEFT keeps `use_dora` for old code alone
     is_dora = getattr(layer, "use_dora", {}).get(adapter)
     return adapter in layer.lora_variant or is_dora or layer.lora_bias.get(adapter)
+
+
+def dropouts_of_adapters(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Of some modules the dropouts of LoRA, which a disabled adapter does not call."""
+    found = [module._modules.get("lora_dropout") for module in modules]
+    return {dropout for dropouts in found if dropouts is not None for dropout in dropouts.children()}

@@ -220,7 +220,9 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
         return "RLOO's KL penalty in the reward reads its log-probs"
     if layout == "padded":
         return "rows have TRL's padding, in which all micro-batches have one shape"
-    return why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer)
+    # TRL shuffles the sequences of a generation batch after the reference's forwards, which draw for each row then
+    noise = why_forwards_differ(trainer.model, with_adapters=False) if trainer.ref_model is None else None
+    return why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer) or noise
 
 
 def why_not_exchanged(

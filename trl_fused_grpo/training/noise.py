@@ -6,6 +6,7 @@ from torch import nn
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
 from .customised_model import changed_module, own_class
@@ -15,9 +16,18 @@ from .customised_model import changed_module, own_class
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def why_forwards_differ(model: nn.Module) -> str | None:
-    """Why two forwards of the same rows may give different numbers in training, or `None`."""
+def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | None:
+    """
+    Why two forwards of the same rows may give different numbers in training, or `None`.
+
+    Args:
+        model (`nn.Module`): in its wrappers or bare.
+        with_adapters (`bool`): whether its adapters are on.
+    """
     modules = torch_compat.modules_of(model)
+    if not with_adapters:
+        not_called = peft_compat.dropouts_of_adapters(modules)
+        modules = [module for module in modules if module not in not_called]
     changed = changed_module(modules)
     if changed is not None:
         return f"{changed} may make two forwards differ"

@@ -122,6 +122,14 @@ def models() -> list[Case]:
         _case(
             "attention-dropout-vllm", "attention_dropout, vLLM", config=VLLM, data=SAMPLED, model="attention-dropout"
         ),
+        _case(
+            "attention-dropout-lora-kl",
+            "the same, beta with adapters disabled",
+            config=KL,
+            model="attention-dropout",
+            adapter="attention",
+            noise=0.02,
+        ),
         _case("gpt2-dropout", "resid_pdrop, TRL's padding", model="gpt2-dropout", fused=AS_PADDED),
         _case("neftune", "NEFTune's noise", config={"neftune_noise_alpha": 5.0}),
     ]
