@@ -20,6 +20,7 @@ TRL_VERSIONS = sorted(
     (path.stem.removeprefix("trl-") for path in CONSTRAINTS.glob("trl-[0-9]*.txt")),
     key=lambda version: [int(number) for number in version.split(".")],
 )
+PARITY = ("trl-fused-grpo", "parity", "--jobs", "2")
 ONE_PROCESS = "not distributed and not example and not vllm and not parity and not nightly"
 
 
@@ -38,16 +39,19 @@ def trl(session: nox.Session, trl: str) -> None:
     Parity with stock TRL, then the tests that need one process and depend on TRL.
 
     With `-- short`, after `make test`: the newest TRL has no tests, since `make test` has run them in the same
-    environment, the longest ones run on the oldest TRL only, customised trainings on these two and the one in the
-    middle, and fewer cases are drawn at random.
+    environment, the longest ones run on the oldest TRL only, customised and drawn trainings on these two and the one in
+    the middle, and fewer cases are drawn at random.
     """
     oldest, newest = TRL_VERSIONS[0], TRL_VERSIONS[-1]
     is_short = "short" in session.posargs
     install(session, f"trl-{trl}")
-    drawn = ("--random", "60" if is_short else "300", "--seed", "1")
-    for cases in ((), ("--models",), ("--customised",), drawn):
-        if cases != ("--customised",) or not is_short or trl in (oldest, TRL_VERSIONS[len(TRL_VERSIONS) // 2], newest):
-            session.run("trl-fused-grpo", "parity", "--jobs", "2", *cases)
+    drawn, trainings = ("60", "12") if is_short else ("300", "100")
+    session.run(*PARITY)
+    session.run(*PARITY, "--models")
+    session.run(*PARITY, "--random", drawn, "--seed", "1")
+    if not is_short or trl in (oldest, TRL_VERSIONS[len(TRL_VERSIONS) // 2], newest):
+        session.run(*PARITY, "--customised")
+        session.run(*PARITY, "--customised", "--random", trainings, "--seed", "1")
     if not (is_short and trl == newest):
         left_out = "any_trl or ends" if is_short and trl != oldest else "any_trl"
         run_tests(session, f"{ONE_PROCESS} and not ({left_out})")
@@ -63,7 +67,7 @@ def vllm(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """Parity and tests with the oldest Python and the oldest libraries that pyproject.toml declares."""
     install(session, "oldest")
-    session.run("trl-fused-grpo", "parity", "--jobs", "2")
+    session.run(*PARITY)
     # Four batches are noisy in bfloat16: on torch 2.6 and a CPU it has 1.11 times stock's error, where 1.1 is allowed.
     # Over 16 batches and over 48 it is within the limits
     noisy = "tests/parity/test_cli.py::test_bfloat16_is_compared_with_float64[dapo-off-policy]"
@@ -78,8 +82,9 @@ def newest(session: nox.Session) -> None:
     """
     install(session, None)
     session.run("python", "-m", "pip", "freeze")  # what to pin, and what to look at when something fails
-    for cases in ((), ("--models",), ("--random", "100", "--seed", str(date.today().toordinal()))):
-        session.run("trl-fused-grpo", "parity", "--jobs", "2", *cases)
+    today = ("--random", "100", "--seed", str(date.today().toordinal()))
+    for cases in ((), ("--models",), today, ("--customised", *today)):
+        session.run(*PARITY, *cases)
     run_tests(session, ONE_PROCESS)
 
 

@@ -1,0 +1,161 @@
+"""Whole trainings drawn at random: what is drawn, what stays as a customised case needs it, what is a fault."""
+
+import json
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trl import GRPOConfig
+from typer.testing import CliRunner
+
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo.cli import app
+from trl_fused_grpo.parity import CUSTOMISED_CASES, Settings, compare
+from trl_fused_grpo.parity.random_cases import name_of, options_of, random_case
+from trl_fused_grpo.parity.random_trainings import FUSED, HOST, OBJECTIVE, WINDOWS, draw_training
+from trl_fused_grpo.parity.rounding import training_verdict
+from trl_fused_grpo.parity.run_training import Pair, Run
+from trl_fused_grpo.parity.shrink import shrink
+
+
+TRAINING = {"training": True, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    return Settings(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def parity(monkeypatch):
+    """Run the command on the CPU and return its result."""
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("TERM", "dumb")
+    return lambda *arguments: CliRunner().invoke(app, ["parity", "--device", "cpu", *arguments])
+
+
+@pytest.mark.any_trl
+def test_a_seed_and_an_index_draw_the_same_training():
+    assert draw_training(3, 5) == draw_training(3, 5)
+    assert len({json.dumps(draw_training(3, index)) for index in range(50)}) == 50
+    for index in range(100):
+        options = options_of(f"random:training:3:{index}")
+        assert options.pop("training") is True
+        assert options.items() <= draw_training(3, index).items()
+        assert options_of(name_of(options)) == options
+        assert random_case(f"random:training:3:{index}").customised is not None
+
+
+@pytest.mark.any_trl
+def test_every_option_is_one_of_the_newest_trl():
+    drawn = {name for one in (*HOST, *OBJECTIVE, *WINDOWS) for name in one}
+    assert drawn <= {option.name for option in fields(GRPOConfig)}
+    assert {name for one in FUSED for name in one} <= {option.name for option in fields(FusedGRPOConfig)}
+
+
+@pytest.mark.any_trl
+def test_every_customised_case_and_option_is_drawn():
+    trainings = [draw_training(0, index) for index in range(3000)]
+    customised = {options["customised"] for options in trainings if "customised" in options}
+    without_update = {case.name for case in CUSTOMISED_CASES if case.customised.has_no_update}
+    assert customised == {case.name for case in CUSTOMISED_CASES} - without_update
+    drawn = set().union(*trainings)
+    assert drawn >= {name for one in (*HOST, *OBJECTIVE, *WINDOWS, *FUSED) for name in one}
+
+
+@pytest.mark.any_trl
+def test_what_a_customised_case_needs_stays():
+    options = {**TRAINING, "model": "gpt2", "steps_per_generation": 2, "max_grad_norm": 0.1, "env_mask": True}
+    case = random_case(name_of({**options, "customised": "misaligned-vllm"}))
+    assert case.config["steps_per_generation"] == 3
+    assert (case.config["max_grad_norm"], case.model, case.seed) == (0.1, "gpt2", 5)
+    assert (case.data.sampling, case.data.env_mask) == ("token", True)
+    case = random_case(name_of({**options, "customised": "attention-dropout"}))
+    assert case.model == "attention-dropout"
+
+
+@pytest.mark.any_trl
+def test_an_option_that_the_trainer_lacks_is_left_out():
+    options = {**TRAINING, "customised": "rloo-zero-grad", "loss_type": "bnpo", "weight_decay": 0.1}
+    config = random_case(name_of(options)).config
+    assert "loss_type" not in config
+    assert config["weight_decay"] == 0.1
+
+
+def test_drawn_trainings_are_equal(parity, tmp_path):
+    file = tmp_path / "random.json"
+    result = parity("--customised", "--random", "4", "--seed", "7", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert [case["name"] for case in json.loads(file.read_text())["cases"]] == [
+        f"random:training:7:{index}" for index in range(4)
+    ]
+
+
+@pytest.mark.any_trl
+def test_no_other_set_is_drawn_from(parity):
+    for other in ("--models", "--issue-1082"):
+        result = parity(other, "--random", "2")
+        assert result.exit_code == 2
+        assert "--random goes with --customised alone" in " ".join(result.output.split())
+
+
+@pytest.mark.any_trl
+def test_a_planted_fault_is_shrunk_to_what_it_needs(settings, monkeypatch):
+    class Wrong(FusedGRPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * (1.001 if self.args.weight_decay else 1.0)
+
+    monkeypatch.setattr("trl_fused_grpo.parity.rounding.MOVES", 2)
+    monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", Wrong)
+    options = {**TRAINING, "customised": "substep-gradients", "weight_decay": 0.1, "beta": 0.3, "env_mask": True}
+    found = compare(random_case(name_of(options)), settings)
+    assert found.verdict == "different"
+    smallest, _ = shrink(options, found, settings)
+    assert smallest == {"weight_decay": 0.1}  # a single step shows it
+    monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", FusedGRPOTrainer)
+    assert compare(random_case(name_of(smallest)), settings).verdict == "equal"
+
+
+@pytest.mark.any_trl
+def test_what_stock_cannot_run_is_skipped(settings):
+    result = compare(random_case(name_of({**TRAINING, "customised": "layer-hook-token", "model": "gpt2"})), settings)
+    assert result.verdict == "skipped"
+    assert result.reason.startswith("stock itself fails")
+
+
+@pytest.mark.any_trl
+@pytest.mark.parametrize(
+    ("moved", "verdict"),
+    [([0.0, 2e-4], "tie"), ([1e-4, 0.7e-4], "rounding"), ([1e-5, 2e-5], None), ([0.0, 0.0], None)],
+)
+def test_stock_moved_by_rounding_tells_rounding_from_a_difference(monkeypatch, moved, verdict):
+    """The fused training is 2e-4 from stock's; stock's, from weights that rounding moves, by so much each time."""
+    monkeypatch.setattr("trl_fused_grpo.parity.rounding.MOVES", len(moved))
+    starts, errors = [], iter(moved)
+
+    def run(error):
+        change = torch.tensor([1.0, 1.0]) * (1 + error)
+        return Run(change={"w": change}, rounding={"w": 0.0}, log=[{"loss": 1.0, "train_loss": 1.0}])
+
+    def stock(start):
+        starts.append(start["w"])
+        return run(next(errors))
+
+    trainings = SimpleNamespace(start={"w": torch.ones(2)}, stock=stock)
+    pair = Pair(run(0.0), {None: run(2e-4)}, trainings)
+    assert training_verdict(random_case(name_of(TRAINING)), pair) == verdict
+    assert all(0 < (start - 1).abs().max() < 1e-6 for start in starts)
+
+
+# What drawn trainings have found, each with what was wrong
+FOUND = {
+    # Its forwards draw random numbers, before TRL shuffles the sequences in stock and after it here
+    "reference-with-dropout": {"customised": "attention-dropout", "adapter": "ia3", "beta": 0.3},
+}
+
+
+@pytest.mark.parametrize("options", FOUND.values(), ids=FOUND)
+def test_what_was_found_stays_mended(settings, options):
+    result = compare(random_case(name_of({**TRAINING, **options})), settings)
+    assert result.verdict == "equal", result.reason
