@@ -38,7 +38,6 @@ HOST: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"mask_truncated_completions": (True,)},
     {"beta": (0.3,), "sync_ref_model": (True,), "ref_model_sync_steps": (1, 2), "ref_model_mixup_alpha": (0.5, 1.0)},
     {"accelerator_config": ({"gradient_accumulation_kwargs": {"sync_each_batch": True}}, {"split_batches": True})},
-    {"dataloader_num_workers": (1,)},
     {"shuffle_dataset": (False,)},
     {"disable_dropout": (True,)},
     {"cast_lm_head_to_fp32": (True,)},
