@@ -138,7 +138,7 @@ def test_stock_moved_by_rounding_tells_rounding_from_a_difference(monkeypatch, m
         change = torch.tensor([1.0, 1.0]) * (1 + error)
         return Run(change={"w": change}, rounding={"w": 0.0}, log=[{"loss": 1.0, "train_loss": 1.0}])
 
-    def stock(start):
+    def stock(start, change):
         starts.append(start["w"])
         return run(next(errors))
 

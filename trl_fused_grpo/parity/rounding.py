@@ -78,17 +78,29 @@ def rounding_verdict(case: Case, settings: Settings, compared: Compared) -> Lite
 
 def training_verdict(case: Case, pair: Pair) -> Literal["tie", "rounding"] | None:
     """
-    Why two trainings in float32 differ by rounding, see [`rounding_verdict`]: stock trains again from weights that are
-    moved by theirs. `None` for a difference.
+    Why two trainings in float32 differ by rounding, see [`rounding_verdict`]: stock trains again with weights,
+    log-probs and entropies moved by theirs. `None` for a difference.
     """
     generator = torch.Generator().manual_seed(case.seed)
-    moved = []
+
+    def moved(share: float, entropies_alone: bool) -> Run:
+        start = pair.trainings.start
+        if not entropies_alone:
+            start = {name: weight * (1 + _EPS * _noise(weight, generator)) for name, weight in start.items()}
+        return pair.trainings.stock(start, lambda trainer: _move_logps(trainer, generator, share, entropies_alone))
+
+    def gives_the_same(run: Run) -> bool:
+        return all(not training_problems(case, run, fused) for fused in pair.fused.values())
+
+    runs = []
     for _ in range(MOVES):
-        start = {name: w * (1 + _EPS * _noise(w, generator)) for name, w in pair.trainings.start.items()}
-        moved.append(pair.trainings.stock(start))
-        if all(any(not training_problems(case, one, fused) for one in moved) for fused in pair.fused.values()):
+        runs.append(moved(1.0, False))
+        if gives_the_same(runs[-1]):
             return "tie"
-    return "rounding" if all(_moves_as_far(pair.stock, fused, moved) for fused in pair.fused.values()) else None
+    if all(_moves_as_far(pair.stock, fused, runs) for fused in pair.fused.values()):
+        return "rounding"
+    has_quantile = case.config.get("top_entropy_quantile", 1.0) < 1.0
+    return "tie" if has_quantile and any(gives_the_same(moved(0.5, True)) for _ in range(2 * MOVES)) else None
 
 
 def _moves_as_far(stock: Run, fused: Run, moved: list[Run]) -> bool:

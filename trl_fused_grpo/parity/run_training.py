@@ -156,9 +156,18 @@ class Trainings:
         self.start = noisy_weights(first, case.noise)
         self._data = batches.rollout(plain, load_weights(first, self.start), seed=case.seed)
 
-    def stock(self, start: dict[str, torch.Tensor] | None = None) -> Run:
-        """Stock's training, from other weights where they are given."""
-        return self._train(stock_trainer, StockGRPOTrainer, self.case, self.start if start is None else start)
+    def stock(
+        self, start: dict[str, torch.Tensor] | None = None, change: Callable[[Trainer], Any] | None = None
+    ) -> Run:
+        """Stock's training, from other weights where they are given, or with a trainer that `change` changes."""
+
+        def make(*arguments: Any) -> Trainer:
+            trainer = stock_trainer(*arguments)
+            if change is not None:
+                change(trainer)
+            return trainer
+
+        return self._train(make, StockGRPOTrainer, self.case, self.start if start is None else start)
 
     def fused(self, tokens: int | None) -> Run:
         """The fused trainer's with these `fused_max_tokens_per_forward`; `None` is its default."""
