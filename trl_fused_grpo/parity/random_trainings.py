@@ -48,6 +48,8 @@ HOST: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"debug": ("underflow_overflow",)},
     {"save_strategy": ("steps",), "save_steps": (1,), "save_total_limit": (1,)},
 )
+# Without `top_entropy_quantile`: first tokens of completions to one prompt have one entropy, and which of them rounding
+# leaves in takes hundreds of trainings to tell; single steps have it
 OBJECTIVE: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"loss_type": ("grpo", "bnpo", "dr_grpo", "cispo", "sapo")},
     {"loss_type": ("luspo",), "importance_sampling_level": ("sequence",)},
@@ -58,7 +60,6 @@ OBJECTIVE: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"temperature": (0.7, 1.3)},
     {"off_policy_mask_threshold": (0.1, 0.5)},
     {"entropy_coef": (0.05,)},
-    {"top_entropy_quantile": (0.5,)},
 )
 WINDOWS: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"gradient_accumulation_steps": (1, 2, 3)},

@@ -81,26 +81,14 @@ def training_verdict(case: Case, pair: Pair) -> Literal["tie", "rounding"] | Non
     Why two trainings in float32 differ by rounding, see [`rounding_verdict`]: stock trains again with weights,
     log-probs and entropies moved by theirs. `None` for a difference.
     """
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def moved(share: float, entropies_alone: bool) -> Run:
-        start = pair.trainings.start
-        if not entropies_alone:
-            start = {name: weight * (1 + _EPS * _noise(weight, generator)) for name, weight in start.items()}
-        return pair.trainings.stock(start, lambda trainer: _move_logps(trainer, generator, share, entropies_alone))
-
-    def gives_the_same(run: Run) -> bool:
-        return all(not training_problems(case, run, fused) for fused in pair.fused.values())
-
-    runs = []
+    generator, runs = torch.Generator().manual_seed(case.seed), []
     for _ in range(MOVES):
-        runs.append(moved(1.0, False))
-        if gives_the_same(runs[-1]):
+        start = pair.trainings.start
+        start = {name: weight * (1 + _EPS * _noise(weight, generator)) for name, weight in start.items()}
+        runs.append(pair.trainings.stock(start, lambda trainer: _move_logps(trainer, generator)))
+        if all(not training_problems(case, runs[-1], fused) for fused in pair.fused.values()):
             return "tie"
-    if all(_moves_as_far(pair.stock, fused, runs) for fused in pair.fused.values()):
-        return "rounding"
-    has_quantile = case.config.get("top_entropy_quantile", 1.0) < 1.0
-    return "tie" if has_quantile and any(gives_the_same(moved(0.5, True)) for _ in range(2 * MOVES)) else None
+    return "rounding" if all(_moves_as_far(pair.stock, fused, runs) for fused in pair.fused.values()) else None
 
 
 def _moves_as_far(stock: Run, fused: Run, moved: list[Run]) -> bool:
@@ -157,7 +145,9 @@ def _noise(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator).to(like)
 
 
-def _move_logps(trainer: Trainer, generator: torch.Generator, share: float, entropies_alone: bool) -> None:
+def _move_logps(
+    trainer: Trainer, generator: torch.Generator, share: float = 1.0, entropies_alone: bool = False
+) -> None:
     """
     Move a share of the log-probs and entropies, or of these alone, by rounding, also those of equal rows, which equal
     weights give equal bits.
