@@ -143,6 +143,14 @@ def test_stock_moved_by_rounding_tells_rounding_from_a_difference(monkeypatch, m
 FOUND = {
     # Its forwards draw random numbers, before TRL shuffles the sequences in stock and after it here
     "reference-with-dropout": {"customised": "attention-dropout", "adapter": "ia3", "beta": 0.3},
+    # A hook on the head looked for the smallest of no numbers
+    "debug-without-tokens": {
+        "debug": "underflow_overflow",
+        "mask_truncated_completions": True,
+        "truncated_rows": [0, 1, 2, 3, 4, 5],
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 1,
+    },
 }
 
 

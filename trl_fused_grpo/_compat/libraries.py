@@ -14,6 +14,8 @@ from torch.nn import functional
 
 # Libraries whose wrappers, hooks and forwards do not make a token's result depend on where the token stands
 LIBRARIES = {"accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "torch", "transformers", "trl"}
+# But of transformers the hooks of `debug="underflow_overflow"`, which are to look at what stock computes
+_OBSERVERS = {"transformers.debug_utils"}
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -27,7 +29,7 @@ def is_own_module(name: str) -> bool:
 
 def is_library_module(name: str) -> bool:
     """Whether a module belongs to a library or to this package."""
-    return name.partition(".")[0] in LIBRARIES or is_own_module(name)
+    return (name.partition(".")[0] in LIBRARIES and name not in _OBSERVERS) or is_own_module(name)
 
 
 def is_library_function(function: Any, stop: Any = None) -> bool:

@@ -132,6 +132,7 @@ def models() -> list[Case]:
         ),
         _case("gpt2-dropout", "resid_pdrop, TRL's padding", model="gpt2-dropout", fused=AS_PADDED),
         _case("neftune", "NEFTune's noise", config={"neftune_noise_alpha": 5.0}),
+        _case("debug", "transformers' hooks look at all numbers", config={"debug": "underflow_overflow"}),
     ]
 
 
