@@ -1,16 +1,14 @@
 """`fuse` and `fuse_config`: which class they make, what it refuses and says. What it trains: `parity --customised`."""
 
-import copy
 import functools
 import inspect
 import pickle
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import trl
-from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
@@ -185,87 +183,6 @@ def test_arguments_of_the_log_prob_method_arrive_by_position_and_by_name():
 
 
 # Configurations
-
-
-def test_a_fused_configuration_keeps_the_defaults_of_its_class(tmp_path):
-    config = fuse_config(PlainConfig)
-    assert fuse_config(GRPOConfig) is FusedGRPOConfig is fuse_config(FusedGRPOConfig)
-    assert config is fuse_config(PlainConfig) is fuse_config(config)
-    args = config(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    stock = PlainConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    changed = {f.name for f in fields(stock) if getattr(args, f.name) != getattr(stock, f.name)}
-    assert changed - {"logging_dir"} == {"use_liger_loss"}
-    assert {f.name for f in fields(args)} - {f.name for f in fields(stock)} == (
-        {f.name for f in fields(FusedGRPOConfig)} - {f.name for f in fields(GRPOConfig)}
-    )
-    with pytest.raises(ValueError, match="fused_layout must be"):
-        config(output_dir=str(tmp_path), use_cpu=True, bf16=False, fused_layout="wide")
-
-
-def test_a_fused_configuration_is_copied_pickled_saved_and_parsed(tmp_path):
-    config = fuse_config(PlainConfig)
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-    args = config(**options, fused_layout="packed", own="yours")
-    torch.save(args, tmp_path / "training_args.bin")
-    saved = torch.load(tmp_path / "training_args.bin", weights_only=False)
-    for other in (copy.deepcopy(args), pickle.loads(pickle.dumps(args)), saved):
-        assert type(other) is config
-        assert other == args
-    line = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    (parsed,) = HfArgumentParser(config).parse_args_into_dataclasses([*line, "--fused_layout", "aligned"])
-    assert (parsed.fused_layout, parsed.epsilon, parsed.use_liger_loss) == ("aligned", 0.4, True)
-
-    class Sub(config):
-        pass
-
-    assert type(copy.deepcopy(Sub(**options))) is Sub
-
-
-@dataclass
-class OwnMethods(GRPOConfig):
-    def __repr__(self):
-        return "mine"
-
-    def __eq__(self, other):
-        return other == "mine"
-
-    def __hash__(self):
-        return 7
-
-
-def test_a_fused_configuration_keeps_methods_that_dataclass_would_replace(tmp_path):
-    args = fuse_config(OwnMethods)(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    assert (repr(args), args == "mine", hash(args)) == ("mine", True, 7)
-
-
-@dataclass
-class OwnEstimator(GRPOConfig):
-    kl_estimator: str = "of a paper"
-
-
-class OwnConstructor(GRPOConfig):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (OwnEstimator, "OwnEstimator has a kl_estimator of its own.* rename it"),
-        (OwnConstructor, "OwnConstructor has a constructor of its own"),
-        (trl.SFTConfig, "takes GRPOConfig, RLOOConfig or a subclass"),
-        (PlainConfig.__name__, "takes GRPOConfig, RLOOConfig or a subclass"),
-    ],
-)
-def test_a_configuration_that_cannot_take_the_options_is_refused(value, message):
-    with pytest.raises(TypeError, match=message):
-        fuse_config(value)
-
-
-def test_a_field_of_the_users_with_the_name_of_an_option_is_left_alone(tmp_path):
-    trainer = make_trainer(tmp_path, FusedPlain, config=OwnEstimator, use_liger_loss=True, beta=0.1)
-    assert trainer._fused.engine.options.kl_estimator == "k3"
-    assert trainer.args.kl_estimator == "of a paper"
 
 
 # GMPO, whose objective is known

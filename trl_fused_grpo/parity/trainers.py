@@ -25,8 +25,6 @@ from .tiny.adapters import adapter_config
 MAX_COMPLETION_LENGTH = 16
 PROMPTS = 16  # of the dataset: an epoch has two generation batches of four micro-batches
 
-EVALUATED = 2  # prompts, where a case has `eval_strategy`
-
 # TRL's Liger loss runs without Liger's layer kernels and uncompiled, so that it runs without a GPU too.
 _NO_LAYER_KERNELS = dict.fromkeys(
     ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy"), False
@@ -149,7 +147,7 @@ def _construct(
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * PROMPTS}),
-        eval_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * EVALUATED}) if case.config.get("eval_strategy") else None,
+        eval_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * 2}) if case.config.get("eval_strategy") else None,
         processing_class=settings.tokenizer,
         peft_config=peft_config,
     )

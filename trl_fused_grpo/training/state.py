@@ -36,7 +36,6 @@ from .loss_request import build_call_request, build_loss_request, padding_counts
 from .merging import MicroBatchMerger, reducing_gradients
 from .rloo import DeferredOldLogps
 from .summary import print_summary
-from .train_mode import train_mode_kept
 from .verification import Verification
 
 
@@ -158,13 +157,8 @@ class FusedState:
     # A training step
 
     @contextmanager
-    def training_step(self, model: nn.Module) -> Generator[None, None, None]:
-        """
-        While it lasts, TRL runs one training step. The backward may wait for other micro-batches.
-
-        Args:
-            model (`nn.Module`): that is trained, in its wrappers.
-        """
+    def training_step(self) -> Generator[None, None, None]:
+        """While it lasts, TRL runs one training step. The backward may wait for other micro-batches."""
         accelerator = self.trainer.accelerator
         backward = accelerator.backward
 
@@ -176,8 +170,7 @@ class FusedState:
                 run = partial(backward, **options)
                 self.merger.backward(loss, self.micro_batch, accelerator.sync_gradients, run)
 
-        in_step = temporary_attr(self, "_is_in_step", True)
-        with temporary_attr(accelerator, "backward", backward_of_forward), in_step, train_mode_kept(model):
+        with temporary_attr(accelerator, "backward", backward_of_forward), temporary_attr(self, "_is_in_step", True):
             yield
         if not self._is_asked:
             checks.log_that_nothing_is_fused(self.trainer)
