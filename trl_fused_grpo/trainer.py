@@ -15,7 +15,6 @@ from trl_fused_grpo.training.customisation import has_objective_in_front, replac
 from trl_fused_grpo.training.logps_request import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
 from trl_fused_grpo.training.summary import Summary, summary_of
-from trl_fused_grpo.training.train_mode import train_mode_kept
 
 from ._compat import trl as trl_compat
 from ._compat.trainers import trl_class
@@ -112,7 +111,7 @@ class FusedTrainerMixin(_Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not self.use_liger_loss:
             return super().training_step(model, inputs, num_items_in_batch)
-        with self._fused.training_step(), train_mode_kept(model):
+        with self._fused.training_step():
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _prepare_inputs(self, generation_batch):
