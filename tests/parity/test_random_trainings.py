@@ -13,7 +13,7 @@ from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo.cli import app
 from trl_fused_grpo.parity import CUSTOMISED_CASES, Settings, compare
 from trl_fused_grpo.parity.random_cases import name_of, options_of, random_case
-from trl_fused_grpo.parity.random_trainings import FUSED, HOST, OBJECTIVE, WINDOWS, draw_training
+from trl_fused_grpo.parity.random_trainings import FUSED, OBJECTIVE, TRAINER_OPTIONS, WINDOWS, draw_training
 from trl_fused_grpo.parity.rounding import training_verdict
 from trl_fused_grpo.parity.run_training import Pair, Run
 from trl_fused_grpo.parity.shrink import shrink
@@ -47,7 +47,7 @@ def test_a_seed_and_an_index_draw_the_same_training():
 
 
 def test_every_option_is_one_of_the_newest_trl():
-    drawn = {name for one in (*HOST, *OBJECTIVE, *WINDOWS) for name in one}
+    drawn = {name for one in (*TRAINER_OPTIONS, *OBJECTIVE, *WINDOWS) for name in one}
     assert drawn <= {option.name for option in fields(GRPOConfig)}
     assert {name for one in FUSED for name in one} <= {option.name for option in fields(FusedGRPOConfig)}
 
@@ -58,7 +58,7 @@ def test_every_customised_case_and_option_is_drawn():
     without_update = {case.name for case in CUSTOMISED_CASES if case.customised.has_no_update}
     assert customised == {case.name for case in CUSTOMISED_CASES} - without_update
     drawn = set().union(*trainings)
-    assert drawn >= {name for one in (*HOST, *OBJECTIVE, *WINDOWS, *FUSED) for name in one}
+    assert drawn >= {name for one in (*TRAINER_OPTIONS, *OBJECTIVE, *WINDOWS, *FUSED) for name in one}
 
 
 def test_what_a_customised_case_needs_stays():

@@ -22,7 +22,7 @@ ADAPTERS = ("attention", "head-copy", "ia3")
 DATA = ("sampling", "nan", "env_mask", "truncated_rows", "equal_completions")
 # Each a set of options that belong together, of which some values are drawn. Of the optimizers that divide by the size
 # of a gradient only one that adds something to it: the others make a full step of mere rounding
-HOST: tuple[dict[str, tuple[Any, ...]], ...] = (
+TRAINER_OPTIONS: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"optim": ("adamw_torch", "adamw_torch_fused"), "learning_rate": (0.002,), "adam_epsilon": (1e-3,)},
     {"optim_args": ("momentum=0.9", "momentum=0.5,nesterov=True"), "learning_rate": (0.2,)},
     {"lr_scheduler_type": ("linear", "cosine", "constant_with_warmup", "inverse_sqrt"), "warmup_steps": (0, 1, 2)},
@@ -101,7 +101,7 @@ def draw_training(seed: int, index: int) -> Options:
     drawing.maybe(0.6, "customised", *_CUSTOMISED)
     drawing.maybe(0.3, "model", *MODELS)
     drawing.maybe(0.2, "adapter", *ADAPTERS)
-    for probability, sets in ((0.08, HOST), (0.08, OBJECTIVE), (0.3, WINDOWS), (0.06, FUSED)):
+    for probability, sets in ((0.08, TRAINER_OPTIONS), (0.08, OBJECTIVE), (0.3, WINDOWS), (0.06, FUSED)):
         for one in sets:
             if drawing.chance(probability):
                 options.update({name: drawing.generator.choice(values) for name, values in one.items()})
