@@ -111,11 +111,12 @@ def _describe(error: Exception) -> str:
 
 def _compare_training(case: Case, settings: Settings, result: Result) -> list[str]:
     try:
-        pair = run_both(case, settings)
+        with _skipped_where_refused(case):
+            pair = run_both(case, settings)
     except StockFailedError as error:
-        raise SkippedError(str(error)) if case.drawn else error from error
-    except ValueError as error:
-        raise _skipped_if_refused(case, error) from error
+        if not case.drawn:
+            raise
+        raise SkippedError(str(error)) from error
     problems = problems_of(case, pair, result)
     if problems and case.drawn:
         result.verdict = training_verdict(case, pair) or result.verdict
@@ -186,20 +187,22 @@ def _bfloat16_problems(
 
 
 def _run_fused(case: Case, settings: Settings, start: dict[str, torch.Tensor], data: Data) -> Outcome:
-    try:
+    with _skipped_where_refused(case):
         trainer = load_weights(fused_trainer(case, settings), start)
         with wrong_forecasts() if case.wrong_forecast else nullcontext():
             return run_case(trainer, case, data, settings.dtype)
+
+
+@contextmanager
+def _skipped_where_refused(case: Case) -> Generator[None, None, None]:
+    """While it lasts, a drawn case is skipped where the fused trainer refuses an option of it."""
+    try:
+        yield
     except ValueError as error:
-        raise _skipped_if_refused(case, error) from error
-
-
-def _skipped_if_refused(case: Case, error: ValueError) -> Exception:
-    """The error, or that the case is skipped because an option that was drawn is refused."""
-    refusals = [start for option in REFUSALS.keys() & case.fused.keys() for start in REFUSALS[option]]
-    if case.drawn and str(error).startswith(tuple(refusals)):
-        return SkippedError(f"the fused trainer refuses: {error}")
-    return error
+        refusals = [start for option in REFUSALS.keys() & case.fused.keys() for start in REFUSALS[option]]
+        if not (case.drawn and str(error).startswith(tuple(refusals))):
+            raise
+        raise SkippedError(f"the fused trainer refuses: {error}") from error
 
 
 @contextmanager
