@@ -75,6 +75,7 @@ FUSED: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"fused_verify": (1,)},
 )
 
+_PLAIN = Case("plain", "nothing is changed", data=Rollout(uneven=True), customised=Customisation())
 # Without an update, rounding alone decides where an optimizer goes
 _CUSTOMISED = {
     case.name: case for case in CUSTOMISED_CASES if not (case.customised is not None and case.customised.has_no_update)
@@ -121,35 +122,33 @@ def training_of(name: str, options: Mapping[str, Any]) -> Case:
     options that its trainer lacks are left out.
     """
     given = dict(options)
-    base = _CUSTOMISED[given.pop("customised")] if "customised" in given else None
-    custom = base.customised if base is not None and base.customised is not None else Customisation()
+    base = _CUSTOMISED[given.pop("customised")] if "customised" in given else _PLAIN
+    custom, data = base.customised, base.data
+    assert custom is not None
+    assert isinstance(data, Rollout)
     of_data = {name: given.pop(name) for name in DATA if name in given}
     if "truncated_rows" in of_data:
         of_data["truncated_rows"] = tuple(of_data["truncated_rows"])
-    data = base.data if base is not None and isinstance(base.data, Rollout) else Rollout(uneven=True)
     fused = {name: given.pop(name) for name in list(given) if name.startswith("fused_")}
-    own = {name: given.pop(name) for name in ("model", "adapter", "seed") if name in given}
-    if base is not None:
-        own |= {
-            name: getattr(base, name) for name in ("model", "adapter") if getattr(base, name) != getattr(Case, name)
-        }
-        own |= {name: getattr(base, name) for name in ("noise", "min_trl", "frozen_head")}
-    family = FAMILIES.get(own.get("model", Case.model))
-    own.setdefault("frozen", family.flat if family is not None else ())
-    own.setdefault("noise", 0.02)
+    model, adapter, seed = (given.pop(name, getattr(Case, name)) for name in ("model", "adapter", "seed"))
+    model = model if base.model == Case.model else base.model
     if trl_compat.RETURNS_AUX_LOSS:  # TRL's own default would ask models for it that have none
         given.setdefault("router_aux_loss_coef", 0.0)
     known = _known_options(custom)
-    config = {option: value for option, value in given.items() if option in known}
-    return Case(
-        name,
-        ", ".join(f"{option}={value}" for option, value in options.items()),
-        {**config, **(base.config if base is not None else {})},
-        replace(data, **of_data),
-        **own,
-        fused={**fused, **(base.fused if base is not None else {})},
+    return replace(
+        base,
+        name=name,
+        description=", ".join(f"{option}={value}" for option, value in options.items()),
+        config={**{option: value for option, value in given.items() if option in known}, **base.config},
+        data=replace(data, **of_data),
+        model=model,
+        adapter=base.adapter or adapter,
+        frozen=FAMILIES[model].flat if model in FAMILIES else (),
+        noise=0.02,
+        fused={**fused, **base.fused},
         recomputed="any",
         customised=replace(custom, forwards=None),  # an option may forbid what it asks for
+        seed=seed,
         drawn=True,
     )
 
