@@ -153,8 +153,8 @@ def be_quiet() -> None:
     torch.set_num_threads(1)
 
 
-def begin(numbers: Any) -> None:
-    """A process begins: it takes the next number of a queue, and the GPU of that number, around the last one."""
+def start_process(numbers: Any) -> None:
+    """In a new process: it takes the next number of a queue, and the GPU of that number, around the last one."""
     be_quiet()
     count = torch.cuda.device_count()
     if count > 1:
@@ -195,11 +195,13 @@ class Workers:
     def __init__(self, count: int, limit: float):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.until, self.failures = time.time() + limit, 0
-        context = get_context("spawn")
-        numbers = context.SimpleQueue()
-        for number in range(count):
-            numbers.put(number)
-        self.pool = ProcessPoolExecutor(count, context, begin, (numbers,)) if count > 1 else None
+        self.pool = None
+        if count > 1:
+            context = get_context("spawn")
+            numbers = context.SimpleQueue()
+            for number in range(count):
+                numbers.put(number)
+            self.pool = ProcessPoolExecutor(count, context, start_process, (numbers,))
 
     def each(self, work: Callable[..., Any], tasks: Iterable[tuple]) -> Iterator[Any]:
         """What comes of `work`, a function of a module, with the arguments of each task, as soon as it is there."""
