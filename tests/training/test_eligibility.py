@@ -13,7 +13,11 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
-from trl_fused_grpo.training.eligibility import why_not_exchanged, why_old_logps_are_needed
+from trl_fused_grpo.training.eligibility import (
+    why_not_exchanged,
+    why_old_logps_are_needed,
+    why_reference_is_not_regrouped,
+)
 from trl_fused_grpo.training.noise import why_forwards_differ
 
 from .sampler import use_sampler
@@ -155,6 +159,20 @@ def test_old_log_probs_are_computed_where_two_forwards_draw_different_random_num
     plain.use_vllm = True
     plain.model.train()
     assert why_old_logps_are_needed(plain, steps_left=8) is None
+
+
+def test_a_disabled_adapter_draws_nothing_but_the_model_may(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    trainer = make_trainer(tmp_path, peft_config=config, beta=0.1)
+    trainer.model.train()
+    assert "dropout" in why_forwards_differ(trainer.model)
+    assert why_forwards_differ(trainer.model, with_adapters=False) is None
+    assert why_reference_is_not_regrouped(trainer, "packed") is None
+    trainer.model.config.attention_dropout = 0.1
+    assert "attention_dropout" in why_reference_is_not_regrouped(trainer, "packed")
+    trainer.ref_model = make_trainer(tmp_path).model  # it evaluates, and so draws nothing
+    assert why_reference_is_not_regrouped(trainer, "packed") is None
 
 
 def test_dropout_of_heads_that_a_model_lacks_does_not_make_forwards_differ():

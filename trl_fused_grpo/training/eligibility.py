@@ -220,9 +220,11 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
         return "RLOO's KL penalty in the reward reads its log-probs"
     if layout == "padded":
         return "rows have TRL's padding, in which all micro-batches have one shape"
-    # TRL shuffles the sequences of a generation batch after the reference's forwards, which draw for each row then
-    noise = why_forwards_differ(trainer.model, with_adapters=False) if trainer.ref_model is None else None
-    return why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer) or noise
+    reason = why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer)
+    if reason is None and trainer.ref_model is None:
+        # TRL shuffles the sequences of a generation batch after the reference's forwards, which draw for each row
+        reason = why_forwards_differ(trainer.model, with_adapters=False)
+    return reason
 
 
 def why_not_exchanged(
