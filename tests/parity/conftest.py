@@ -1,9 +1,16 @@
-"""The command in this process, and another class in place of the fused trainer."""
+"""The command in this process, settings of a comparison, and another class in place of the fused trainer."""
 
 import pytest
 from typer.testing import CliRunner
 
 from trl_fused_grpo.cli import app
+from trl_fused_grpo.parity import Settings
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """On the CPU, with checkpoints that the tests of a file share."""
+    return Settings(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import BACKWARD_MODES, LAYOUTS, FusedOptions
 from trl_fused_grpo.loss.objective import KL_ESTIMATORS
-from trl_fused_grpo.parity import Settings, compare, random_cases
+from trl_fused_grpo.parity import compare, random_cases
 from trl_fused_grpo.parity.case import Rollout
 from trl_fused_grpo.parity.drawing import NOT_DRAWN
 from trl_fused_grpo.parity.judge import with_metrics_of_others
@@ -24,11 +24,6 @@ LAST = {
     *("fused_verify", "fused_skip_zero_grad_sequences", "equal_completions", "fused_kernels"),
     *("fused_require_on_policy", "kl_estimator"),
 }
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory):
-    return Settings(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")

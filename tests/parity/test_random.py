@@ -9,11 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS, TRL
-from trl_fused_grpo.cli import app
 from trl_fused_grpo.parity import Settings, compare, jobs
 from trl_fused_grpo.parity.errors import measure
 from trl_fused_grpo.parity.random_cases import draw, name_of, options_of, random_case
@@ -22,19 +20,6 @@ from trl_fused_grpo.parity.rounding import Compared, rounding_verdict
 from trl_fused_grpo.parity.run_case import make_data, run_case
 from trl_fused_grpo.parity.shrink import shrink
 from trl_fused_grpo.parity.trainers import load_weights, noisy_weights, stock_trainer
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory):
-    return Settings(tmp_path_factory.mktemp("checkpoints"))
-
-
-@pytest.fixture
-def parity(monkeypatch):
-    """Run the command on the CPU and return its result."""
-    monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setenv("TERM", "dumb")
-    return lambda *arguments: CliRunner().invoke(app, ["parity", "--device", "cpu", *arguments])
 
 
 def with_wrong_loss(option, factor):

@@ -7,32 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from trl import GRPOConfig
-from typer.testing import CliRunner
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
-from trl_fused_grpo.cli import app
-from trl_fused_grpo.parity import CUSTOMISED_CASES, Settings, compare
+from trl_fused_grpo.parity import CUSTOMISED_CASES, compare
 from trl_fused_grpo.parity.random_cases import name_of, options_of, random_case
 from trl_fused_grpo.parity.random_trainings import FUSED, OBJECTIVE, TRAINER_OPTIONS, WINDOWS, draw_training
 from trl_fused_grpo.parity.rounding import training_verdict
 from trl_fused_grpo.parity.run_training import Pair, Run
 from trl_fused_grpo.parity.shrink import shrink
 
+from .test_random import with_wrong_loss
+
 
 TRAINING = {"training": True, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory):
-    return Settings(tmp_path_factory.mktemp("checkpoints"))
-
-
-@pytest.fixture
-def parity(monkeypatch):
-    """Run the command on the CPU and return its result."""
-    monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setenv("TERM", "dumb")
-    return lambda *arguments: CliRunner().invoke(app, ["parity", "--device", "cpu", *arguments])
 
 
 def test_a_seed_and_an_index_draw_the_same_training():
@@ -94,19 +81,15 @@ def test_no_other_set_is_drawn_from(parity):
         assert "--random goes with --customised alone" in " ".join(result.output.split())
 
 
-def test_a_planted_fault_is_shrunk_to_what_it_needs(settings, monkeypatch):
-    class Wrong(FusedGRPOTrainer):
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs) * (1.001 if self.args.weight_decay else 1.0)
-
+def test_a_planted_fault_is_shrunk_to_what_it_needs(settings, monkeypatch, replace_trainer):
     monkeypatch.setattr("trl_fused_grpo.parity.rounding.MOVES", 2)
-    monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", Wrong)
+    replace_trainer(with_wrong_loss("weight_decay", 1.001))
     options = {**TRAINING, "customised": "substep-gradients", "weight_decay": 0.1, "beta": 0.3, "env_mask": True}
     found = compare(random_case(name_of(options)), settings)
     assert found.verdict == "different"
     smallest, _ = shrink(options, found, settings)
     assert smallest == {"weight_decay": 0.1}  # a single step shows it
-    monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", FusedGRPOTrainer)
+    replace_trainer(FusedGRPOTrainer)
     assert compare(random_case(name_of(smallest)), settings).verdict == "equal"
 
 

@@ -83,8 +83,7 @@ def training_verdict(case: Case, pair: Pair) -> Literal["tie", "rounding"] | Non
     """
     generator, runs = torch.Generator().manual_seed(case.seed), []
     for _ in range(MOVES):
-        start = pair.trainings.start
-        start = {name: weight * (1 + _EPS * _noise(weight, generator)) for name, weight in start.items()}
+        start = _moved_weights(pair.trainings.start, generator)
         runs.append(pair.trainings.stock(start, lambda trainer: _move_logps(trainer, generator)))
         if all(not training_problems(case, runs[-1], fused) for fused in pair.fused.values()):
             return "tie"
@@ -100,7 +99,7 @@ def _moves_as_far(stock: Run, fused: Run, moved: list[Run]) -> bool:
     logs = {name for one in moved for name in differing_entries(stock.log, one.log)}
     sees_other = [first_difference(stock.seen, one.seen) is not None for one in (fused, *moved)]
     return (
-        all(error <= UPDATE_TOLERANCE or error <= min(_SPREAD * spread, _JUMP) for error, spread in pairs)
+        _are_within_spread(pairs, UPDATE_TOLERANCE)
         and logs >= set(differing_entries(stock.log, fused.log))
         and (not sees_other[0] or any(sees_other[1:]))
     )
@@ -120,7 +119,12 @@ def _is_within_spread(case: Case, compared: Compared, moved: list[Outcome]) -> b
         (error.loss, spread.loss),
         *((error.parameters[name], spread.parameters[name]) for name in error.parameters),
     ]
-    return all(error <= TOLERANCE or error <= min(_SPREAD * spread, _JUMP) for error, spread in pairs)
+    return _are_within_spread(pairs, TOLERANCE)
+
+
+def _are_within_spread(pairs: list[tuple[float, float]], tolerance: float) -> bool:
+    """Whether each error, which stands beside what moves stock by rounding, is within the tolerance or explained."""
+    return all(error <= tolerance or error <= min(_SPREAD * spread, _JUMP) for error, spread in pairs)
 
 
 def _moved_outcomes(
@@ -133,12 +137,14 @@ def _moved_outcomes(
 ) -> Iterator[Outcome]:
     generator = torch.Generator().manual_seed(case.seed)
     for _ in range(count):
-        moved = compared.start
-        if not entropies_alone:
-            moved = {name: weight * (1 + _EPS * _noise(weight, generator)) for name, weight in moved.items()}
+        moved = compared.start if entropies_alone else _moved_weights(compared.start, generator)
         trainer = load_weights(stock_trainer(case, settings), moved)
         _move_logps(trainer, generator, share, entropies_alone)
         yield run_case(trainer, case, compared.data, settings.dtype)
+
+
+def _moved_weights(weights: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {name: weight * (1 + _EPS * _noise(weight, generator)) for name, weight in weights.items()}
 
 
 def _noise(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -103,25 +103,6 @@ class Run:
         return Outcome(loss=sum(losses), tensors=self.change)
 
 
-@dataclass
-class Pair:
-    """
-    What a case's trainings did.
-
-    Attributes:
-        stock ([`Run`]):
-            Stock's.
-        fused (`dict`):
-            The fused trainer's, by their `fused_max_tokens_per_forward`.
-        trainings ([`Trainings`]):
-            That can run again.
-    """
-
-    stock: Run
-    fused: dict[int | None, Run]
-    trainings: "Trainings"
-
-
 class Trainings:
     """
     Trains with the stock and with the fused trainer, from the same weights and on the same completions.
@@ -182,6 +163,25 @@ class Trainings:
             set_seed(0)
             trainer = make(case, self.settings, _class_for(self.custom, cls))
             return _train(load_weights(trainer, start), start, self._data, self.custom, stack)
+
+
+@dataclass
+class Pair:
+    """
+    What a case's trainings did.
+
+    Attributes:
+        stock ([`Run`]):
+            Stock's.
+        fused (`dict`):
+            The fused trainer's, by their `fused_max_tokens_per_forward`.
+        trainings ([`Trainings`]):
+            That can run again.
+    """
+
+    stock: Run
+    fused: dict[int | None, Run]
+    trainings: Trainings
 
 
 def run_both(case: Case, settings: Settings) -> Pair:

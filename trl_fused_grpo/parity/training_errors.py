@@ -59,7 +59,7 @@ def problems_of(case: Case, pair: Pair, figures: Figures) -> list[str]:
             worst = _worst(errors)
             _fill(figures, pair.stock, fused, errors)
         where = "" if tokens is None else f" (fused_max_tokens_per_forward={tokens})"
-        of_run = training_problems(case, pair.stock, fused)
+        of_run = _problems_of_run(case, pair.stock, fused, errors)
         problems += [problem + where for problem in of_run if problem not in problems]
     return problems
 
@@ -99,7 +99,10 @@ def _fill(figures: Figures, stock: Run, fused: Run, errors: Errors) -> None:
 
 def training_problems(case: Case, stock: Run, fused: Run) -> list[str]:
     """What is not equal in two trainings, see [`problems_of`]."""
-    errors = update_errors(stock, fused)
+    return _problems_of_run(case, stock, fused, update_errors(stock, fused))
+
+
+def _problems_of_run(case: Case, stock: Run, fused: Run, errors: Errors) -> list[str]:
     problems = []
     if not _worst(errors) <= UPDATE_TOLERANCE:
         worst = errors.parameters.get(errors.worst_parameter or "", 0.0)
