@@ -15,6 +15,7 @@ from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCo
 from trl_fused_grpo.training import exchange
 from trl_fused_grpo.training.eligibility import why_not_exchanged
 from trl_fused_grpo.training.exchange_plan import Work, balanced_sources, expected_forwards
+from trl_fused_grpo.training.first_forward import TokenLimits
 
 
 SIZE = 4
@@ -48,7 +49,7 @@ def loads(work, sources, forwards):
 @pytest.mark.parametrize("processes", [2, 3, 8])
 def test_every_process_gets_as_many_sequences_and_about_as_much_work_in_each_forward(processes, shares):
     work = make_work(processes, shares=shares)
-    forwards = expected_forwards(work, SIZE, 16_384, [])
+    forwards = expected_forwards(work, SIZE, TokenLimits(16_384, 16_384), [])
     sources = balanced_sources(work, SIZE, forwards)
     kept = torch.arange(sources.numel()).view_as(sources)
     assert torch.equal(sources.flatten().sort().values, kept.flatten())  # nothing is lost
@@ -87,18 +88,21 @@ def test_a_sequence_without_completion_costs_nothing():
 
 
 @pytest.mark.parametrize(
-    ("limit", "windows", "expected"),
+    ("limits", "windows", "expected"),
     [
-        (0, [], [(0, 1), (1, 2), (2, 3), (3, 4)]),
-        (10_000, [], [(0, 4)]),
-        (10_000, [1, 3], [(0, 1), (1, 3), (3, 4)]),
-        (42, [], [(0, 2), (2, 4)]),  # 8 completions of 4 tokens and one prompt of 8 tokens
+        ((0, 0), [], [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        ((10_000, 10_000), [], [(0, 4)]),
+        ((10_000, 10_000), [1, 3], [(0, 1), (1, 3), (3, 4)]),
+        ((42, 42), [], [(0, 2), (2, 4)]),  # 8 completions of 4 tokens and one prompt of 8 tokens
+        ((58, 42), [], [(0, 2), (2, 4)]),
+        ((58, 42), [0], [(0, 3), (3, 4)]),  # 12 completions
+        ((58, 42), [1], [(0, 1), (1, 4)]),
     ],
 )
-def test_forwards_are_expected_as_the_limit_and_the_accumulation_windows_say(limit, windows, expected):
+def test_forwards_are_expected_as_the_limits_and_the_accumulation_windows_say(limits, windows, expected):
     lengths = torch.full((2, 16), 4)
     work = Work.of(lengths, 2 * lengths, torch.zeros_like(lengths), 2048, share_prompts=True)
-    assert expected_forwards(work, SIZE, limit, windows) == expected
+    assert expected_forwards(work, SIZE, TokenLimits(*limits), windows) == expected
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def test_one_process_images_or_an_option_leave_sequences_alone(tmp_path, balance
     batches = [make_inputs(seed=seed) for seed in range(2)]
 
     def exchanged(has_images=False):
-        return exchange.exchanged(trainer._fused.engine, batches, "packed", 2, True, has_images)
+        return exchange.exchanged(trainer._fused.engine, batches, "packed", [], None, has_images)
 
     with mock.patch.object(exchange, "exchanged_sequences") as exchanged_sequences:
         assert exchanged() is batches

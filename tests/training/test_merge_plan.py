@@ -1,30 +1,31 @@
 """Which micro-batches share a forward, and which rows a width: as many as the limit of tokens allows."""
 
-from types import SimpleNamespace
-
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_training import make_inputs
-from trl_fused_grpo.training.memory import MAX_TOKENS, token_budget
-from trl_fused_grpo.training.merge_plan import plan_merges
+from trl_fused_grpo.training.first_forward import TokenLimits
+from trl_fused_grpo.training.merge_plan import plan_merges, window_starts
 from trl_fused_grpo.training.partitioning import prompt_group_ids, rows_by_width, widths_of
 
 
 @settings(deadline=None, max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 6), st.integers(1, 3)),
-    limit=st.integers(0, 90),
+    limits=st.builds(TokenLimits, st.integers(0, 90), st.integers(0, 90)),
+    windows=st.sets(st.integers(0, 5)),
     shares=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_shared_forwards_hold_as_many_micro_batches_as_the_limit_allows(shape, limit, shares, seed):
+def test_shared_forwards_hold_as_many_micro_batches_as_the_limits_allow(shape, limits, windows, shares, seed):
+    """One limit for the first forward of a window, one for the others."""
     count, rows = shape
     batches = [make_inputs(rows=rows, seed=seed + number) for number in range(count)]
     for batch in batches[1:]:
         batch["prompt_ids"], batch["prompt_mask"] = batches[0]["prompt_ids"], batches[0]["prompt_mask"]
-    ends = plan_merges(batches, limit, shares)
+    ends = plan_merges(batches, limits, windows, shares)
 
     def tokens(start, end):
         ids, masks, completions = (
@@ -35,6 +36,7 @@ def test_shared_forwards_hold_as_many_micro_batches_as_the_limit_allows(shape, l
         return int(completions.sum()) + sum(dict(zip(keys, masks.sum(1).tolist(), strict=True)).values())
 
     for start, end in enumerate(ends):
+        limit = limits.first if start in windows else limits.others
         assert start <= end < count
         assert end == start or tokens(start, end) <= limit
         assert end == count - 1 or tokens(start, end + 1) > limit
@@ -53,7 +55,7 @@ def test_aligned_rows_count_with_their_padding(shape, limit, seed):
         lengths = (torch.cat(masks[::2]) + torch.cat(masks[1::2])).tolist()
         return rows_by_width(lengths, widths_of(end + 1 - start))[1]
 
-    for start, end in enumerate(plan_merges(batches, limit, True, "aligned")):
+    for start, end in enumerate(plan_merges(batches, TokenLimits(limit, limit), [], True, "aligned")):
         assert all(tokens(start, last) <= limit for last in range(start + 1, end + 1))
         assert end == count - 1 or tokens(start, end + 1) > limit
 
@@ -77,7 +79,16 @@ def test_rows_are_grouped_in_the_widths_that_take_the_fewest_tokens(lengths, wid
     assert tokens == fewest(0, widths)
 
 
-def test_by_default_a_shared_forward_has_at_most_the_tokens_of_a_padded_micro_batch():
-    assert token_budget([make_inputs(rows=5)], None, torch.nn.Linear(1, 1)) == 5 * (3 + 8)
-    wide = SimpleNamespace(numel=lambda: MAX_TOKENS)
-    assert token_budget([{"prompt_ids": wide, "completion_ids": wide}], None, torch.nn.Linear(1, 1)) == MAX_TOKENS
+@pytest.mark.parametrize(
+    ("count", "steps_left", "steps", "starts"),
+    [
+        (4, 4, 4, [0]),  # a window is a generation batch
+        (6, 2, 2, [0, 2, 4]),
+        (2, 2, 4, []),  # the second half of a window
+        (4, 1, 2, [1, 3]),
+        (4, 0, 2, [2]),  # a loop of the user's own, which may be anywhere
+        (3, 1, 1, [0, 1, 2]),
+    ],
+)
+def test_accumulation_windows_begin_where_weights_have_moved(count, steps_left, steps, starts):
+    assert window_starts(count, steps_left, steps) == starts

@@ -34,6 +34,8 @@ class KeptActivations:
         padded_tokens (`int`, *optional*):
             Tokens of the rows in TRL's padding. Where the forward has one run, of fewer tokens, what checkpointing
             would keep of the others is added to these bytes, layer by layer.
+        beside (`Callable`, *optional*):
+            Further bytes that such a forward may keep, given its tokens.
         checkpointed (`int`, *optional*):
             How many layers of a run are checkpointed. Those behind them, which backward frees first, keep everything.
             By default all are.
@@ -43,8 +45,15 @@ class KeptActivations:
         layer (`int`): of the run, the number of the layer that was called last, from 1 on.
     """
 
-    def __init__(self, attention_bytes: int = 0, padded_tokens: int | None = None, checkpointed: int | None = None):
+    def __init__(
+        self,
+        attention_bytes: int = 0,
+        padded_tokens: int | None = None,
+        checkpointed: int | None = None,
+        beside: Callable[[int], int] | None = None,
+    ):
         self.attention_bytes, self.padded_tokens, self.checkpointed = attention_bytes, padded_tokens, checkpointed
+        self._beside = beside
         self.run = self.layer = 0
         self._is_only_run = True
 
@@ -60,7 +69,10 @@ class KeptActivations:
         self.layer += 1
         hidden = inputs[0] if inputs and self.padded_tokens is not None and self._is_only_run else None
         if isinstance(hidden, Tensor) and hidden.dim() == 3:
-            fewer = self.padded_tokens - hidden.shape[0] * hidden.shape[1]
+            tokens = hidden.shape[0] * hidden.shape[1]
+            fewer = self.padded_tokens - tokens
+            if self.layer == 1 and self._beside is not None:
+                self.attention_bytes += self._beside(tokens)
             self.attention_bytes += max(0, fewer) * hidden.shape[2] * hidden.element_size()
         return self.checkpointed is None or self.layer <= self.checkpointed
 

@@ -23,7 +23,7 @@ from .checks import is_possible
 from .eligibility import why_not_exchanged
 from .engine import LogpsEngine
 from .exchange_plan import GENERATED_BY, Work, balanced_sources, expected_forwards
-from .memory import tokens_as_trl
+from .first_forward import TokenLimits
 
 
 logger = logging.get_logger(__name__)
@@ -40,8 +40,8 @@ def exchanged(
     engine: LogpsEngine,
     batches: list[dict[str, Any]],
     layout: LayoutName,
-    steps_left: int,
-    is_shared: bool,
+    windows: list[int],
+    limits: Callable[[int], TokenLimits] | None,
     has_images: bool,
 ) -> list[dict[str, Any]]:
     """
@@ -51,8 +51,8 @@ def exchanged(
         engine ([`LogpsEngine`]): knows trainer, options and model.
         batches (`list[dict]`): as TRL has split them.
         layout (`str`): the layout of their rows.
-        steps_left (`int`): micro-batches until the current accumulation window ends.
-        is_shared (`bool`): whether micro-batches share forwards.
+        windows (`list[int]`): see [`window_starts`].
+        limits (`Callable`, *optional*): see [`token_limits`]; `None` where micro-batches share no forward.
         has_images (`bool`): whether a micro-batch of any process has images.
     """
     trainer, options = engine.trainer, engine.options
@@ -63,23 +63,16 @@ def exchanged(
     if not is_possible("fused_balance" if options.fused_balance else None, reason):
         logger.info_once(f"Processes exchange no sequences, because {reason}.")
         return batches
-    most = options.fused_max_tokens_per_forward
-
-    def limit(padded: int) -> int:
-        # Without what `fused_memory` adds: its room differs from process to process, and all must decide alike
-        return 0 if not is_shared else tokens_as_trl(padded) if most is None else most
-
-    window = trainer.args.gradient_accumulation_steps
-    windows = list(range(steps_left or window, len(batches), window))
     hidden_size = causal_lm.config.get_text_config().hidden_size
     shares_prompts = engine.shares_prompts(trainer.model)
-    return exchanged_sequences(trainer.accelerator, batches, limit, windows, hidden_size, shares_prompts)
+    limits = limits or (lambda padded: TokenLimits(0, 0))
+    return exchanged_sequences(trainer.accelerator, batches, limits, windows, hidden_size, shares_prompts)
 
 
 def exchanged_sequences(
     accelerator: Any,
     batches: list[dict[str, Any]],
-    limit: Callable[[int], int],
+    limits: Callable[[int], TokenLimits],
     windows: list[int],
     hidden_size: int,
     share_prompts: bool,
@@ -92,8 +85,8 @@ def exchanged_sequences(
         batches (`list[dict]`):
             The micro-batches. They are returned as they are when one of any process holds anything but scalars, which
             are the same everywhere, and tensors with one row for each sequence whose padding is known.
-        limit (`Callable`): the tokens that a forward may have, given those of a padded micro-batch.
-        windows (`list[int]`): numbers of the micro-batches with which an accumulation window begins.
+        limits (`Callable`): the tokens that forwards may have, given those of a padded micro-batch.
+        windows (`list[int]`): see [`window_starts`].
         hidden_size, share_prompts: see [`Work.of`].
 
     Returns:
@@ -111,7 +104,7 @@ def exchanged_sequences(
         return batches
     prompt_lengths, lengths, keys = table[:, 3:].chunk(3, dim=1)
     work = Work.of(lengths, prompt_lengths, keys, hidden_size, share_prompts)
-    forwards = expected_forwards(work, size, limit(size * sum(widths)), windows)
+    forwards = expected_forwards(work, size, limits(size * sum(widths)), windows)
     sources = balanced_sources(work, size, forwards)
     if (sources == torch.arange(sources.numel()).view_as(sources)).all():
         return batches

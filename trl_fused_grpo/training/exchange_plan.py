@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .first_forward import TokenLimits
+
 
 # Of each sequence of a micro-batch that was exchanged, `[B]`: the process that generated it
 GENERATED_BY = "generated_by_process"
@@ -62,7 +64,7 @@ class Work:
         return Work(*(value[:, places].clone() for value in vars(self).values()))
 
 
-def expected_forwards(work: Work, size: int, limit: int, windows: list[int]) -> list[tuple[int, int]]:
+def expected_forwards(work: Work, size: int, limits: TokenLimits, windows: list[int]) -> list[tuple[int, int]]:
     """
     The forwards that micro-batches will probably share when all processes have equally much: number of the first one,
     and of the one behind the last.
@@ -70,11 +72,11 @@ def expected_forwards(work: Work, size: int, limit: int, windows: list[int]) -> 
     Args:
         work ([`Work`]): of all sequences.
         size (`int`): sequences of a micro-batch.
-        limit (`int`): most tokens of a forward with several micro-batches.
+        limits ([`TokenLimits`]): most tokens of a forward with several micro-batches.
         windows (`list[int]`): numbers with which an accumulation window begins; no forward goes beyond it.
     """
     processes, count = work.tokens.shape
-    starts, tokens, seen = [0], 0, set()
+    starts, tokens, seen, limit = [0], 0, set(), limits.others
     for number, place in enumerate(range(0, count, size)):
         part = work.at(slice(place, place + size))
         numbers, lengths = part.prompts.tolist(), part.prompt_tokens.tolist()
@@ -84,6 +86,7 @@ def expected_forwards(work: Work, size: int, limit: int, windows: list[int]) -> 
         if number in windows or tokens + more > 0.98 * limit * processes:
             starts += [number] if number else []
             tokens, seen, more = 0, set(), int(part.tokens.sum()) + sum(prompts.values())
+            limit = limits.first if number in windows else limits.others
         tokens, seen = tokens + more, seen | prompts.keys()
     return list(pairwise([*starts, count // size]))
 

@@ -5,7 +5,8 @@ What layers keep for backward instead of computing it again: in the memory that 
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling.kept_activations import KeptActivations, LayerBytes, MeasuredActivations
+from trl_fused_grpo.modeling.layout import LayoutName
 
 from .agreement import of_all_processes
+from .first_forward import MAX_TOKENS as MOST_OF_FIRST
+from .first_forward import GradientMemory, TokenLimits, gradient_memory
 from .logps_request import LogpsArgs, LogpsRequest
 from .merge_plan import tokens_of_forward
 
@@ -166,23 +170,26 @@ def kept_in_forward(
     """What the layers of a forward keep, `None` without gradients; arguments are those of [`LogpsEngine.compute`]."""
     if not torch.is_grad_enabled():
         return None
-    if engine.memory is None:
-        return kept_in_padding(logps_request, call)
     layout = engine.layout(call.model, is_multimodal, keeps_padding, logps_request.reads_padding)
+    if engine.memory is None:
+        return kept_in_padding(
+            logps_request, call, gradient_memory(engine.trainer, engine.causal_lm(call.model), layout)
+        )
     tokens = tokens_of_forward(engine, logps_request, call, layout)
     return engine.memory.plan_forward(engine.trainer, engine.unwrapped(call.model), tokens)
 
 
-def kept_in_padding(logps_request: LogpsRequest, call: LogpsArgs) -> KeptActivations | None:
+def kept_in_padding(logps_request: LogpsRequest, call: LogpsArgs, gradients: GradientMemory) -> KeptActivations | None:
     """
     What the layers of a forward with gradients keep without `fused_memory`: of attention, what fits into the memory in
-    which checkpointing would keep the padding of TRL's rows. `None` where that is not known.
+    which checkpointing would keep the padding of TRL's rows, and into that of gradients that are not there yet. `None`
+    where that is not known.
     """
     is_whole = call.batch_size is None or call.batch_size >= len(call.input_ids)
     if call.multimodal or not is_whole:  # layers of other parts, or of several runs, are checkpointed too
         return None
-    sequences = logps_request.micro_batch or len(call.input_ids)
-    return KeptActivations(padded_tokens=sequences * call.input_ids.shape[1])
+    padded_tokens = (logps_request.micro_batch or len(call.input_ids)) * call.input_ids.shape[1]
+    return KeptActivations(padded_tokens=padded_tokens, beside=partial(gradients.beside, padded=padded_tokens))
 
 
 def _bytes_of_gradient(parameter: nn.Parameter) -> int:
@@ -208,19 +215,36 @@ def memory_budget(trainer: GRPOTrainer, fraction: float | None) -> MemoryBudget 
     return MemoryBudget(fraction, DeviceMemory(trainer.accelerator.device))
 
 
-def token_budget(batches: list[dict[str, Any]], budget: MemoryBudget | None, model: nn.Module) -> int:
+def token_limits(engine: Any, layout: LayoutName) -> Callable[[int], TokenLimits]:
     """
-    Tokens that a shared forward may have by default: those of TRL's padded micro-batch, at most [`MAX_TOKENS`]; more
-    where `fused_memory` has room for them.
+    The most tokens of shared forwards, the same on all processes, given those of a micro-batch in TRL's padding:
+    without `fused_memory`, what takes no more memory than TRL does.
+
+    Args:
+        engine ([`LogpsEngine`]): of the trainer whose micro-batches share forwards.
+        layout (`str`): of their rows.
     """
-    prompt_ids, completion_ids = batches[0]["prompt_ids"], batches[0]["completion_ids"]
-    tokens = tokens_as_trl(prompt_ids.numel() + completion_ids.numel())
-    return tokens if budget is None else max(tokens, budget.most_tokens(model.parameters()))
+    trainer, most = engine.trainer, engine.options.fused_max_tokens_per_forward
+    if most is not None:
+        return lambda padded: TokenLimits(most, most)
+    gradients = GradientMemory()
+    if engine.memory is None:
+        gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), layout)
+    more = int(of_all_processes(trainer.accelerator, [gradients.tokens]).amin())
+
+    def limits(padded: int) -> TokenLimits:
+        others = min(padded, MAX_TOKENS)
+        return TokenLimits(max(others, min(others + more, MOST_OF_FIRST)), others)
+
+    return limits
 
 
-def tokens_as_trl(padded: int) -> int:
-    """Tokens that a shared forward may have in the memory of a micro-batch with `padded` tokens in TRL's padding."""
-    return min(padded, MAX_TOKENS)
+def limits_in_budget(limits: TokenLimits, engine: Any) -> TokenLimits:
+    """The limits of shared forwards, more where `fused_memory` has room, which may differ from process to process."""
+    if engine.memory is None or engine.options.fused_max_tokens_per_forward is not None:
+        return limits
+    most = engine.memory.most_tokens(engine.trainer.model.parameters())
+    return TokenLimits(max(limits.first, most), max(limits.others, most))
 
 
 def free_memory() -> None:

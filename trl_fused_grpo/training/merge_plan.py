@@ -1,6 +1,6 @@
 """Which micro-batches of a generation batch may share a forward: those that have few enough tokens together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -9,13 +9,27 @@ from torch import Tensor
 from trl_fused_grpo.modeling.layout import LayoutName, Rows
 from trl_fused_grpo.modeling.layout_choice import traits
 
+from .first_forward import TokenLimits
 from .logps_request import LogpsArgs, LogpsRequest, can_join_images
 from .partitioning import prompt_group_ids, rows_by_width, widths_of
 
 
+def window_starts(count: int, steps_left: int, steps: int) -> list[int]:
+    """
+    The numbers of the micro-batches of a generation batch with which an accumulation window begins.
+
+    Args:
+        count (`int`): of micro-batches.
+        steps_left (`int`): micro-batches until the current accumulation window ends, 0 where that is not known.
+        steps (`int`): micro-batches of a window.
+    """
+    return [*([0] if steps_left == steps else []), *range(steps_left or steps, count, steps)]
+
+
 def plan_merges(
     batches: list[dict[str, Any]],
-    limit: int,
+    limits: TokenLimits,
+    windows: Collection[int],
     share_prompts: bool,
     layout: LayoutName = "packed",
     needs_last_column: bool = False,
@@ -27,7 +41,8 @@ def plan_merges(
 
     Args:
         batches (`list[dict]`): the micro-batches, all of one width.
-        limit (`int`): most tokens that several may have together.
+        limits ([`TokenLimits`]): most tokens that several may have together.
+        windows (`Collection[int]`): see [`window_starts`].
         share_prompts (`bool`): whether a prompt counts once, in packed rows.
         layout (`str`): `"packed"` or `"aligned"`, whose rows are as long as the longest of their width.
         needs_last_column (`bool`): see [`layout_choice.Traits`].
@@ -41,7 +56,7 @@ def plan_merges(
         return list(range(len(batches)))
     ends = []
     for start in range(len(batches)):
-        tokens, end = counter(), start
+        tokens, end, limit = counter(), start, limits.first if start in windows else limits.others
         for index in range(start, len(batches)):
             if tokens(index) > limit or not can_join_images(batches[start : index + 1]):
                 break

@@ -26,8 +26,8 @@ from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen
 from .engine import LogpsEngine
 from .exchange import exchanged
 from .logps_request import LogpsRequest, PerTokenLogps, images_of
-from .memory import free_memory, token_budget
-from .merge_plan import plan_merges
+from .memory import free_memory, limits_in_budget, token_limits
+from .merge_plan import plan_merges, window_starts
 from .random_states import RandomStates
 from .shared_backward import SharedForward, can_be_repeated
 
@@ -103,20 +103,21 @@ class MicroBatchMerger:
         reason = why_micro_batches_are_seen(trainer)
         if reason is not None:
             logger.warning_once(f"Every micro-batch has a forward of its own, because {reason}.")
-        max_tokens, ends = options.fused_max_tokens_per_forward, []
-        asked_for = "fused_max_tokens_per_forward" if max_tokens else None
+        asked_for = "fused_max_tokens_per_forward" if options.fused_max_tokens_per_forward else None
         is_shared = is_possible(asked_for, why_forwards_are_not_shared(trainer, layout))
-        batches = exchanged(self.engine, batches, layout, steps_left, is_shared, any(with_images))
-        if is_shared:
+        limits_of = token_limits(self.engine, layout) if is_shared else None
+        windows = window_starts(len(batches), steps_left, trainer.args.gradient_accumulation_steps)
+        batches, ends = exchanged(self.engine, batches, layout, windows, limits_of, any(with_images)), []
+        if limits_of is not None:
             processes = trainer.accelerator.num_processes
             self._why_not_split = why_not_split(trainer, causal_lm)
             is_watched = processes > 1 and self._why_not_split is None
             self._watch = memory_watch(trainer, causal_lm) if is_watched else None
-            if max_tokens is None:
-                max_tokens = token_budget(batches, self.engine.memory, trainer.model)
+            padded = batches[0]["prompt_ids"].numel() + batches[0]["completion_ids"].numel()
+            limits = limits_in_budget(limits_of(padded), self.engine)
             needs_last_column = traits(causal_lm).needs_last_column
             in_one_width = needs_last_column or processes > 1
-            ends = plan_merges(batches, max_tokens, shares_prompts, layout, needs_last_column, in_one_width)
+            ends = plan_merges(batches, limits, windows, shares_prompts, layout, needs_last_column, in_one_width)
             # Every process must call the model at the same steps
             ends = of_all_processes(trainer.accelerator, ends).amin(0).tolist()
         self.set_plan(batches, ends, layout, with_images)

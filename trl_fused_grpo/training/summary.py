@@ -31,6 +31,8 @@ from .eligibility import (
     why_weights_move,
 )
 from .engine import LogpsEngine
+from .first_forward import MAX_TOKENS as MOST_OF_FIRST
+from .first_forward import why_not_in_memory_of_gradients
 from .forecastable import has_old_logps, why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .loss_request import padding_counts
 from .memory import MAX_TOKENS, why_no_memory_budget
@@ -190,9 +192,18 @@ class _Lines:
         reason = why_forwards_are_not_shared(self.trainer, self.layout)
         if reason is not None:
             return SummaryLine(name, alone, reason)
-        limit = f"{tokens:,} tokens" if tokens else f"the tokens of TRL's padded one, at most {MAX_TOKENS:,}"
-        more = ", more where fused_memory has room" if self.engine.memory is not None and tokens is None else ""
-        return SummaryLine(name, f"up to {steps} micro-batches share one: up to {limit}{more}")
+        limit = (
+            f"{tokens:,} tokens" if tokens else f"the tokens of TRL's padded one, at most {MAX_TOKENS:,}{self.more()}"
+        )
+        return SummaryLine(name, f"up to {steps} micro-batches share one: up to {limit}")
+
+    def more(self) -> str:
+        """What shared forwards get beyond the tokens of TRL's padded micro-batch."""
+        if self.engine.memory is not None:
+            return ", more where fused_memory has room"
+        if why_not_in_memory_of_gradients(self.trainer, self.causal_lm, self.layout) is not None:
+            return ""
+        return f"; the first of a window up to {MOST_OF_FIRST:,}, in the memory of gradients that are not there yet"
 
     def old_logps(self) -> SummaryLine:
         name, computed = "old log-probs", "a forward of their own, where TRL has one"
