@@ -76,7 +76,7 @@ def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, layout: str) -> Gr
         return GradientMemory()
     device = trainer.accelerator.device
     parameters = torch_compat.parameters_of(trainer.model)
-    waiting = [p for p in parameters if p.requires_grad and p.grad is None and p.device == device]
+    waiting = [p for p in parameters if p.requires_grad and p.grad is None and p.device.type == device.type]
     embedding: Any = causal_lm.get_input_embeddings()
     size = embedding.weight.element_size()
     size_of_products = 2 if trainer.accelerator.mixed_precision in ("bf16", "fp16") else size
