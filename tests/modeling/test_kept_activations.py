@@ -10,7 +10,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import checkpointing
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.fused_forward import run_backbone
-from trl_fused_grpo.modeling.kept_activations import KeptActivations, MeasuredActivations, recalled
+from trl_fused_grpo.modeling.kept_activations import KeptActivations, LastLayers, MeasuredActivations, recalled
 from trl_fused_grpo.modeling.varlen_attention import cu_seqlens_arguments, varlen_attention
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
@@ -95,6 +95,21 @@ def test_attention_is_kept_in_the_memory_of_padding(tokens, is_only_run, kept_by
             recalled(attention)
         found += [layer] * (len(calls) == 1)
     assert found == kept_by
+
+
+def test_the_last_layers_keep_what_gradients_will_take():
+    """Six layers of two results of three numbers each: 12 bytes a result, of which there are bytes for five."""
+    hidden = torch.zeros(1, 4, 1)
+    kept = KeptActivations(padded_tokens=4, last=LastLayers(6, lambda tokens: 15 * tokens))
+    for _ in range(2):  # another layout was tried before
+        kept.begin_run(True)
+        taken = []
+        for layer in range(6):
+            kept.next_is_checkpointed(hidden)
+            taken += [layer for _ in range(2) if kept.takes_attention(12)]
+        assert taken == [1, 2, 3, 4, 5]
+    kept.begin_run(False)
+    assert kept.next_is_checkpointed(hidden) and not kept.takes_attention(12)
 
 
 def test_attention_that_is_kept_has_the_same_gradients(monkeypatch):

@@ -1,6 +1,6 @@
 """The first forward of an accumulation window takes the memory of the gradients that are not there yet."""
 
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.training import first_forward, memory
+from trl_fused_grpo.training import engine, first_forward, memory
 from trl_fused_grpo.training.first_forward import GradientMemory, gradient_memory, why_not_in_memory_of_gradients
+from trl_fused_grpo.training.merge_plan import tokens_of_forward
 
 
 WINDOW = {"gradient_accumulation_steps": 4, "gradient_checkpointing": True}
@@ -31,15 +32,24 @@ def memory_of(trainer, layout="packed"):
     return gradient_memory(trainer, trainer._fused.engine.causal_lm(trainer.model), layout)
 
 
-def limits_of(trainer, padded, layout="packed"):
-    return memory.token_limits(trainer._fused.engine, layout)(padded)
+def limits_of(trainer, padded, layout="packed", has_images=False):
+    return memory.token_limits(trainer._fused.engine, layout, has_images)(padded)
+
+
+def finds_none(trainer):
+    return first_forward.finds_no_gradients(trainer, trainer.model)
+
+
+def test_more_tokens_fit_when_backward_begins_and_when_it_ends():
+    gradients = GradientMemory(free=1000, inputs=6, working=4)
+    assert gradients.most_tokens == gradients.tokens(padded=100) == 100  # of 10 bytes each, when it begins
+    assert gradients.tokens(padded=10) == 15  # when it ends they need 60 bytes, which inputs of TRL's tokens had
+    assert GradientMemory().tokens(7) == GradientMemory().left(7, 7) == 0
 
 
 def test_what_tokens_leave_of_the_memory_goes_to_attention():
-    gradients = GradientMemory(free=1000, bytes_of_token=10)
-    assert gradients.tokens == 100
-    assert [gradients.beside(tokens, padded=50) for tokens in (20, 50, 80, 150, 151)] == [1000, 1000, 700, 0, 0]
-    assert GradientMemory().tokens == GradientMemory().beside(7, 7) == 0
+    gradients = GradientMemory(free=1000, inputs=6, working=4)
+    assert [gradients.left(tokens, padded=50) for tokens in (20, 50, 80, 150, 151)] == [1000, 1000, 700, 0, 0]
 
 
 def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(tmp_path):
@@ -48,41 +58,54 @@ def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(t
     heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     ends = 2 * (hidden + heads[0]) + 2 * (hidden + heads[1]) + 3 * (hidden + inner)
-    of_token = 4 * config.num_hidden_layers * hidden + int(first_forward._NUMBERS_OF_PRODUCTS * 4 * ends)
     weights = 4 * sum(parameter.numel() for parameter in trainer.model.parameters())
-    assert memory_of(trainer) == GradientMemory(weights, of_token)
+    expected = weights, 4 * config.num_hidden_layers * hidden, int(first_forward._NUMBERS_OF_PRODUCTS * 4 * ends)
+    assert memory_of(trainer) == GradientMemory(*expected)
+    with mock.patch.object(trainer.accelerator.state, "_mixed_precision", "bf16"):
+        assert memory_of(trainer).working == expected[2] // 2
 
 
-def test_only_gradients_that_are_missing_count(tmp_path):
-    trainer = begun(tmp_path)
-    before, (first, *others) = memory_of(trainer).free, trainer.model.parameters()
-    first.grad = torch.zeros_like(first)
-    assert memory_of(trainer).free == before - first.nbytes
-    others[0].requires_grad_(False)
-    assert memory_of(trainer).free == before - first.nbytes - others[0].nbytes
+def test_only_gradients_that_will_come_count(tmp_path):
+    trainer = begun(tmp_path, kind="qwen2.5-vl")
+    text, vision = trainer.model.model.language_model, trainer.model.model.visual
+    weights = {*text.parameters(), *trainer.model.lm_head.parameters()}
+    assert memory_of(trainer).free == sum(weight.nbytes for weight in weights)
+    assert not weights & set(vision.parameters())
+    text.layers[0].mlp.requires_grad_(False)
+    frozen = {*text.layers[0].mlp.parameters()}
+    assert memory_of(trainer).free == sum(weight.nbytes for weight in weights - frozen)
 
 
 def test_the_first_forward_gets_more_tokens_up_to_a_limit(tmp_path):
     trainer = begun(tmp_path)
     more, most = memory_of(trainer).tokens, memory.MAX_TOKENS
-    assert more > 50
-    assert limits_of(trainer, 50) == (50 + more, 50)
-    assert limits_of(trainer, most - 1) == (most - 1 + more, most - 1)
-    assert limits_of(trainer, 10 * most) == (most + more, most)
-    assert limits_of(trainer, 50, "aligned") == (50, 50)
-    for parameter in trainer.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    assert limits_of(trainer, 10 * most) == (most, most)
+    assert more(most) == memory_of(trainer).most_tokens > more(1000) > 50
+    assert limits_of(trainer, 1000) == (1000 + more(1000), 1000)
+    assert limits_of(trainer, most - 1) == (most - 1 + more(most), most - 1)
+    assert limits_of(trainer, 10 * most) == (first_forward.MAX_TOKENS, most)
+    assert limits_of(trainer, 1000, "aligned") == limits_of(trainer, 1000, has_images=True) == (1000, 1000)
+    assert limits_of(begun(tmp_path, fused_memory=None, gradient_checkpointing=False), 10 * most) == (most, most)
 
 
 def test_weights_of_any_size_do_not_lift_the_limit(tmp_path, monkeypatch):
     trainer = begun(tmp_path)
-    monkeypatch.setattr(memory, "gradient_memory", lambda *_: GradientMemory(2**50, 1))
+    monkeypatch.setattr(memory, "gradient_memory", lambda *_: GradientMemory(2**50, 2**20, 1))
     assert limits_of(trainer, 50) == (first_forward.MAX_TOKENS, 50)
 
 
 def test_a_limit_of_the_user_s_holds_for_all(tmp_path):
     assert limits_of(begun(tmp_path, fused_max_tokens_per_forward=70), 50) == (70, 70)
+
+
+def test_gradients_and_layers_that_do_not_checkpoint_are_seen(tmp_path):
+    trainer = begun(tmp_path)
+    assert finds_none(trainer)
+    *_, last = trainer.model.parameters()
+    last.grad = torch.zeros_like(last)
+    assert not finds_none(trainer)
+    last.grad = None
+    trainer.model.model.layers[0].gradient_checkpointing = False
+    assert not finds_none(trainer)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +129,7 @@ def test_the_memory_is_left_where_what_is_assumed_of_it_does_not_hold(tmp_path, 
     found = why_not_in_memory_of_gradients(trainer, trainer.model, "packed")
     assert found is None if reason is None else reason in found
     assert (memory_of(trainer) == GradientMemory()) == (reason is not None)
-    assert "memory of gradients that are not there yet" in str(trainer.fused_summary()) or reason is not None
-
-
-def test_layers_that_stopped_to_checkpoint_are_seen(tmp_path):
-    trainer = begun(tmp_path)
-    trainer.model.model.layers[0].gradient_checkpointing = False
-    assert memory_of(trainer) == GradientMemory()
+    assert ("where gradients will be" in str(trainer.fused_summary())) == (reason is None)
 
 
 def test_matrices_that_are_shards_or_none_are_not_counted_on(tmp_path):
@@ -121,6 +138,14 @@ def test_matrices_that_are_shards_or_none_are_not_counted_on(tmp_path):
         for module in layer.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 module.register_parameter(name, nn.Parameter(parameter.detach().flatten()))
+    assert "not known" in why_not_in_memory_of_gradients(trainer, trainer.model, "packed")
+
+
+def test_matrices_that_are_buffers_are_not_known(tmp_path):
+    """As those of quantized layers."""
+    trainer = begun(tmp_path)
+    trainer.model.model.layers[1].mlp.register_buffer("quantized", torch.zeros(8, 8))
+    trainer.model.model.layers[1].mlp.act_fn = nn.SiLU()  # what is known of a model is found out anew
     assert "not known" in why_not_in_memory_of_gradients(trainer, trainer.model, "packed")
 
 
@@ -148,17 +173,29 @@ def test_deepspeed_keeps_its_own(tmp_path):
         ({"num_iterations": 2}, False, [16, 16]),
         ({"steps_per_generation": 8}, False, [16, 16]),
         ({"steps_per_generation": 2}, False, None),
+        ({"steps_per_generation": 2, "num_iterations": 2}, False, None),  # half of a window, and again
         ({}, True, None),  # the second window finds gradients, of zeros
+        ({"steps_per_generation": 8}, True, None),
     ],
-    ids=["a-window-a-generation", "two-iterations", "two-windows-a-generation", "half-a-window", "zeroed-gradients"],
+    ids=[
+        "a-window-a-generation",
+        "two-iterations",
+        "two-windows-a-generation",
+        "half-a-window",
+        "half-a-window-twice",
+        "zeroed-gradients",
+        "zeroed-gradients-within-a-generation",
+    ],
 )
 def test_a_window_of_one_forward_trains_what_stock_trains(tmp_path, monkeypatch, options, keeps_gradients, forwards):
-    seen = []
+    monkeypatch.setattr(first_forward, "_NUMBERS_OF_PRODUCTS", 0.05)  # as if the tiny model had 60 layers
+    seen, beside_gradients, begins, made = [], [], [], []
 
     def trained(cls):
         settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "beta": 0.1, **WINDOW, **options}
         trainer = make_trainer(tmp_path, cls, **settings)
         use_sampler(trainer)
+        made.append(trainer)
         if keeps_gradients:
             zero_grad = trainer.model.zero_grad
             trainer.model.zero_grad = lambda set_to_none=True: zero_grad(set_to_none=False)
@@ -166,13 +203,17 @@ def test_a_window_of_one_forward_trains_what_stock_trains(tmp_path, monkeypatch,
         logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
         return logs, [parameter.detach() for parameter in trainer.model.parameters()]
 
-    from trl_fused_grpo.training import engine
-
     original = engine.compute_logps
 
     def compute_logps(request, options, call, images):
         if torch.is_grad_enabled():
             seen.append(len(call.input_ids))
+            begins.append(request.begins_window)  # FSDP2 holds gradients where no weight shows them
+            if any(parameter.grad is not None for parameter in call.model.parameters()):
+                padded = request.micro_batch * call.input_ids.shape[1] if request.micro_batch else 10_000
+                beside_gradients.append(
+                    tokens_of_forward(made[0]._fused.engine, request, call, options.layout) <= padded
+                )
         return original(request, options, call, images)
 
     monkeypatch.setattr(engine, "compute_logps", compute_logps)
@@ -181,6 +222,9 @@ def test_a_window_of_one_forward_trains_what_stock_trains(tmp_path, monkeypatch,
     assert forwards is None or seen == forwards
     if keeps_gradients:
         assert seen[0] == 16 and max(seen[1:]) < 16
+    assert begins[0] and sum(begins) == 2
+    assert all(beside_gradients)
+    assert beside_gradients or forwards
     expected = trained(GRPOTrainer)
     assert found[0] == [pytest.approx(pair, rel=1e-4, abs=1e-6) for pair in expected[0]]
     for mine, other in zip(found[1], expected[1], strict=True):
@@ -190,9 +234,13 @@ def test_a_window_of_one_forward_trains_what_stock_trains(tmp_path, monkeypatch,
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [(1024, 16, 32_000), (512, 24, 8_000)], ids=["wide", "deep"])
-def test_peak_memory_is_at_most_stock_s(tmp_path, dtype, shape):
-    """Whole windows at TRL's defaults, of weights that are most of the memory and of weights that are little of it."""
+@pytest.mark.parametrize(
+    ("shape", "longest"),
+    [((1024, 16, 32_000), 2000), ((512, 24, 8_000), 2000), ((1024, 16, 2000), 60)],
+    ids=["wide", "deep", "short-rows"],
+)
+def test_peak_memory_is_at_most_stock_s(tmp_path, dtype, shape, longest):
+    """Whole windows at TRL's defaults, where weights are most of the memory, little of it, and nearly all of it."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     hidden, layers, vocab = shape
@@ -206,12 +254,12 @@ def test_peak_memory_is_at_most_stock_s(tmp_path, dtype, shape):
         head_dim=128,
     )
     generator = torch.Generator().manual_seed(0)
-    lengths = [2000, *torch.randint(60, 900, (31,), generator=generator).tolist()]
+    lengths = [longest, *torch.randint(longest // 33, longest // 2, (31,), generator=generator).tolist()]
     completions = [torch.randint(3, 1000, (n,), generator=generator).tolist() for n in lengths]
 
     def trained(cls):
         torch.manual_seed(0)
-        options = {"num_generations": 8, "max_completion_length": 2000, "gradient_accumulation_steps": 8}
+        options = {"num_generations": 8, "max_completion_length": longest, "gradient_accumulation_steps": 8}
         trainer = make_trainer(
             tmp_path,
             cls,
@@ -231,9 +279,7 @@ def test_peak_memory_is_at_most_stock_s(tmp_path, dtype, shape):
         before = torch.cuda.memory_allocated()
         trainer.train()
         if cls is FusedGRPOTrainer:
-            assert max(trainer._fused.merger._ends) == 7
-            padded = 4 * (4 + 2000)
-            assert sum(lengths) > padded
+            assert trainer._fused.merger._ends_of_first[0] > trainer._fused.merger._ends[0]
         return torch.cuda.max_memory_allocated() - before
 
     stock = trained(GRPOTrainer)
@@ -241,7 +287,9 @@ def test_peak_memory_is_at_most_stock_s(tmp_path, dtype, shape):
     assert trained(FusedGRPOTrainer) <= stock
 
 
-def test_the_metrics_of_such_a_window_are_stock_s(tmp_path):
+def test_the_metrics_of_such_a_window_are_stock_s(tmp_path, monkeypatch):
+    monkeypatch.setattr(first_forward, "_NUMBERS_OF_PRODUCTS", 0.05)
+
     def trained(cls):
         trainer = make_trainer(tmp_path, cls, max_steps=1, **WINDOW)
         use_sampler(trainer)
@@ -249,9 +297,9 @@ def test_the_metrics_of_such_a_window_are_stock_s(tmp_path):
         return trainer
 
     ours, stock = trained(FusedGRPOTrainer), trained(GRPOTrainer)
-    timed = SimpleNamespace(names={"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"})
+    timed = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
     [mine, *_], [theirs, *_] = ours.state.log_history, stock.state.log_history
-    shared = theirs.keys() - timed.names
+    shared = theirs.keys() - timed
     assert shared <= mine.keys() and "entropy" in shared
     assert {name: mine[name] for name in shared} == pytest.approx({name: theirs[name] for name in shared}, rel=1e-4)
     assert trl_compat.metrics_of(ours).keys() >= trl_compat.metrics_of(stock).keys()

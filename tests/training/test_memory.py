@@ -240,7 +240,7 @@ def test_attention_that_is_kept_in_the_memory_of_padding_trains_the_same(tmp_pat
     monkeypatch.setattr(torch_compat, "flash_attention", counted)
     monkeypatch.setattr(torch_compat, "flash_attention_backward", emulated_backward)
     *found, with_memory = trained()
-    monkeypatch.setattr(memory, "kept_in_padding", lambda *_: None)
+    monkeypatch.setattr(memory, "kept_as_trl", lambda *_: None)
     *expected, without = trained()
     assert 0 < with_memory < without
     assert found[0] == expected[0]

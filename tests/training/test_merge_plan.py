@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_training import make_inputs
-from trl_fused_grpo.training.first_forward import TokenLimits
 from trl_fused_grpo.training.merge_plan import plan_merges, window_starts
 from trl_fused_grpo.training.partitioning import prompt_group_ids, rows_by_width, widths_of
 
@@ -14,18 +13,16 @@ from trl_fused_grpo.training.partitioning import prompt_group_ids, rows_by_width
 @settings(deadline=None, max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 6), st.integers(1, 3)),
-    limits=st.builds(TokenLimits, st.integers(0, 90), st.integers(0, 90)),
-    windows=st.sets(st.integers(0, 5)),
+    limits=st.lists(st.integers(0, 90), min_size=1, max_size=2),
     shares=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_shared_forwards_hold_as_many_micro_batches_as_the_limits_allow(shape, limits, windows, shares, seed):
-    """One limit for the first forward of a window, one for the others."""
+def test_shared_forwards_hold_as_many_micro_batches_as_the_limits_allow(shape, limits, shares, seed):
     count, rows = shape
     batches = [make_inputs(rows=rows, seed=seed + number) for number in range(count)]
     for batch in batches[1:]:
         batch["prompt_ids"], batch["prompt_mask"] = batches[0]["prompt_ids"], batches[0]["prompt_mask"]
-    ends = plan_merges(batches, limits, windows, shares)
+    plans = plan_merges(batches, limits, shares)
 
     def tokens(start, end):
         ids, masks, completions = (
@@ -35,11 +32,11 @@ def test_shared_forwards_hold_as_many_micro_batches_as_the_limits_allow(shape, l
         keys = prompt_group_ids(ids, masks) if shares else range(len(ids))
         return int(completions.sum()) + sum(dict(zip(keys, masks.sum(1).tolist(), strict=True)).values())
 
-    for start, end in enumerate(ends):
-        limit = limits.first if start in windows else limits.others
-        assert start <= end < count
-        assert end == start or tokens(start, end) <= limit
-        assert end == count - 1 or tokens(start, end + 1) > limit
+    for limit, ends in zip(limits, plans, strict=True):
+        for start, end in enumerate(ends):
+            assert start <= end < count
+            assert end == start or tokens(start, end) <= limit
+            assert end == count - 1 or tokens(start, end + 1) > limit
 
 
 @settings(deadline=None, max_examples=60)
@@ -55,7 +52,8 @@ def test_aligned_rows_count_with_their_padding(shape, limit, seed):
         lengths = (torch.cat(masks[::2]) + torch.cat(masks[1::2])).tolist()
         return rows_by_width(lengths, widths_of(end + 1 - start))[1]
 
-    for start, end in enumerate(plan_merges(batches, TokenLimits(limit, limit), [], True, "aligned")):
+    [ends] = plan_merges(batches, [limit], True, "aligned")
+    for start, end in enumerate(ends):
         assert all(tokens(start, last) <= limit for last in range(start + 1, end + 1))
         assert end == count - 1 or tokens(start, end + 1) > limit
 

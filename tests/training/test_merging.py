@@ -82,7 +82,7 @@ def test_rows_planned_for_another_layout_share_no_forward(tmp_path):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, fused_layout="aligned")
     trainer.current_gradient_accumulation_steps = 2
     batches = [make_inputs(seed=seed) for seed in range(2)]
-    with mock.patch.object(type(trainer._fused), "steps_left", 2):
+    with mock.patch.object(type(trainer._fused.window), "steps_left", 2):
         for layout, together in (("packed", 1), ("aligned", 2)):
             trainer._fused.merger.set_plan(batches, [1, 1], layout)
             forwards = []
@@ -137,9 +137,9 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
         fused._fused.merger.set_plan(batches, [2, 2, 2], fused.fused_layout())
         total = 0.0
         for step, batch in enumerate(batches):
-            fused._fused._steps_done = step
+            fused._fused.window._steps_done = step
             fused.accelerator.gradient_state._set_sync_gradients(step == 2)
-            with temporary_attr(fused._fused, "_is_in_step", True):  # as within `training_step`
+            with temporary_attr(fused._fused.window, "is_in_step", True):  # as within `training_step`
                 total = total + fused.compute_loss(fused.model, batch)
         return total
 

@@ -13,7 +13,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss import reduction
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 from trl_fused_grpo.training.loss_request import build_loss_request
-from trl_fused_grpo.training.state import FusedState
+from trl_fused_grpo.training.window import AccumulationWindow
 
 
 def test_recomputed_rows_are_counted_over_all_processes():
@@ -24,7 +24,7 @@ def test_recomputed_rows_are_counted_over_all_processes():
     )
     trainer = SimpleNamespace(accelerator=accelerator, _metrics={"train": {"fused/rows_recomputed": []}})
     state = SimpleNamespace(trainer=trainer, _recomputed=[(1, 4), (0, 6)])
-    FusedState._log_recomputed(state)
+    AccumulationWindow.log_recomputed(state)
     assert trainer._metrics["train"]["fused/rows_recomputed"] == pytest.approx([4 / 16, 3 / 10])
     assert state._recomputed == []
 

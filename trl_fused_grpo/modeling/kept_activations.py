@@ -25,6 +25,20 @@ class LayerBytes(NamedTuple):
     attention: int
 
 
+class LastLayers(NamedTuple):
+    """
+    Bytes that the last layers keep of what attention computed. Backward, which brings the gradients of weights, frees
+    them first.
+
+    Args:
+        layers (`int`): of a run.
+        bytes_for (`Callable`): the bytes for a forward of so many tokens.
+    """
+
+    layers: int
+    bytes_for: Callable[[int], int]
+
+
 class KeptActivations:
     """
     What the layers of one forward keep, in each run of the model that it is made of.
@@ -34,8 +48,7 @@ class KeptActivations:
         padded_tokens (`int`, *optional*):
             Tokens of the rows in TRL's padding. Where the forward has one run, of fewer tokens, what checkpointing
             would keep of the others is added to these bytes, layer by layer.
-        beside (`Callable`, *optional*):
-            Further bytes that such a forward may keep, given its tokens.
+        last ([`LastLayers`], *optional*): further bytes that the last layers of such a forward may keep.
         checkpointed (`int`, *optional*):
             How many layers of a run are checkpointed. Those behind them, which backward frees first, keep everything.
             By default all are.
@@ -50,10 +63,10 @@ class KeptActivations:
         attention_bytes: int = 0,
         padded_tokens: int | None = None,
         checkpointed: int | None = None,
-        beside: Callable[[int], int] | None = None,
+        last: "LastLayers | None" = None,
     ):
         self.attention_bytes, self.padded_tokens, self.checkpointed = attention_bytes, padded_tokens, checkpointed
-        self._beside = beside
+        self._last, self._bytes_of_last = last, 0
         self.run = self.layer = 0
         self._is_only_run = True
 
@@ -62,7 +75,7 @@ class KeptActivations:
         self.run += 1
         self.layer, self._is_only_run = 0, is_only_one
         if self.padded_tokens is not None:
-            self.attention_bytes = 0  # another layout may have been tried before
+            self.attention_bytes = self._bytes_of_last = 0  # another layout may have been tried before
 
     def next_is_checkpointed(self, *inputs: Any) -> bool:
         """Whether the layer that is called next is checkpointed. Its `inputs` begin with hidden states `[B, L, H]`."""
@@ -71,13 +84,16 @@ class KeptActivations:
         if isinstance(hidden, Tensor) and hidden.dim() == 3:
             tokens = hidden.shape[0] * hidden.shape[1]
             fewer = self.padded_tokens - tokens
-            if self.layer == 1 and self._beside is not None:
-                self.attention_bytes += self._beside(tokens)
+            if self.layer == 1 and self._last is not None:
+                self._bytes_of_last = self._last.bytes_for(tokens)
             self.attention_bytes += max(0, fewer) * hidden.shape[2] * hidden.element_size()
         return self.checkpointed is None or self.layer <= self.checkpointed
 
     def takes_attention(self, count: int) -> bool:
         """Whether a layer may keep so many bytes of what attention computed; they are taken then."""
+        if self._last is not None and count * (self._last.layers - self.layer + 1) <= self._bytes_of_last:
+            self._bytes_of_last -= count
+            return True
         if count > self.attention_bytes:
             return False
         self.attention_bytes -= count
@@ -85,7 +101,7 @@ class KeptActivations:
 
     def costly_results(self) -> "CostlyResults | None":
         """For the layer that was called last: where attention's results go. `None` where none can be kept."""
-        return CostlyResults(self.takes_attention) if self.attention_bytes else None
+        return CostlyResults(self.takes_attention) if self.attention_bytes or self._bytes_of_last else None
 
     def after_recomputation(
         self, place: tuple[int, int], tensors: list[Tensor], inputs: Iterable[Any], attention: int

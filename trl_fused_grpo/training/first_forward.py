@@ -6,46 +6,54 @@ those of all weights beside them. In the same memory it may have more tokens, an
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat.architecture import text_model
-from trl_fused_grpo.modeling.layer_memo import LayerMemo, layers_of
+from trl_fused_grpo.modeling.layer_memo import LayerMemo, layers_as_they_are, layers_of
 from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
 
 
-# More tokens at once gain nothing on one H200 (`benchmarks/NOTES.md`)
+# More tokens at once were not measured
 MAX_TOKENS = 32_768
-# While a layer is computed again and its backward runs there are so many numbers for each in the inputs and outputs of
-# its products: 1.50 to 1.55 were found for Qwen3 of 0.6B, 1.7B and 4B
-_NUMBERS_OF_PRODUCTS = 1.6
+# While a layer is computed again and its backward runs there are at most so many numbers for each in the inputs and
+# outputs of its products: 1.5 to 1.6 in Qwen3 of 0.6B to 4B with kernels, up to 1.9 in other families without
+_NUMBERS_OF_PRODUCTS = 2.0
 
 
 @dataclass(frozen=True)
 class GradientMemory:
     """
-    The memory of the gradients that are not there yet.
+    The memory of gradients that are not there yet, and what a forward takes of it, in bytes.
 
     Args:
-        free (`int`): its bytes on this process.
-        bytes_of_token (`int`):
-            What each token of a forward takes when backward begins: the inputs of checkpointed layers, and what one
-            layer takes while it is computed again.
+        free (`int`): of all gradients on this process.
+        inputs (`int`): what checkpointed layers keep of a token until backward comes to them.
+        working (`int`): what a layer takes for a token while it is computed again.
     """
 
     free: int = 0
-    bytes_of_token: int = 1
+    inputs: int = 0
+    working: int = 1
 
     @property
-    def tokens(self) -> int:
-        """Tokens for which there is room in it."""
-        return self.free // self.bytes_of_token
+    def most_tokens(self) -> int:
+        """How many more tokens than in TRL's padding a forward may have at the most."""
+        return self.free // (self.inputs + self.working)
 
-    def beside(self, tokens: int, padded: int) -> int:
-        """Bytes that a forward leaves of it, given its tokens and those of a micro-batch in TRL's padding."""
-        return max(0, self.free - max(0, tokens - padded) * self.bytes_of_token)
+    def tokens(self, padded: int) -> int:
+        """
+        How many more tokens than a micro-batch in TRL's padding a forward may have. There is room for them when
+        backward begins, and still when it ends: then no inputs are kept, and the gradients are there.
+        """
+        return min(self.most_tokens, padded * self.inputs // self.working)
+
+    def left(self, tokens: int, padded: int) -> int:
+        """Bytes that a forward leaves when backward begins, given its tokens and those in TRL's padding."""
+        return max(0, self.free - max(0, tokens - padded) * (self.inputs + self.working))
 
 
 class TokenLimits(NamedTuple):
@@ -63,30 +71,41 @@ class TokenLimits(NamedTuple):
 
 def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, layout: str) -> GradientMemory:
     """
-    The memory of the gradients that a trainer's policy does not have yet, if a forward may take it.
+    The memory of the gradients of a trainer's policy, if the first forward of an accumulation window may take it.
 
     Args:
-        trainer (`GRPOTrainer`): that may be about to begin an accumulation window.
-        causal_lm (`PreTrainedModel`): its policy, in no wrapper.
+        trainer (`GRPOTrainer`): whose policy it is.
+        causal_lm (`PreTrainedModel`): the policy, in no wrapper.
         layout (`str`): of the policy's rows.
     """
-    layers: list[Any] = layers_of(text_model(causal_lm))
-    reason = why_not_in_memory_of_gradients(trainer, causal_lm, layout)
-    if reason is not None or not all(layer.gradient_checkpointing for layer in layers):
-        return GradientMemory()
-    device = trainer.accelerator.device
-    parameters = torch_compat.parameters_of(trainer.model)
-    waiting = [p for p in parameters if p.requires_grad and p.grad is None and p.device.type == device.type]
+    with layers_as_they_are():
+        if why_not_in_memory_of_gradients(trainer, causal_lm, layout) is not None:
+            return GradientMemory()
+        width = _width_of_products(causal_lm)
+    text, device = text_model(causal_lm), trainer.accelerator.device.type
+    # Not those of a vision tower: without images it gets none
+    parts = [text, *filter(None, [causal_lm.get_output_embeddings()])]
+    weights = {parameter for part in parts for parameter in torch_compat.parameters_of(part)}
+    trained = [weight for weight in weights if weight.requires_grad and weight.device.type == device]
     embedding: Any = causal_lm.get_input_embeddings()
     size = embedding.weight.element_size()
     size_of_products = 2 if trainer.accelerator.mixed_precision in ("bf16", "fp16") else size
-    inputs = len(layers) * causal_lm.config.get_text_config().hidden_size * size
-    working = int(_NUMBERS_OF_PRODUCTS * _width_of_products(causal_lm) * size_of_products)
-    return GradientMemory(sum(map(torch_compat.local_bytes, waiting)), inputs + working)
+    return GradientMemory(
+        free=sum(map(torch_compat.local_bytes, trained)),
+        inputs=len(layers_of(text)) * causal_lm.config.get_text_config().hidden_size * size,
+        working=int(_NUMBERS_OF_PRODUCTS * width * size_of_products),
+    )
+
+
+def finds_no_gradients(trainer: Any, causal_lm: PreTrainedModel) -> bool:
+    """Whether no weight of a trainer's policy has a gradient now, and all of its layers checkpoint."""
+    layers: list[Any] = layers_of(text_model(causal_lm))
+    checkpoint = all(getattr(layer, "gradient_checkpointing", False) for layer in layers)
+    return checkpoint and all(weight.grad is None for weight in torch_compat.parameters_of(trainer.model))
 
 
 def why_not_in_memory_of_gradients(trainer: Any, causal_lm: PreTrainedModel, layout: str) -> str | None:
-    """Why a forward may not take the memory of gradients that are not there yet, or `None`."""
+    """Why the first forward of a window may not take the memory of gradients that are not there yet, or `None`."""
     if trainer.args.gradient_accumulation_steps == 1:
         return "TRL has no micro-batch that finds gradients"
     kwargs = trainer.args.gradient_checkpointing_kwargs or {}
@@ -94,7 +113,7 @@ def why_not_in_memory_of_gradients(trainer: Any, causal_lm: PreTrainedModel, lay
         return "its layers do not checkpoint as TRL's default does"
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed keeps gradients in memory of its own"
-    wrapped = trainer.model_wrapped
+    wrapped = torch_compat.without_compiler(trainer.model_wrapped)
     if isinstance(wrapped, DistributedDataParallel) and wrapped.gradient_as_bucket_view:
         return "gradients stay where DDP reduces them"
     if layout != "packed":
@@ -102,16 +121,26 @@ def why_not_in_memory_of_gradients(trainer: Any, causal_lm: PreTrainedModel, lay
     unpacked = unpacked_layers(causal_lm)
     if unpacked.with_state or unpacked.attention:
         return "some of its layers run on rows of their own"
-    if model_compat.attention_implementation(causal_lm.config.get_text_config()) == "eager":
+    config = causal_lm.config.get_text_config()
+    if model_compat.attention_implementation(config) == "eager":
         return "its attention may keep a number for each pair of tokens"
-    checkpoints = [hasattr(layer, "gradient_checkpointing") for layer in layers_of(text_model(causal_lm))]
-    if not all(checkpoints) or not _width_of_products(causal_lm):
+    embedding = getattr(causal_lm.get_input_embeddings(), "weight", None)
+    if not _width_of_products(causal_lm) or embedding is None or not hasattr(config, "hidden_size"):
         return "what its layers take is not known"
     return None
 
 
 @LayerMemo
 def _width_of_products(causal_lm: PreTrainedModel) -> int:
-    """Inputs and outputs of all matrices of the widest layer, 0 where none has any."""
-    shapes = [[p.shape for p in layer.parameters() if p.dim() > 1] for layer in layers_of(text_model(causal_lm))]
-    return max((sum(shape[-1] + shape.numel() // shape[-1] for shape in of_layer) for of_layer in shapes), default=0)
+    """Inputs and outputs of all matrices of the widest layer, 0 where they are not known."""
+    layers = layers_of(text_model(causal_lm))
+    if not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        return 0
+    if any(buffer.dim() > 1 for layer in layers for buffer in layer.buffers()):
+        return 0  # matrices of quantized layers, among others
+    return max(map(_width_of_matrices, layers), default=0)
+
+
+def _width_of_matrices(layer: nn.Module) -> int:
+    shapes = [parameter.shape for parameter in layer.parameters() if parameter.dim() > 1]
+    return sum(shape[-1] + shape.numel() // shape[-1] for shape in shapes)

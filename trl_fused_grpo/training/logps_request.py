@@ -37,6 +37,7 @@ class LogpsRequest:
         reads_padding (`bool`): whether TRL's objective reads padding, so that every row keeps it.
         micro_batch (`int`, *optional*): sequences in each of the micro-batches that are joined here.
         watch (`Callable`, *optional*): makes a [`MemoryWatch`] for a forward of these.
+        begins_window (`bool`): whether an accumulation window begins with this forward.
     """
 
     mask: Tensor
@@ -47,6 +48,7 @@ class LogpsRequest:
     reads_padding: bool = False
     micro_batch: int | None = None
     watch: Callable[[], MemoryWatch] | None = None
+    begins_window: bool = False
 
     @classmethod
     def joined(cls, parts: list["LogpsRequest"]) -> "LogpsRequest":

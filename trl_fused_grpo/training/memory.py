@@ -1,11 +1,12 @@
 """
-What layers keep for backward instead of computing it again: in the memory that TRL's padding would take, or in that of
-`fused_memory`, which also lets shared forwards have more tokens.
+The tokens of shared forwards, and what layers keep for backward instead of computing it again: in the memory that TRL's
+padding and gradients would take, or in that of `fused_memory`.
 """
 
 import gc
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,14 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo.modeling.kept_activations import KeptActivations, LayerBytes, MeasuredActivations
+from trl_fused_grpo._compat.architecture import text_model
+from trl_fused_grpo.modeling.kept_activations import KeptActivations, LastLayers, LayerBytes, MeasuredActivations
+from trl_fused_grpo.modeling.layer_memo import layers_of
 from trl_fused_grpo.modeling.layout import LayoutName
 
 from .agreement import of_all_processes
 from .first_forward import MAX_TOKENS as MOST_OF_FIRST
-from .first_forward import GradientMemory, TokenLimits, gradient_memory
+from .first_forward import GradientMemory, TokenLimits, finds_no_gradients, gradient_memory
 from .logps_request import LogpsArgs, LogpsRequest
 from .merge_plan import tokens_of_forward
 
@@ -172,24 +175,30 @@ def kept_in_forward(
         return None
     layout = engine.layout(call.model, is_multimodal, keeps_padding, logps_request.reads_padding)
     if engine.memory is None:
-        return kept_in_padding(
-            logps_request, call, gradient_memory(engine.trainer, engine.causal_lm(call.model), layout)
-        )
+        return kept_as_trl(engine, logps_request, call, layout)
     tokens = tokens_of_forward(engine, logps_request, call, layout)
     return engine.memory.plan_forward(engine.trainer, engine.unwrapped(call.model), tokens)
 
 
-def kept_in_padding(logps_request: LogpsRequest, call: LogpsArgs, gradients: GradientMemory) -> KeptActivations | None:
+def kept_as_trl(
+    engine: Any, logps_request: LogpsRequest, call: LogpsArgs, layout: LayoutName
+) -> KeptActivations | None:
     """
     What the layers of a forward with gradients keep without `fused_memory`: of attention, what fits into the memory in
-    which checkpointing would keep the padding of TRL's rows, and into that of gradients that are not there yet. `None`
-    where that is not known.
+    which checkpointing would keep the padding of TRL's rows, and in the first forward of a window into that of the
+    gradients. `None` where that is not known.
     """
     is_whole = call.batch_size is None or call.batch_size >= len(call.input_ids)
     if call.multimodal or not is_whole:  # layers of other parts, or of several runs, are checkpointed too
         return None
-    padded_tokens = (logps_request.micro_batch or len(call.input_ids)) * call.input_ids.shape[1]
-    return KeptActivations(padded_tokens=padded_tokens, beside=partial(gradients.beside, padded=padded_tokens))
+    padded = (logps_request.micro_batch or len(call.input_ids)) * call.input_ids.shape[1]
+    trainer, causal_lm = engine.trainer, engine.causal_lm(call.model)
+    # Not in the backward of a part, where memory ran out
+    if not logps_request.begins_window or not finds_no_gradients(trainer, causal_lm):
+        return KeptActivations(padded_tokens=padded)
+    gradients = gradient_memory(trainer, causal_lm, layout)
+    layers = len(layers_of(text_model(causal_lm)))
+    return KeptActivations(padded_tokens=padded, last=LastLayers(layers, partial(gradients.left, padded=padded)))
 
 
 def _bytes_of_gradient(parameter: nn.Parameter) -> int:
@@ -215,7 +224,7 @@ def memory_budget(trainer: GRPOTrainer, fraction: float | None) -> MemoryBudget 
     return MemoryBudget(fraction, DeviceMemory(trainer.accelerator.device))
 
 
-def token_limits(engine: Any, layout: LayoutName) -> Callable[[int], TokenLimits]:
+def token_limits(engine: Any, layout: LayoutName, has_images: bool) -> Callable[[int], TokenLimits]:
     """
     The most tokens of shared forwards, the same on all processes, given those of a micro-batch in TRL's padding:
     without `fused_memory`, what takes no more memory than TRL does.
@@ -223,18 +232,19 @@ def token_limits(engine: Any, layout: LayoutName) -> Callable[[int], TokenLimits
     Args:
         engine ([`LogpsEngine`]): of the trainer whose micro-batches share forwards.
         layout (`str`): of their rows.
+        has_images (`bool`): whether a micro-batch of any process has images.
     """
     trainer, most = engine.trainer, engine.options.fused_max_tokens_per_forward
     if most is not None:
         return lambda padded: TokenLimits(most, most)
     gradients = GradientMemory()
-    if engine.memory is None:
+    if engine.memory is None and not has_images:  # what a vision tower takes for an image is not known
         gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), layout)
-    more = int(of_all_processes(trainer.accelerator, [gradients.tokens]).amin())
+    gradients = replace(gradients, free=int(of_all_processes(trainer.accelerator, [gradients.free]).amin()))
 
     def limits(padded: int) -> TokenLimits:
-        others = min(padded, MAX_TOKENS)
-        return TokenLimits(max(others, min(others + more, MOST_OF_FIRST)), others)
+        others, more = min(padded, MAX_TOKENS), gradients.tokens(padded)
+        return TokenLimits(min(padded + more, MOST_OF_FIRST) if more else others, others)
 
     return limits
 

@@ -1,6 +1,6 @@
 """Which micro-batches of a generation batch may share a forward: those that have few enough tokens together."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor
 from trl_fused_grpo.modeling.layout import LayoutName, Rows
 from trl_fused_grpo.modeling.layout_choice import traits
 
-from .first_forward import TokenLimits
 from .logps_request import LogpsArgs, LogpsRequest, can_join_images
 from .partitioning import prompt_group_ids, rows_by_width, widths_of
 
@@ -28,41 +27,41 @@ def window_starts(count: int, steps_left: int, steps: int) -> list[int]:
 
 def plan_merges(
     batches: list[dict[str, Any]],
-    limits: TokenLimits,
-    windows: Collection[int],
+    limits: Iterable[int],
     share_prompts: bool,
     layout: LayoutName = "packed",
     needs_last_column: bool = False,
     in_one_width: bool = False,
-) -> list[int]:
+) -> list[list[int]]:
     """
     Decide which micro-batches of a generation batch may share a forward. None do where a row has holes in its mask:
     such rows keep TRL's padding.
 
     Args:
         batches (`list[dict]`): the micro-batches, all of one width.
-        limits ([`TokenLimits`]): most tokens that several may have together.
-        windows (`Collection[int]`): see [`window_starts`].
+        limits (`Iterable[int]`): most tokens that several may have together, for each plan.
         share_prompts (`bool`): whether a prompt counts once, in packed rows.
         layout (`str`): `"packed"` or `"aligned"`, whose rows are as long as the longest of their width.
         needs_last_column (`bool`): see [`layout_choice.Traits`].
         in_one_width (`bool`): whether aligned rows are counted as wide as the longest of all.
 
     Returns:
-        `list[int]`: for each micro-batch, the index of the last one that may share its forward.
+        `list[list[int]]`:
+            for each limit and each micro-batch, the index of the last one that may share its forward.
     """
     counter = _token_counter(batches, share_prompts, layout, needs_last_column, in_one_width)
     if counter is None:
-        return list(range(len(batches)))
-    ends = []
-    for start in range(len(batches)):
-        tokens, end, limit = counter(), start, limits.first if start in windows else limits.others
+        return [list(range(len(batches))) for _ in limits]
+
+    def end_of(start: int, limit: int) -> int:
+        tokens, end = counter(), start
         for index in range(start, len(batches)):
             if tokens(index) > limit or not can_join_images(batches[start : index + 1]):
                 break
             end = index
-        ends.append(end)
-    return ends
+        return end
+
+    return [[end_of(start, limit) for start in range(len(batches))] for limit in limits]
 
 
 def tokens_of_forward(engine: Any, logps_request: LogpsRequest, call: LogpsArgs, layout: LayoutName) -> int:

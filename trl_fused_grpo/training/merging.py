@@ -25,6 +25,7 @@ from .checks import is_possible
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen
 from .engine import LogpsEngine
 from .exchange import exchanged
+from .first_forward import finds_no_gradients
 from .logps_request import LogpsRequest, PerTokenLogps, images_of
 from .memory import free_memory, limits_in_budget, token_limits
 from .merge_plan import plan_merges, window_starts
@@ -105,9 +106,10 @@ class MicroBatchMerger:
             logger.warning_once(f"Every micro-batch has a forward of its own, because {reason}.")
         asked_for = "fused_max_tokens_per_forward" if options.fused_max_tokens_per_forward else None
         is_shared = is_possible(asked_for, why_forwards_are_not_shared(trainer, layout))
-        limits_of = token_limits(self.engine, layout) if is_shared else None
+        limits_of = token_limits(self.engine, layout, any(with_images)) if is_shared else None
         windows = window_starts(len(batches), steps_left, trainer.args.gradient_accumulation_steps)
-        batches, ends = exchanged(self.engine, batches, layout, windows, limits_of, any(with_images)), []
+        batches = exchanged(self.engine, batches, layout, windows, limits_of, any(with_images))
+        ends = ends_of_first = []
         if limits_of is not None:
             processes = trainer.accelerator.num_processes
             self._why_not_split = why_not_split(trainer, causal_lm)
@@ -117,10 +119,11 @@ class MicroBatchMerger:
             limits = limits_in_budget(limits_of(padded), self.engine)
             needs_last_column = traits(causal_lm).needs_last_column
             in_one_width = needs_last_column or processes > 1
-            ends = plan_merges(batches, limits, windows, shares_prompts, layout, needs_last_column, in_one_width)
-            # Every process must call the model at the same steps
-            ends = of_all_processes(trainer.accelerator, ends).amin(0).tolist()
-        self.set_plan(batches, ends, layout, with_images)
+            plans = plan_merges(batches, limits, shares_prompts, layout, needs_last_column, in_one_width)
+            # All must call the model at the same steps
+            agreed = of_all_processes(trainer.accelerator, sum(plans, [])).amin(0)  # noqa: RUF017 - two lists
+            ends_of_first, ends = agreed.view(2, -1).tolist()
+        self.set_plan(batches, ends, layout, with_images, ends_of_first)
         return batches
 
     def set_plan(
@@ -129,6 +132,7 @@ class MicroBatchMerger:
         ends: list[int],
         layout: LayoutName = "packed",
         with_images: list[bool] | None = None,
+        ends_of_first: list[int] | None = None,
     ) -> None:
         """
         Replace the plan by that of a new generation batch. Log-probs of the one before are dropped.
@@ -140,45 +144,58 @@ class MicroBatchMerger:
                 forward of its own.
             layout (`str`): the layout of their rows, for which tokens were counted.
             with_images (`list[bool]`, *optional*): for each, whether it has images on any process.
+            ends_of_first (`list[int]`, *optional*): the same as `ends` where an accumulation window begins.
         """
-        self._with_images = with_images or []
+        self._with_images, self._ends_of_first = with_images or [], ends_of_first or ends
         self._batches, self._ends, self.layout = batches, ends, layout
         self._forget_forward()
 
-    def group_of(self, inputs: dict[str, Any], steps_left: int) -> list[dict[str, Any]]:
+    def group_of(self, inputs: dict[str, Any], steps_left: int, finds_no_gradients: bool) -> list[dict[str, Any]]:
         """
         The micro-batches that share a forward whose first one is `inputs`, in order.
 
         Args:
             inputs (`dict`): a micro-batch of the trainer. One that is not of the generation batch is alone.
             steps_left (`int`): micro-batches until the accumulation window ends, this one included.
+            finds_no_gradients (`bool`): whether the window begins with it, and no weight has a gradient.
         """
         index = self._index_of(inputs)
         if index is None or not self._ends:
             return [inputs]
-        end = min(self._ends[index], index + min(steps_left, self._most_together) - 1)
+        end = (self._ends_of_first if finds_no_gradients else self._ends)[index]
+        end = min(end, index + min(steps_left, self._most_together) - 1)
         return [inputs, *self._batches[index + 1 : end + 1]]
 
-    def groups(self, steps_left: int) -> list[list[dict[str, Any]]]:
+    def groups(self, steps_left: int, begins_window: bool) -> list[list[dict[str, Any]]]:
         """
         All micro-batches of the generation batch, grouped by the forward that they will share.
 
         Args:
             steps_left (`int`): micro-batches until the current accumulation window ends.
+            begins_window (`bool`): whether it begins with the first of them.
         """
         groups, index = [], 0
         while index < len(self._batches):
             if steps_left == 0:
-                steps_left = self.trainer.args.gradient_accumulation_steps
-            groups.append(self.group_of(self._batches[index], steps_left))
+                steps_left, begins_window = self.trainer.args.gradient_accumulation_steps, True
+            groups.append(self.group_of(self._batches[index], steps_left, begins_window))
+            begins_window = False
             index += len(groups[-1])
             steps_left -= len(groups[-1])
         return groups
 
-    def joined(self, parts: list[LogpsRequest]) -> LogpsRequest:
+    def find_no_gradients(self, inputs: dict[str, Any]) -> bool:
+        """Whether no weight of any process has a gradient, where a window that begins so has a larger forward then."""
+        index = self._index_of(inputs)
+        if index is None or not self._ends or self._ends_of_first[index] == self._ends[index]:
+            return False
+        accelerator, causal_lm = self.trainer.accelerator, self.engine.causal_lm(self.trainer.model)
+        return bool(of_all_processes(accelerator, [finds_no_gradients(self.trainer, causal_lm)]).all())
+
+    def joined(self, parts: list[LogpsRequest], begins_window: bool) -> LogpsRequest:
         """The request of micro-batches that share a forward: where memory runs out in it, all processes hear of it."""
         request = LogpsRequest.joined(parts)
-        return replace(request, watch=self._watch) if len(parts) > 1 else request
+        return replace(request, watch=self._watch if len(parts) > 1 else None, begins_window=begins_window)
 
     def fitting(
         self, group: list[dict[str, Any]], compute: Callable[[list[dict[str, Any]]], PerTokenLogps]

@@ -37,6 +37,7 @@ from .merging import MicroBatchMerger, reducing_gradients
 from .rloo import DeferredOldLogps
 from .summary import print_summary
 from .verification import Verification
+from .window import AccumulationWindow
 
 
 class FusedState:
@@ -53,6 +54,7 @@ class FusedState:
         deferral ([`LogpsDeferral`]): log-probs that generation leaves out.
         ratio ([`DeferredRatio`]): importance ratios that generation leaves out.
         verification ([`Verification`]): compares micro-batches with TRL's own path.
+        window ([`AccumulationWindow`]): the training steps between two optimizer steps.
         stats (`list[FusedStats]`): of the last loss forward, one for each sub-batch.
         micro_batch (`dict`): the inputs of the training step that runs.
         is_in_train (`bool`): whether TRL's `train` runs.
@@ -63,14 +65,12 @@ class FusedState:
         self.engine = LogpsEngine(trainer, defaults)
         self.merger, self.deferral = MicroBatchMerger(trainer, self.engine), LogpsDeferral(trainer, self.engine)
         self.ratio = DeferredOldLogps(trainer) if trainers.is_rloo(trainer) else DeferredRatio(trainer)
-        self.verification = Verification(trainer, self.engine)
+        self.verification, self.window = Verification(trainer, self.engine), AccumulationWindow(trainer)
         self.stats: list[FusedStats] = []
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
-        self.is_in_train = self._is_in_step = self._has_summary_to_print = False
+        self.is_in_train = self._has_summary_to_print = False
         self._is_asked = False  # for log-probs, in a training step
-        self._steps_done = 0  # training steps of the current accumulation window that are done
-        self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
 
     def attach(self, layer_kernels: bool) -> None:
         """
@@ -119,21 +119,9 @@ class FusedState:
 
     def begin_accumulation(self) -> None:
         """TRL asks for the micro-batches of a new accumulation window."""
-        self._steps_done, self._recomputed = 0, []
+        self.window.begin()
         self.merger.begin_window()
         self.engine.list_modules_anew()  # a generation of the user's may not have done so
-
-    @property
-    def steps_left(self) -> int:
-        """
-        Micro-batches until the weights move, the current one included. Zero outside a training step, where it is not
-        known: a loop of the user's own may move them at any time.
-        """
-        if not self._is_in_step:
-            return 0
-        if self.trainer.accelerator.sync_gradients:
-            return 1
-        return max(self.trainer.current_gradient_accumulation_steps - self._steps_done, 1)
 
     # Generation, and the micro-batches that it is split into
 
@@ -144,14 +132,16 @@ class FusedState:
         if self._has_summary_to_print and self.trainer.model.training:
             print_summary(self.engine)  # by now the model is in its wrappers
             self._has_summary_to_print = False
-        with self.deferral.generation(self.steps_left):
+        with self.deferral.generation(self.window.steps_left):
             yield
         forget_repeated_hooks(self.trainer.model)
 
     def plan(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Prepare the micro-batches of a new generation batch, and return those to train on."""
-        batches = self.merger.plan_generation(batches, self.steps_left)
-        self.deferral.compute_reference(self.merger.groups(self.steps_left), self._loss_request)
+        batches = self.merger.plan_generation(batches, self.window.steps_left)
+        self.deferral.compute_reference(
+            self.merger.groups(self.window.steps_left, self.window.begins), self._loss_request
+        )
         return batches
 
     # A training step
@@ -170,25 +160,19 @@ class FusedState:
                 run = partial(backward, **options)
                 self.merger.backward(loss, self.micro_batch, accelerator.sync_gradients, run)
 
-        with temporary_attr(accelerator, "backward", backward_of_forward), temporary_attr(self, "_is_in_step", True):
+        with (
+            temporary_attr(accelerator, "backward", backward_of_forward),
+            temporary_attr(self.window, "is_in_step", True),
+        ):
             yield
         if not self._is_asked:
             checks.log_that_nothing_is_fused(self.trainer)
-        self._steps_done = 0 if accelerator.sync_gradients else self._steps_done + 1
+        self.window.step_ends()
         if not self.merger.is_waiting:
             self.verification.after_backward(self._loss_of)
-            self._recomputed.append((sum(stats.recomputed for stats in self.stats), sum(s.rows for s in self.stats)))
+            self.window.count(self.stats)
         if accelerator.sync_gradients:
-            self._log_recomputed()
-
-    def _log_recomputed(self) -> None:
-        """Log the counts of a window's forwards, reduced together: processes wait for one another once."""
-        accelerator, counts, self._recomputed = self.trainer.accelerator, self._recomputed, []
-        if accelerator.num_processes > 1:
-            local = torch.tensor(counts, dtype=torch.float32, device=accelerator.device)
-            counts = accelerator.reduce(local, reduction="sum").tolist()
-        shares = [recomputed / max(rows, 1) for recomputed, rows in counts]
-        trl_compat.metrics_of(self.trainer)["fused/rows_recomputed"].extend(shares)
+            self.window.log_recomputed()
 
     # The loss of a micro-batch
 
@@ -208,7 +192,7 @@ class FusedState:
         checks.check_micro_batch(micro_batch)
         before = self.verification.snapshot(micro_batch)
         loss = self._loss_of(micro_batch, trl_loss)
-        if self._is_in_step:
+        if self.window.is_in_step:
             self.verification.keep(before, trl_loss, loss)
         return loss
 
@@ -230,7 +214,7 @@ class FusedState:
             call ([`LogpsArgs`]): its arguments.
             trl_method (`Callable`): TRL's own method.
         """
-        trainer, self._is_asked = self.trainer, self._is_asked or self._is_in_step
+        trainer, self._is_asked = self.trainer, self._is_asked or self.window.is_in_step
         if self.deferral.leaves_out(call, trl_method):
             return trl_compat.logps_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
         # An override of this method may ask for other rows than those of the loss
@@ -272,10 +256,10 @@ class FusedState:
         requests = {id(batch): self._loss_request(batch) for batch in sharing}
 
         def compute(group: list[dict[str, Any]]) -> PerTokenLogps:
-            logps_request = self.merger.joined([requests[id(batch)] for batch in group])
+            logps_request = self.merger.joined([requests[id(batch)] for batch in group], self.window.begins)
             is_alone = len(group) == 1 and group[0] is micro_batch
             joined = call if is_alone else call.with_batches(group)
-            with reducing_gradients(call.model) if 1 < len(group) == self.steps_left else nullcontext():
+            with reducing_gradients(call.model) if 1 < len(group) == self.window.steps_left else nullcontext():
                 return self.engine.compute(logps_request, joined, trl_method, is_multimodal=is_multimodal)
 
         group, of_group = self.merger.fitting(sharing, compute)
@@ -286,7 +270,8 @@ class FusedState:
 
     def _sharing_forward(self, loss_call: LossCall, model: nn.Module) -> list[dict[str, Any]]:
         """The micro-batches that share the forward of this one, itself first."""
-        group = self.merger.group_of(loss_call.micro_batch, self.steps_left)
+        finds_no_gradients = self.window.begins and self.merger.find_no_gradients(loss_call.micro_batch)
+        group = self.merger.group_of(loss_call.micro_batch, self.window.steps_left, finds_no_gradients)
         if len(group) == 1:
             return group
         is_multimodal = bool(self.merger.is_multimodal(loss_call.micro_batch))

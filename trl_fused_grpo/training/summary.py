@@ -31,8 +31,7 @@ from .eligibility import (
     why_weights_move,
 )
 from .engine import LogpsEngine
-from .first_forward import MAX_TOKENS as MOST_OF_FIRST
-from .first_forward import why_not_in_memory_of_gradients
+from .first_forward import gradient_memory
 from .forecastable import has_old_logps, why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .loss_request import padding_counts
 from .memory import MAX_TOKENS, why_no_memory_budget
@@ -201,9 +200,8 @@ class _Lines:
         """What shared forwards get beyond the tokens of TRL's padded micro-batch."""
         if self.engine.memory is not None:
             return ", more where fused_memory has room"
-        if why_not_in_memory_of_gradients(self.trainer, self.causal_lm, self.layout) is not None:
-            return ""
-        return f"; the first of a window up to {MOST_OF_FIRST:,}, in the memory of gradients that are not there yet"
+        more = gradient_memory(self.trainer, self.causal_lm, self.layout).most_tokens
+        return f"; the first of a window up to {more:,} more, where gradients will be" if more else ""
 
     def old_logps(self) -> SummaryLine:
         name, computed = "old log-probs", "a forward of their own, where TRL has one"
