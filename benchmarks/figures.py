@@ -249,8 +249,8 @@ def main(folder: Annotated[Path, typer.Option(help="where the figures go")] = HE
         "step": draw_step("step-h200.json"),
         "micro-batches": draw_micro_batches("micro-batches-cpu.json"),
         "memory": draw_memory(load("memory-h200.json")),
-        "learning": draw_learning("learning-h200.json"),
-        "learning-short": draw_learning("learning-h200.json", panels=("accuracy", "entropy")),
+        "learning": draw_learning("learning-h100.json"),
+        "learning-short": draw_learning("learning-h100.json", panels=("accuracy", "entropy")),
         "replay": draw_replay("replay-h200.json"),
     }
     for name, figure in drawn.items():

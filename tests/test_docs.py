@@ -21,7 +21,17 @@ from trl_fused_grpo.modeling import (
     layout_choice,
     packed_attention,
 )
-from trl_fused_grpo.training import checks, eligibility, engine, forecastable, logps, memory, trial, verification
+from trl_fused_grpo.training import (
+    checks,
+    eligibility,
+    engine,
+    first_forward,
+    forecastable,
+    logps,
+    memory,
+    trial,
+    verification,
+)
 from trl_fused_grpo.training.customisation import MICRO_BATCH_METHODS
 
 
@@ -35,6 +45,7 @@ MODULES = (
     compiled_modules,
     eligibility,
     engine,
+    first_forward,
     flex_kernel,
     forecastable,
     layout,
@@ -109,7 +120,7 @@ def test_the_table_of_faster_paths_names_every_predicate(module):
 
 
 def test_the_table_of_faster_paths_names_no_predicate_that_is_gone():
-    places = (eligibility, forecastable, engine.LogpsEngine)
+    places = (eligibility, forecastable, first_forward, engine.LogpsEngine)
     for name in re.findall(r"why_\w+", eligibility.__doc__):
         assert any(hasattr(place, name) for place in places), name
 

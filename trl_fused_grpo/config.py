@@ -178,7 +178,8 @@ class FusedGRPOConfig(GRPOConfig):
         fused_max_tokens_per_forward (`int`, *optional*):
             Run packed or aligned micro-batches of an accumulation window through the model together, up to this many
             tokens, which for aligned rows include their padding. Each keeps a loss of its own. Defaults to the size of
-            TRL's padded micro-batch, at most 16,384. 0 runs each alone, in the least memory.
+            TRL's padded micro-batch, at most 16,384, and for the first forward of a window to what fits into the memory
+            of gradients that are not there yet, at most 32,768. 0 runs each alone, in the least memory.
         fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
             metric then covers the others only, and so do `sampling/...` where vLLM's ratio comes from the training
@@ -196,7 +197,7 @@ class FusedGRPOConfig(GRPOConfig):
             Fraction of the device's memory that this process may take, for speed: larger shared forwards, and layers
             that keep for backward what gradient checkpointing would compute again, attention's results first. Layers
             do so from the third optimizer step on; the first two show what a step takes. By default memory stays at
-            that of TRL's padded micro-batch, and layers keep attention's results in what its padding would take there.
+            TRL's, and layers keep attention's results in what its padding, and gradients, would take there.
             Acts on CUDA, with `gradient_checkpointing`.
         fused_verify (`int`, *optional*, defaults to `0`):
             Every so many optimizer steps, compute one micro-batch by TRL's own path too, and log how far the fused one
@@ -248,7 +249,7 @@ class FusedGRPOConfig(GRPOConfig):
     )
     fused_max_tokens_per_forward: int | None = field(
         default=FusedOptions.fused_max_tokens_per_forward,
-        metadata={"help": "Tokens of the micro-batches that run together (default: a padded one's)."},
+        metadata={"help": "Tokens of the micro-batches that run together (default: in TRL's memory)."},
     )
     fused_skip_zero_grad_sequences: bool = field(
         default=FusedOptions.fused_skip_zero_grad_sequences,

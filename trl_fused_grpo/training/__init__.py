@@ -6,13 +6,14 @@ the folder, in the order in which a training comes through it:
 - `state` has what the trainer's overrides call: generation, the plan of micro-batches, a training step, its loss.
 - `deferral` leaves log-probs out of the generation; `deferred_ratio` computes their importance ratios in training.
 - `merging` has micro-batches share forwards, as `merge_plan` counts their tokens; `partitioning` decides which
-  sequences go together.
+  sequences go together. `window` knows where in an accumulation window a training is, `first_forward` what its first
+  forward may take more.
 - `exchange` moves sequences between processes; `exchange_plan` decides which.
 - `loss_request` says which positions a loss needs, with which gradients. `logps_request` has the types in between:
   request, arguments, options, result.
 - `engine` chooses the layout and computes log-probs; `agreement` has processes choose alike; `trial` tries each layout
   out at the first batch. `logps` runs a batch, `sub_batch` a part of it.
-- `memory` has what a training may take of the device's memory for speed.
+- `memory` has what forwards may take of the device's memory: as much as TRL's, or more for speed.
 - `verification` compares micro-batches with TRL's own path (`fused_verify`).
 - `summary` says what a training does and why not a faster way, in the lines of `summary_table`.
 - `rloo` has what is different for an `RLOOTrainer`: what its loss asks for, its old log-probs.
