@@ -15,6 +15,7 @@ case says otherwise. The learning rate is zero, so that every step starts from t
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -65,6 +66,7 @@ class StepClock(TrainerCallback):
         """The weights are updated."""
         self._wait()
         self.seconds.append(time.perf_counter() - self.since)
+        print(f"step {state.global_step}: {self.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
         self.peaks.append(torch.cuda.max_memory_allocated() if self.device == "cuda" else 0)
 
     def _wait(self) -> None:
@@ -213,7 +215,9 @@ def run_case(
     profile: Path | None,
 ) -> list[dict[str, Any]]:
     """The records of a case: stock, ours, and ours with other options; `flash` is the FlashAttention to take."""
+    start = time.perf_counter()
     rollout = make_rollout(case, device)
+    print(f"{name}: completions after {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     about = {"case": name, "tokens": rollout.tokens, "width": rollout.width, "padding": round(rollout.padding, 4)}
     contenders: list[tuple[str, dict[str, Any]]] = [("stock", {})] * (stock_repeats > 0)
     contenders += [("ours", {}), *(("ours, " + ", ".join(f"{k}={v}" for k, v in arm.items()), arm) for arm in arms)]

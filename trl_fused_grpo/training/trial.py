@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from trl_fused_grpo._compat import models as models_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, HiddenStatesRequest
-from trl_fused_grpo.modeling.layout import Layout, Rows
+from trl_fused_grpo.modeling.layout import Layout
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 
 from .customised_model import code_of, own_class, row_reader, zero_weight
@@ -23,9 +23,9 @@ from .logps import PromptsNotSharedError, RowsRefusedError, RowsWithImages, comp
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 from .random_states import random_states_kept
 from .trial_precision import in_float32, rounding_of, runs_in_float32
+from .trial_rows import ROWS_TRIED, few_sequences, narrowed, prompt_numbers
 
 
-_ROWS_TRIED = 5
 _FIRST_TOKENS = 8  # of a sequence: what leaks into it over a boundary is seen there best
 _MOST_ROUNDING = 0.03  # of hidden states, relative: more than this is no rounding
 _MOST_IN_FLOAT32 = 1e-4  # the same where training rounds to fewer bits: 28 layers made 3e-6
@@ -55,7 +55,8 @@ def try_rows(
     call: LogpsArgs, options: LogpsOptions, images: MultimodalInputs | None, on_any_process: Callable[[bool], bool]
 ) -> bool:
     """
-    Compare the hidden states of short sequences of a batch, each alone in TRL's padding, with those of the same
+    Compare the hidden states of short sequences of a batch, each alone in TRL's padding (as far as [`narrowed`] keeps
+    it), with those of the same
     sequences together in a layout, without dropout and without gradient: in the precision that trains, and before that
     in float32 where autocast rounds weights that are. Where the layout was asked for, each is alone in this layout:
     whoever asks for it says that padding does not matter.
@@ -84,18 +85,21 @@ def try_rows(
     selected = call.attention_mask[:, -call.logits_to_keep :].bool()
     with_images = [] if images is None else images.rows_with_images
     if options.processes > 1 or len(with_images) > 1:  # all processes must run the vision tower as often
-        tried = _few_sequences(call, selected, with_images)
+        tried = few_sequences(call, selected, with_images)
     else:
-        tried = _few_sequences(call, selected)
+        tried = few_sequences(call, selected)
     can_tell = len(tried) > 1
-    count = next((n for n in range(_ROWS_TRIED, 1, -1) if on_any_process(len(tried) >= n)), 0)
+    count = next((n for n in range(ROWS_TRIED, 1, -1) if on_any_process(len(tried) >= n)), 0)
     if not count:
         return False
     if not can_tell:  # any tokens will do
         call, tried = replace(call, attention_mask=torch.ones_like(call.attention_mask)), with_images[:1] or [0]
+    elif images is None and not options.needs_last_column:
+        call = narrowed(call, tried)
+        selected = selected[:, : call.logits_to_keep]
     compared = _Compared(call, options, images, selected, tried, count, on_any_process)
     difference = None
-    prompts = _prompts(call) if options.share_prompts else range(len(selected))
+    prompts = prompt_numbers(call) if options.share_prompts else range(len(selected))
     prompts = [prompts[row] for row in tried]
     if runs_in_float32(call, options):  # in one process: nobody waits for what is left out
         exact = in_float32(compared.errors, options.causal_lm, call.input_ids.device.type)
@@ -193,29 +197,6 @@ def _difference(errors: Sequence[float], prompts: Sequence[int], most: float) ->
     return f"by {found:.1e}, where rounding makes {min(limit, errors[0]):.1e}" if found > limit else None
 
 
-def _prompts(call: LogpsArgs) -> list[int]:
-    """A number for the prompt of each row, the same for equal ones."""
-    length = call.input_ids.shape[1] - call.logits_to_keep
-    mask = call.attention_mask[:, :length]
-    prompts = torch.cat([call.input_ids[:, :length] * mask, mask], dim=1)
-    return torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()
-
-
-def _few_sequences(call: LogpsArgs, selected: Tensor, among: Sequence[int] = ()) -> list[int]:
-    """
-    The rows of a few sequences without holes, of which `selected` `[B, T]` has tokens, `among` some rows if any are
-    given: the shortest, others with its prompt, and one or more with another prompt if there is any.
-    """
-    mask = call.attention_mask.bool()
-    padded = Rows(call.input_ids, call.attention_mask, call.logits_to_keep, selected, selected.any(1))
-    lengths = (mask.sum(1) * selected.any(1)).masked_fill(padded.with_holes(mask), 0)
-    order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
-    order = [row for row in order if not among or row in among]
-    prompts = _prompts(call)
-    siblings = [row for row in order if prompts[row] == prompts[order[0]]][: _ROWS_TRIED - 1]
-    return sorted([*siblings, *(row for row in order if row not in siblings)][:_ROWS_TRIED])
-
-
 def _relative_error(value: Tensor, reference: Tensor) -> float:
     """How far hidden states `[n, H]` are from others, over all tokens or over the first few, whichever is more."""
     squares, sizes = (value - reference).square().sum(1), reference.square().sum(1)
@@ -272,8 +253,8 @@ def try_layout(
 
 def _difference_from_padded(call: LogpsArgs, options: LogpsOptions) -> Tensor | None:
     """The largest difference of log-probs, a scalar in nats. `None` where the model refuses the layout by itself."""
-    rows = _few_sequences(call, call.attention_mask[:, -call.logits_to_keep :].bool())
-    index = torch.tensor(rows or range(len(call.input_ids))[:_ROWS_TRIED], device=call.input_ids.device)
+    rows = few_sequences(call, call.attention_mask[:, -call.logits_to_keep :].bool())
+    index = torch.tensor(rows or range(len(call.input_ids))[:ROWS_TRIED], device=call.input_ids.device)
     ids, mask = call.input_ids[index], call.attention_mask[index]
     few = replace(call, input_ids=ids, attention_mask=mask, compute_entropy=False, compute_aux_loss=False)
     completion_mask = mask[:, -call.logits_to_keep :]
