@@ -173,15 +173,15 @@ def kept_in_forward(
     """What the layers of a forward keep, `None` without gradients; arguments are those of [`LogpsEngine.compute`]."""
     if not torch.is_grad_enabled():
         return None
-    layout = engine.layout(call.model, is_multimodal, keeps_padding, logps_request.reads_padding)
     if engine.memory is None:
-        return kept_as_trl(engine, logps_request, call, layout)
+        return kept_as_trl(engine, logps_request, call, keeps_padding)
+    layout = engine.layout(call.model, is_multimodal, keeps_padding, logps_request.reads_padding)
     tokens = tokens_of_forward(engine, logps_request, call, layout)
     return engine.memory.plan_forward(engine.trainer, engine.unwrapped(call.model), tokens)
 
 
 def kept_as_trl(
-    engine: Any, logps_request: LogpsRequest, call: LogpsArgs, layout: LayoutName
+    engine: Any, logps_request: LogpsRequest, call: LogpsArgs, keeps_padding: str | None
 ) -> KeptActivations | None:
     """
     What the layers of a forward with gradients keep without `fused_memory`: of attention, what fits into the memory in
@@ -196,6 +196,7 @@ def kept_as_trl(
     # Not in the backward of a part, where memory ran out
     if not logps_request.begins_window or not finds_no_gradients(trainer, causal_lm):
         return KeptActivations(padded_tokens=padded)
+    layout = engine.layout(call.model, False, keeps_padding, logps_request.reads_padding)
     gradients = gradient_memory(trainer, causal_lm, layout)
     layers = len(layers_of(text_model(causal_lm)))
     return KeptActivations(padded_tokens=padded, last=LastLayers(layers, partial(gradients.left, padded=padded)))
