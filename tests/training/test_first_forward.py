@@ -12,7 +12,7 @@ from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.training import engine, first_forward, memory
+from trl_fused_grpo.training import engine, first_forward, memory, merging
 from trl_fused_grpo.training.first_forward import GradientMemory, gradient_memory, why_not_in_memory_of_gradients
 from trl_fused_grpo.training.merge_plan import tokens_of_forward
 
@@ -239,7 +239,7 @@ def test_a_window_of_one_forward_trains_what_stock_trains(tmp_path, monkeypatch,
     [((1024, 16, 32_000), 2000), ((512, 24, 8_000), 2000), ((1024, 16, 2000), 60)],
     ids=["wide", "deep", "short-rows"],
 )
-def test_peak_memory_is_at_most_stock_s(tmp_path, dtype, shape, longest):
+def test_peak_memory_is_at_most_stock_s(tmp_path, monkeypatch, dtype, shape, longest):
     """Whole windows at TRL's defaults, where weights are most of the memory, little of it, and nearly all of it."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -278,13 +278,14 @@ def test_peak_memory_is_at_most_stock_s(tmp_path, dtype, shape, longest):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trainer.train()
-        if cls is FusedGRPOTrainer:
-            assert trainer._fused.merger._ends_of_first[0] > trainer._fused.merger._ends[0]
         return torch.cuda.max_memory_allocated() - before
 
     stock = trained(GRPOTrainer)
     memory.free_memory()
+    limits, original = [], memory.limits_in_budget
+    monkeypatch.setattr(merging, "limits_in_budget", lambda *args: limits.append(original(*args)) or limits[-1])
     assert trained(FusedGRPOTrainer) <= stock
+    assert all(first > others for first, others in limits) and limits
 
 
 def test_the_metrics_of_such_a_window_are_stock_s(tmp_path, monkeypatch):
