@@ -1,5 +1,6 @@
 """The first forward of an accumulation window takes the memory of the gradients that are not there yet."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.training import engine, first_forward, memory, merging
+from trl_fused_grpo.training import engine, first_forward, memory
 from trl_fused_grpo.training.first_forward import GradientMemory, gradient_memory, why_not_in_memory_of_gradients
 from trl_fused_grpo.training.merge_plan import tokens_of_forward
 
@@ -120,14 +121,14 @@ def test_gradients_and_layers_that_do_not_checkpoint_are_seen(tmp_path):
             "do not checkpoint",
         ),
         ({"kind": "lfm2"}, "rows of their own"),
-        ({"kind": "gptj"}, "rows of their own"),
+        ({"kind": "gptj"}, "rows of their own|not known"),  # by the version of transformers
         ({"model_init_kwargs": {"attn_implementation": "eager"}}, "each pair of tokens"),
     ],
 )
 def test_the_memory_is_left_where_what_is_assumed_of_it_does_not_hold(tmp_path, options, reason):
     trainer = begun(tmp_path, **options)
     found = why_not_in_memory_of_gradients(trainer, trainer.model, "packed")
-    assert found is None if reason is None else reason in found
+    assert found is None if reason is None else re.search(reason, found)
     assert (memory_of(trainer) == GradientMemory()) == (reason is not None)
     assert ("where gradients will be" in str(trainer.fused_summary())) == (reason is None)
 
@@ -229,63 +230,6 @@ def test_a_window_of_one_forward_trains_what_stock_trains(tmp_path, monkeypatch,
     assert found[0] == [pytest.approx(pair, rel=1e-4, abs=1e-6) for pair in expected[0]]
     for mine, other in zip(found[1], expected[1], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("shape", "longest"),
-    [((1024, 16, 32_000), 2000), ((512, 24, 8_000), 2000), ((1024, 16, 2000), 60)],
-    ids=["wide", "deep", "short-rows"],
-)
-def test_peak_memory_is_at_most_stock_s(tmp_path, monkeypatch, dtype, shape, longest):
-    """Whole windows at TRL's defaults, where weights are most of the memory, little of it, and nearly all of it."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    hidden, layers, vocab = shape
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        intermediate_size=3 * hidden,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        head_dim=128,
-    )
-    generator = torch.Generator().manual_seed(0)
-    lengths = [longest, *torch.randint(longest // 33, longest // 2, (31,), generator=generator).tolist()]
-    completions = [torch.randint(3, 1000, (n,), generator=generator).tolist() for n in lengths]
-
-    def trained(cls):
-        torch.manual_seed(0)
-        options = {"num_generations": 8, "max_completion_length": longest, "gradient_accumulation_steps": 8}
-        trainer = make_trainer(
-            tmp_path,
-            cls,
-            model=Qwen3ForCausalLM(config).to(getattr(torch, dtype)),
-            use_cpu=False,
-            bf16=True,
-            gradient_checkpointing=True,
-            max_steps=3,
-            **options,
-        )
-        use_sampler(trainer)
-        logps = [[-6.5] * n for n in lengths]
-        ids = [[5, 6, 7, 8]] * 32
-        trainer._generate_single_turn = lambda prompts, *_, **__: (ids, completions, logps, {})
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        trainer.train()
-        return torch.cuda.max_memory_allocated() - before
-
-    stock = trained(GRPOTrainer)
-    memory.free_memory()
-    limits, original = [], memory.limits_in_budget
-    monkeypatch.setattr(merging, "limits_in_budget", lambda *args: limits.append(original(*args)) or limits[-1])
-    assert trained(FusedGRPOTrainer) <= stock
-    assert all(first > others for first, others in limits) and limits
 
 
 def test_the_metrics_of_such_a_window_are_stock_s(tmp_path, monkeypatch):

@@ -1,0 +1,108 @@
+"""A window whose first forward takes the memory of gradients has no higher peak than stock's."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOTrainer
+
+from tests.tiny_training import make_trainer
+from tests.training.sampler import use_sampler
+from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo.training import memory, merging
+
+
+def test_short_rows_of_a_window_do_not_take_more_than_stock_when_backward_ends(tmp_path):
+    """Gradients of all weights are there then, and each token still needs what a layer computes for it."""
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=256,
+        num_hidden_layers=16,
+        intermediate_size=768,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    generator = torch.Generator().manual_seed(0)
+    completions = [torch.randint(3, 1000, (12,), generator=generator).tolist() for _ in range(95)]
+    completions.append([7] * 13)
+
+    def peak(cls):
+        torch.manual_seed(0)
+        options = {"gradient_accumulation_steps": 24, "num_generations": 12, "max_completion_length": 13}
+        model = Qwen3ForCausalLM(config)
+        trainer = make_trainer(
+            tmp_path, cls, model=model, optim="sgd", max_steps=1, gradient_checkpointing=True, **options
+        )
+        use_sampler(trainer)
+        output = [[5, 6, 7, 8]] * 96, completions, [[-6.5] * len(ids) for ids in completions], {}
+        trainer._generate_single_turn = lambda prompts, *_, **__: output
+        trainer.rollout_func = lambda prompts, trainer: dict(
+            zip(("prompt_ids", "completion_ids", "logprobs"), output[:3], strict=True)
+        )
+        gc.collect()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            trainer.train()
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        return max(itertools.accumulate(event.nbytes() for event in events))
+
+    stock, ours = peak(GRPOTrainer), peak(FusedGRPOTrainer)
+    assert 0 < ours <= stock
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "longest"),
+    [((1024, 16, 32_000), 2000), ((512, 24, 8_000), 2000), ((1024, 16, 2000), 60)],
+    ids=["wide", "deep", "short-rows"],
+)
+def test_peak_memory_is_at_most_stock_s(tmp_path, monkeypatch, dtype, shape, longest):
+    """Whole windows at TRL's defaults, where weights are most of the memory, little of it, and nearly all of it."""
+    hidden, layers, vocab = shape
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=3 * hidden,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=128,
+    )
+    generator = torch.Generator().manual_seed(0)
+    lengths = [longest, *torch.randint(longest // 33, longest // 2, (31,), generator=generator).tolist()]
+    completions = [torch.randint(3, 1000, (n,), generator=generator).tolist() for n in lengths]
+
+    def trained(cls):
+        torch.manual_seed(0)
+        options = {"num_generations": 8, "max_completion_length": longest, "gradient_accumulation_steps": 8}
+        trainer = make_trainer(
+            tmp_path,
+            cls,
+            model=Qwen3ForCausalLM(config).to(getattr(torch, dtype)),
+            use_cpu=False,
+            bf16=True,
+            gradient_checkpointing=True,
+            max_steps=3,
+            **options,
+        )
+        use_sampler(trainer)
+        logps = [[-6.5] * n for n in lengths]
+        ids = [[5, 6, 7, 8]] * 32
+        trainer._generate_single_turn = lambda prompts, *_, **__: (ids, completions, logps, {})
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer.train()
+        return torch.cuda.max_memory_allocated() - before
+
+    stock = trained(GRPOTrainer)
+    memory.free_memory()
+    limits, original = [], memory.limits_in_budget
+    monkeypatch.setattr(merging, "limits_in_budget", lambda *args: limits.append(original(*args)) or limits[-1])
+    assert trained(FusedGRPOTrainer) <= stock
+    assert all(first > others for first, others in limits) and limits
