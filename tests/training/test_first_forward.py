@@ -37,10 +37,6 @@ def limits_of(trainer, padded, layout="packed", has_images=False):
     return memory.token_limits(trainer._fused.engine, layout, has_images)(padded)
 
 
-def finds_none(trainer):
-    return first_forward.finds_no_gradients(trainer, trainer.model)
-
-
 def test_more_tokens_fit_when_backward_begins_and_when_it_ends():
     gradients = GradientMemory(free=1000, inputs=6, working=4)
     assert gradients.most_tokens == gradients.tokens(padded=100) == 100  # of 10 bytes each, when it begins
@@ -83,7 +79,7 @@ def test_the_first_forward_gets_more_tokens_up_to_a_limit(tmp_path):
     assert more(most) == memory_of(trainer).most_tokens > more(1000) > 50
     assert limits_of(trainer, 1000) == (1000 + more(1000), 1000)
     assert limits_of(trainer, most - 1) == (most - 1 + more(most), most - 1)
-    assert limits_of(trainer, 10 * most) == (first_forward.MAX_TOKENS, most)
+    assert limits_of(trainer, 10 * most) == (first_forward.MOST_OF_FIRST, most)
     assert limits_of(trainer, 1000, "aligned") == limits_of(trainer, 1000, has_images=True) == (1000, 1000)
     assert limits_of(begun(tmp_path, fused_memory=None, gradient_checkpointing=False), 10 * most) == (most, most)
 
@@ -91,7 +87,7 @@ def test_the_first_forward_gets_more_tokens_up_to_a_limit(tmp_path):
 def test_weights_of_any_size_do_not_lift_the_limit(tmp_path, monkeypatch):
     trainer = begun(tmp_path)
     monkeypatch.setattr(memory, "gradient_memory", lambda *_: GradientMemory(2**50, 2**20, 1))
-    assert limits_of(trainer, 50) == (first_forward.MAX_TOKENS, 50)
+    assert limits_of(trainer, 50) == (first_forward.MOST_OF_FIRST, 50)
 
 
 def test_a_limit_of_the_user_s_holds_for_all(tmp_path):
@@ -100,13 +96,13 @@ def test_a_limit_of_the_user_s_holds_for_all(tmp_path):
 
 def test_gradients_and_layers_that_do_not_checkpoint_are_seen(tmp_path):
     trainer = begun(tmp_path)
-    assert finds_none(trainer)
+    assert first_forward.why_memory_is_taken(trainer, trainer.model) is None
     *_, last = trainer.model.parameters()
     last.grad = torch.zeros_like(last)
-    assert not finds_none(trainer)
+    assert "gradients" in first_forward.why_memory_is_taken(trainer, trainer.model)
     last.grad = None
     trainer.model.model.layers[0].gradient_checkpointing = False
-    assert not finds_none(trainer)
+    assert "checkpoint" in first_forward.why_memory_is_taken(trainer, trainer.model)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +127,11 @@ def test_the_memory_is_left_where_what_is_assumed_of_it_does_not_hold(tmp_path, 
     assert found is None if reason is None else re.search(reason, found)
     assert (memory_of(trainer) == GradientMemory()) == (reason is not None)
     assert ("where gradients will be" in str(trainer.fused_summary())) == (reason is None)
+
+
+def test_the_table_says_why_the_first_forward_has_no_more_tokens(tmp_path):
+    table = " ".join(str(begun(tmp_path, gradient_checkpointing=False).fused_summary()).split())
+    assert "the first of a window no more, because its layers do not checkpoint as TRL's default does" in table
 
 
 def test_matrices_that_are_shards_or_none_are_not_counted_on(tmp_path):
@@ -188,7 +189,9 @@ def test_deepspeed_keeps_its_own(tmp_path):
         "zeroed-gradients-within-a-generation",
     ],
 )
-def test_a_window_of_one_forward_trains_what_stock_trains(tmp_path, monkeypatch, options, keeps_gradients, forwards):
+def test_a_window_of_one_forward_trains_what_stock_trains(
+    tmp_path, monkeypatch, caplog, options, keeps_gradients, forwards
+):
     monkeypatch.setattr(first_forward, "_NUMBERS_OF_PRODUCTS", 0.05)  # as if the tiny model had 60 layers
     seen, beside_gradients, begins, made = [], [], [], []
 
@@ -223,6 +226,7 @@ def test_a_window_of_one_forward_trains_what_stock_trains(tmp_path, monkeypatch,
     assert forwards is None or seen == forwards
     if keeps_gradients:
         assert seen[0] == 16 and max(seen[1:]) < 16
+        assert caplog.text.count("because weights still have gradients when a window begins") == 1
     assert begins[0] and sum(begins) == 2
     assert all(beside_gradients)
     assert beside_gradients or forwards

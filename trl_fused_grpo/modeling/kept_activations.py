@@ -48,10 +48,10 @@ class KeptActivations:
         padded_tokens (`int`, *optional*):
             Tokens of the rows in TRL's padding. Where the forward has one run, of fewer tokens, what checkpointing
             would keep of the others is added to these bytes, layer by layer.
-        last ([`LastLayers`], *optional*): further bytes that the last layers of such a forward may keep.
         checkpointed (`int`, *optional*):
             How many layers of a run are checkpointed. Those behind them, which backward frees first, keep everything.
             By default all are.
+        last ([`LastLayers`], *optional*): further bytes that the last layers may keep where there is one run.
 
     Attributes:
         run (`int`): the number of the run.
@@ -63,7 +63,7 @@ class KeptActivations:
         attention_bytes: int = 0,
         padded_tokens: int | None = None,
         checkpointed: int | None = None,
-        last: "LastLayers | None" = None,
+        last: LastLayers | None = None,
     ):
         self.attention_bytes, self.padded_tokens, self.checkpointed = attention_bytes, padded_tokens, checkpointed
         self._last, self._bytes_of_last = last, 0

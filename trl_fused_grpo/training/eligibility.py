@@ -10,7 +10,7 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | log-probs from the fused linear function | [`why_not_fused`] |
 | rows without padding | [`why_padding_may_be_read`], `LogpsEngine.why_rows_are_seen`, `modeling/layout_choice.py` |
 | micro-batches that share a forward | [`why_forwards_are_not_shared`] |
-| more of them in the first of a window | `first_forward.why_not_in_memory_of_gradients` |
+| more of them in the first of a window | `first_forward.why_not_in_memory_of_gradients`, `why_memory_is_taken` |
 | no old log-probs on-policy | [`why_old_logps_are_needed`], in any step: [`why_old_logps_are_not_skipped`] |
 | no old log-probs on-policy, left out by TRL | [`why_weights_move`] |
 | the reference's log-probs in the policy's groups | [`why_reference_is_not_regrouped`] |

@@ -18,7 +18,7 @@ from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
 
 
 # More tokens at once were not measured
-MAX_TOKENS = 32_768
+MOST_OF_FIRST = 32_768
 # While a layer is computed again and its backward runs there are at most so many numbers for each in the inputs and
 # outputs of its products: 1.5 to 1.6 in Qwen3 of 0.6B to 4B with kernels, up to 1.9 in other families without
 _NUMBERS_OF_PRODUCTS = 2.0
@@ -97,11 +97,14 @@ def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, layout: str) -> Gr
     )
 
 
-def finds_no_gradients(trainer: Any, causal_lm: PreTrainedModel) -> bool:
-    """Whether no weight of a trainer's policy has a gradient now, and all of its layers checkpoint."""
+def why_memory_is_taken(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
+    """Why the memory of gradients is not free when a window begins, or `None`: what the user changes in a training."""
     layers: list[Any] = layers_of(text_model(causal_lm))
-    checkpoint = all(getattr(layer, "gradient_checkpointing", False) for layer in layers)
-    return checkpoint and all(weight.grad is None for weight in torch_compat.parameters_of(trainer.model))
+    if not all(getattr(layer, "gradient_checkpointing", False) for layer in layers):
+        return "a layer does not checkpoint any more"
+    if any(weight.grad is not None for weight in torch_compat.parameters_of(trainer.model)):
+        return "weights still have gradients when a window begins"
+    return None
 
 
 def why_not_in_memory_of_gradients(trainer: Any, causal_lm: PreTrainedModel, layout: str) -> str | None:

@@ -22,8 +22,7 @@ from trl_fused_grpo.modeling.layer_memo import layers_of
 from trl_fused_grpo.modeling.layout import LayoutName
 
 from .agreement import of_all_processes
-from .first_forward import MAX_TOKENS as MOST_OF_FIRST
-from .first_forward import GradientMemory, TokenLimits, finds_no_gradients, gradient_memory
+from .first_forward import MOST_OF_FIRST, GradientMemory, TokenLimits, gradient_memory, why_memory_is_taken
 from .logps_request import LogpsArgs, LogpsRequest
 from .merge_plan import tokens_of_forward
 
@@ -194,7 +193,7 @@ def kept_as_trl(
     padded = (logps_request.micro_batch or len(call.input_ids)) * call.input_ids.shape[1]
     trainer, causal_lm = engine.trainer, engine.causal_lm(call.model)
     # Not in the backward of a part, where memory ran out
-    if not logps_request.begins_window or not finds_no_gradients(trainer, causal_lm):
+    if not logps_request.begins_window or why_memory_is_taken(trainer, causal_lm) is not None:
         return KeptActivations(padded_tokens=padded)
     layout = engine.layout(call.model, False, keeps_padding, logps_request.reads_padding)
     gradients = gradient_memory(trainer, causal_lm, layout)

@@ -25,7 +25,7 @@ from .checks import is_possible
 from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen
 from .engine import LogpsEngine
 from .exchange import exchanged
-from .first_forward import finds_no_gradients
+from .first_forward import why_memory_is_taken
 from .logps_request import LogpsRequest, PerTokenLogps, images_of
 from .memory import free_memory, limits_in_budget, token_limits
 from .merge_plan import plan_merges, window_starts
@@ -101,8 +101,7 @@ class MicroBatchMerger:
         with_images = with_images_anywhere(trainer.accelerator, causal_lm, [bool(images_of(b)) for b in batches])
         layout = self.engine.layout(trainer.model, is_multimodal=any(with_images))
         shares_prompts = self.engine.shares_prompts(trainer.model)
-        reason = why_micro_batches_are_seen(trainer)
-        if reason is not None:
+        if (reason := why_micro_batches_are_seen(trainer)) is not None:
             logger.warning_once(f"Every micro-batch has a forward of its own, because {reason}.")
         asked_for = "fused_max_tokens_per_forward" if options.fused_max_tokens_per_forward else None
         is_shared = is_possible(asked_for, why_forwards_are_not_shared(trainer, layout))
@@ -189,8 +188,10 @@ class MicroBatchMerger:
         index = self._index_of(inputs)
         if index is None or not self._ends or self._ends_of_first[index] == self._ends[index]:
             return False
-        accelerator, causal_lm = self.trainer.accelerator, self.engine.causal_lm(self.trainer.model)
-        return bool(of_all_processes(accelerator, [finds_no_gradients(self.trainer, causal_lm)]).all())
+        reason = why_memory_is_taken(self.trainer, self.engine.causal_lm(self.trainer.model))
+        if reason is not None:
+            logger.warning_once(f"The first forward of a window has no more tokens than others, because {reason}.")
+        return bool(of_all_processes(self.trainer.accelerator, [reason is None]).all())
 
     def joined(self, parts: list[LogpsRequest], begins_window: bool) -> LogpsRequest:
         """The request of micro-batches that share a forward: where memory runs out in it, all processes hear of it."""

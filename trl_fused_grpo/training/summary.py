@@ -31,7 +31,7 @@ from .eligibility import (
     why_weights_move,
 )
 from .engine import LogpsEngine
-from .first_forward import gradient_memory
+from .first_forward import gradient_memory, why_not_in_memory_of_gradients
 from .forecastable import has_old_logps, why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .loss_request import padding_counts
 from .memory import MAX_TOKENS, why_no_memory_budget
@@ -188,20 +188,20 @@ class _Lines:
         if tokens == 0:
             change = "leave fused_max_tokens_per_forward unset, if memory allows"
             return SummaryLine(name, alone, "fused_max_tokens_per_forward=0", change)
-        reason = why_forwards_are_not_shared(self.trainer, self.layout)
-        if reason is not None:
+        if (reason := why_forwards_are_not_shared(self.trainer, self.layout)) is not None:
             return SummaryLine(name, alone, reason)
-        limit = (
-            f"{tokens:,} tokens" if tokens else f"the tokens of TRL's padded one, at most {MAX_TOKENS:,}{self.more()}"
-        )
+        as_trl = f"the tokens of TRL's padded one, at most {MAX_TOKENS:,}"
+        limit = f"{tokens:,} tokens" if tokens else as_trl + self.more()
         return SummaryLine(name, f"up to {steps} micro-batches share one: up to {limit}")
 
     def more(self) -> str:
         """What shared forwards get beyond the tokens of TRL's padded micro-batch."""
         if self.engine.memory is not None:
             return ", more where fused_memory has room"
-        more = gradient_memory(self.trainer, self.causal_lm, self.layout).most_tokens
-        return f"; the first of a window up to {more:,} more, where gradients will be" if more else ""
+        asked = self.trainer, self.causal_lm, self.layout
+        if (reason := why_not_in_memory_of_gradients(*asked)) is not None:
+            return f"; the first of a window no more, because {reason}"
+        return f"; the first of a window up to {gradient_memory(*asked).most_tokens:,} more, where gradients will be"
 
     def old_logps(self) -> SummaryLine:
         name, computed = "old log-probs", "a forward of their own, where TRL has one"

@@ -56,10 +56,9 @@ def try_rows(
 ) -> bool:
     """
     Compare the hidden states of short sequences of a batch, each alone in TRL's padding (as far as [`narrowed`] keeps
-    it), with those of the same
-    sequences together in a layout, without dropout and without gradient: in the precision that trains, and before that
-    in float32 where autocast rounds weights that are. Where the layout was asked for, each is alone in this layout:
-    whoever asks for it says that padding does not matter.
+    it), with those of the same sequences together in a layout, without dropout and without gradient: in the precision
+    that trains, and before that in float32 where autocast rounds weights that are. Where the layout was asked for, each
+    is alone in this layout: whoever asks for it says that padding does not matter.
 
     Nothing stands before the first sequence in a packed row: it shows how much rounding makes. A model mixes sequences
     when each of the others differs by more than several times that, or each that shares its prompt with one before. A
