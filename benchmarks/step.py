@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,7 +214,7 @@ def run_case(
     stock_repeats: int,
     arms: list[dict[str, Any]],
     profile: Path | None,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The records of a case: stock, ours, and ours with other options; `flash` is the FlashAttention to take."""
     start = time.perf_counter()
     rollout = make_rollout(case, device)
@@ -239,7 +240,7 @@ def run_case(
             judge(records[-1], records[0], case, device)
             shown = {k: v for k, v in records[-1].items() if k not in about and k not in ("all_ms", "options")}
             print(name, json.dumps(shown), flush=True)
-    return records
+        yield records[-1]
 
 
 def _world_size() -> int:
@@ -277,9 +278,10 @@ def main(
     for name in case:
         chosen = replace(CASES[name], options={**CASES[name].options, **of_both})
         title = ", ".join([name, *(f"{option}={value}" for option, value in of_both.items())])
-        record["results"] += run_case(title, chosen, device, repeats, stock_repeats, arms, profile)
-        if json_path is not None and _is_main():
-            write_record(json_path, record)
+        for entry in run_case(title, chosen, device, repeats, stock_repeats, arms, profile):
+            record["results"].append(entry)
+            if json_path is not None and _is_main():  # a run that is cut short keeps what it has
+                write_record(json_path, record)
     if _is_main():
         print_records(record["results"])
     if dist.is_initialized():

@@ -1,5 +1,6 @@
 """`trl-fused-grpo parity` compares the fused trainer with stock TRL."""
 
+import atexit
 import logging
 import os
 import tempfile
@@ -208,6 +209,7 @@ def _silence() -> None:
     """Turns warnings, progress bars and patches off in a process of `--jobs`, until it ends."""
     _UNTIL_THE_END.enter_context(unpatched())
     _UNTIL_THE_END.enter_context(_quiet())
+    atexit.register(_UNTIL_THE_END.close)  # while there are modules to import
 
 
 @contextmanager

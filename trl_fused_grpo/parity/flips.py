@@ -1,0 +1,70 @@
+"""
+Tells batches in which a bound decides by rounding, where a drawn case exceeds a limit in bfloat16. A token or a whole
+sequence that lies near a clip bound or a mask's is on one side of it in float64 and, by rounding, on the other in
+bfloat16, for stock as for the fused trainer: such a batch has many times the error of the others. No limit is widened:
+these batches are set aside, the others must be within all limits, and the fused trainer may not have more of them.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Literal
+
+from .errors import measure
+from .judge import bfloat16_problems
+from .result import Result
+from .run_case import Outcome
+
+
+FLIP = 3.0  # times the median of stock's errors; batches without one reach about twice
+MOST_FLIPS = 0.25  # of all batches: with more of them the median says nothing
+MOST_SIGMAS = 2.0  # by which the fused trainer may have more of them than stock, as two counts by chance
+
+
+def flip_verdict(
+    references: Sequence[Outcome], stock: Sequence[Outcome], fused: Sequence[Outcome]
+) -> Literal["tie"] | None:
+    """
+    Why a case exceeds a limit in bfloat16.
+
+    Args:
+        references (`Sequence[Outcome]`):
+            In float64, one a batch.
+        stock, fused (`Sequence[Outcome]`):
+            Of the same batches, in the same order.
+
+    Returns:
+        `str`, *optional*:
+            `"tie"` when it does not exceed one without the batches in which a bound decides by rounding, and the fused
+            trainer has no more of these than chance gives it. `None` otherwise.
+    """
+    batches, by_stock, by_fused = set(range(len(references))), set[int](), set[int]()
+    while batches:
+        chosen = sorted(batches)
+        result = Result("", "")
+        errors, stock_errors = (
+            measure([references[i] for i in chosen], [outcomes[i] for i in chosen]) for outcomes in (fused, stock)
+        )
+        if not bfloat16_problems(errors, stock_errors, result):
+            break
+        for name in (None, result.worst_parameter):
+            of_stock, of_fused = (_errors(references, outcomes, chosen, name) for outcomes in (stock, fused))
+            limit = FLIP * statistics.median(of_stock.values())
+            by_stock |= {i for i, error in of_stock.items() if error > limit}
+            by_fused |= {i for i, error in of_fused.items() if error > limit}
+            if not all(map(math.isfinite, of_fused.values())):
+                return None
+        if not (by_stock | by_fused) & batches:
+            return None
+        batches -= by_stock | by_fused
+    flips, surplus = by_stock | by_fused, len(by_fused) - len(by_stock)
+    is_chance = surplus <= MOST_SIGMAS * (len(by_fused) + len(by_stock)) ** 0.5
+    return "tie" if len(flips) <= MOST_FLIPS * len(references) and is_chance else None
+
+
+def _errors(
+    references: Sequence[Outcome], outcomes: Sequence[Outcome], batches: list[int], name: str | None
+) -> dict[int, float]:
+    """By batch, the error of a parameter's gradient, or without a name of all gradients together."""
+    errors = {i: measure([references[i]], [outcomes[i]]) for i in batches}
+    return {i: error.gradient if name is None else error.parameters[name] for i, error in errors.items()}
