@@ -44,7 +44,7 @@ from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo.parity.tiny import tokenizer
 
 
-PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12}  # dense bf16
+PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16
 LOGGED = ("loss", "grad_norm", "fused/rows_recomputed")
 
 app = typer.Typer(add_completion=False)

@@ -205,3 +205,11 @@ def test_any_part_may_be_frozen(rates, one, is_alone):
     torch.manual_seed(5)
     for value, truth in zip(mine, outputs(peft_formula, *given), strict=True):
         assert relative_error(value, truth) < 1e-12
+
+
+def test_the_gradient_of_a_bias_in_float32_is_not_rounded_to_that_of_the_product():
+    x, bias = torch.ones(257, H), torch.zeros(O, requires_grad=True)
+    terms = [LowRank(torch.ones(2, H), torch.ones(O, 2), 1.0)]
+    y = lora_linear(x, torch.ones(O, H), bias, terms, torch.bfloat16)
+    (grad,) = torch.autograd.grad(y, bias, torch.ones_like(y))
+    assert grad.tolist() == [257.0] * O  # bfloat16 has 256 and 258

@@ -58,6 +58,13 @@ def test_where_there_is_memory_for_few_groups_all_rows_are_recomputed(monkeypatc
     assert (stats.backward, stats.recomputed) == ("recompute", GRAD_ROWS)
 
 
+def test_where_there_is_memory_for_half_of_the_rows_the_forecast_is_kept(monkeypatch):
+    monkeypatch.setattr(linear_logps.RowLimits, "of", lambda *_: MEMORY["a-chunk"][0])
+    problem = GroupProblem(own=False)
+    _, stats = problem.fused(problem.forecast)
+    assert (stats.backward, stats.recomputed) == ("forecast", GRAD_ROWS / 2)
+
+
 def test_a_wrong_forecast_of_groups_still_gives_the_right_gradients(monkeypatch):
     monkeypatch.setattr(linear_logps.RowLimits, "of", lambda *_: MEMORY["one-group-and-a-gradient-of-the-head"][0])
     problem = GroupProblem(own=True)

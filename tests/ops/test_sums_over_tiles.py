@@ -35,6 +35,18 @@ def test_sums_over_as_many_tiles_as_rows_lose_nothing_in_bfloat16(backward):
     assert torch.equal(of_b.float(), 2 * expected)  # its input is two
 
 
+@pytest.mark.parametrize("backward", ["forecast", "recompute"])
+def test_the_sum_of_a_chunk_is_not_rounded_before_it_goes_to_a_bias_in_float32(backward):
+    """171/2 and 513/2, which bfloat16 does not have."""
+    rows, bias = 342, torch.zeros(4, requires_grad=True)
+    options = {"forecast": KnownGradients(torch.ones(rows)), "backward": backward}
+    with torch.autocast("cpu", torch.bfloat16):
+        logps, _ = fused_linear_logps(
+            torch.ones(rows, 2), LMHead(torch.zeros(4, 2), bias), torch.zeros(rows, dtype=torch.long), **options
+        )
+    assert torch.autograd.grad(logps.sum(), bias)[0].tolist() == [256.5, -85.5, -85.5, -85.5]
+
+
 class ProductOfBoth:
     """The forecast of the loss that multiplies the log-probability of each row by its entropy."""
 
