@@ -246,7 +246,7 @@ def main(folder: Annotated[Path, typer.Option(help="where the figures go")] = HE
         "loss": draw_loss("loss-h200.json"),
         "curve": draw_curve("curve-h200.json"),
         "window": draw_windows(WINDOWS),
-        "step": draw_step("step-h200.json"),
+        "step": draw_step("step-h100.json"),
         "micro-batches": draw_micro_batches("micro-batches-cpu.json"),
         "memory": draw_memory(load("memory-h200.json")),
         "learning": draw_learning("learning-h100.json"),

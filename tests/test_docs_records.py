@@ -29,7 +29,7 @@ def measured(record, **wanted):
     ],
 )
 def test_time_and_memory_of_a_step_are_those_of_the_record(page, case, shown):
-    of_case = measured("step-h200.json", case=case)
+    of_case = measured("step-h100.json", case=case)
     text = (ROOT / page).read_text(encoding="utf-8")
     assert f"| {shown} | {of_case['stock']} | {of_case['ours']} (" in text
 
