@@ -104,9 +104,9 @@ class FusedTrainerMixin(_Trainer):
         with self._fused.training():
             return super().train(*args, **kwargs)
 
-    def get_batch_samples(self, *args, **kwargs):
-        self._fused.begin_accumulation()
-        return super().get_batch_samples(*args, **kwargs)
+    def get_batch_samples(self, epoch_iterator, *args, **kwargs):
+        self._fused.begin_accumulation(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not self.use_liger_loss:

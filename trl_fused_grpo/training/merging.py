@@ -258,7 +258,7 @@ class MicroBatchMerger:
         """Whether losses wait for the last micro-batch of their forward."""
         return bool(self._losses)
 
-    def backward(self, loss: Tensor, inputs: dict[str, Any], moves_weights: bool, backward: Callable) -> None:
+    def backward(self, loss: Tensor, inputs: dict[str, Any], is_last: bool, backward: Callable) -> None:
         """
         Run the backward of a loss together with those that wait for it, or keep the loss for the last micro-batch of
         its forward.
@@ -266,12 +266,12 @@ class MicroBatchMerger:
         Args:
             loss (`Tensor`): a scalar, as TRL gives it to the backward.
             inputs (`dict`): its micro-batch.
-            moves_weights (`bool`): whether the weights move after it.
+            is_last (`bool`): whether none waits behind it, see [`AccumulationWindow.is_last`].
             backward (`Callable`): the accelerator's.
         """
         self._losses.append(loss)
         index = self._index_of(inputs)
-        if index is not None and index < self._last and not moves_weights:
+        if index is not None and index < self._last and not is_last:
             return
         losses, self._losses = self._losses, []
         shared = self._shared

@@ -115,11 +115,13 @@ class FusedState:
             self.verification.reset()
             self._has_summary_to_print = True
         with temporary_attr(self, "is_in_train", True), self.merger.training():
+            self.window.begin()
             yield
-
-    def begin_accumulation(self) -> None:
-        """TRL asks for the micro-batches of a new accumulation window."""
         self.window.begin()
+
+    def begin_accumulation(self, epoch: Any) -> None:
+        """TRL takes the micro-batches of a new accumulation window from the iterator of an epoch."""
+        self.window.begin(epoch)
         self.merger.begin_window()
         self.engine.list_modules_anew()  # a generation of the user's may not have done so
 
@@ -158,7 +160,7 @@ class FusedState:
             is_off = any(stats.leaves_cudnn_off for stats in self.stats)
             with cudnn_attention_off() if is_off else nullcontext():
                 run = partial(backward, **options)
-                self.merger.backward(loss, self.micro_batch, accelerator.sync_gradients, run)
+                self.merger.backward(loss, self.micro_batch, self.window.is_last, run)
 
         with (
             temporary_attr(accelerator, "backward", backward_of_forward),
@@ -271,7 +273,8 @@ class FusedState:
     def _sharing_forward(self, loss_call: LossCall, model: nn.Module) -> list[dict[str, Any]]:
         """The micro-batches that share the forward of this one, itself first."""
         finds_no_gradients = self.window.begins and self.merger.find_no_gradients(loss_call.micro_batch)
-        group = self.merger.group_of(loss_call.micro_batch, self.window.steps_left, finds_no_gradients)
+        steps_left = 1 if self.window.is_stopped else self.window.steps_left
+        group = self.merger.group_of(loss_call.micro_batch, steps_left, finds_no_gradients)
         if len(group) == 1:
             return group
         is_multimodal = bool(self.merger.is_multimodal(loss_call.micro_batch))

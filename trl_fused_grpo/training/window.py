@@ -1,6 +1,8 @@
 """Where in an accumulation window a training is, and what is logged once for each window."""
 
+from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from trl import GRPOTrainer
@@ -23,33 +25,68 @@ class AccumulationWindow:
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.is_in_step = False
+        self._epoch: Callable[[], Any] = _nothing  # a reference to its iterator, which may hold processes
         self.begin()
 
-    def begin(self) -> None:
-        """The next training step is the first of a window."""
+    def begin(self, epoch: Any = None) -> None:
+        """
+        TRL takes the micro-batches of the next window.
+
+        Args:
+            epoch (`Iterator`, *optional*): of the epoch, from which they come. By default a loop is not TRL's.
+        """
         self._steps_done = 0
+        if epoch is not None and self._epoch() is epoch:
+            return
+        self._epoch = _reference(epoch)
+        self._steps_of_epoch = self._steps_since_update = 0
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
+        # Before the first step of a resumed epoch there were whole windows; how many, is not known
+        is_resumed = epoch is not None and (self.trainer.state.epoch or 0.0) % 1.0 != 0.0
+        self._only_with = self.trainer.args.gradient_accumulation_steps if is_resumed else None
 
     @property
     def begins(self) -> bool:
         """Whether the training step that runs is the first of a window."""
-        return self.is_in_step and self._steps_done == 0
+        return self.is_in_step and self._steps_since_update == 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """
+        Whether the training step that runs is the last one of an epoch or a training that somebody has stopped.
+        Gradients stay then, and those of the next epoch are added.
+        """
+        return self.trainer.control.should_epoch_stop or self.trainer.control.should_training_stop
+
+    @property
+    def is_last(self) -> bool:
+        """Whether what waits has its backward in this training step: the weights move after it, or it is stopped."""
+        return self.trainer.accelerator.sync_gradients or self.is_stopped
 
     @property
     def steps_left(self) -> int:
         """
-        Micro-batches until the weights move, the current one included. Zero outside a training step, where it is not
-        known: a loop of the user's own may move them at any time.
+        Micro-batches until the weights move, the current one included, or fewer where they come from two windows. Zero
+        outside a training step, where it is not known: a loop of the user's own may move them at any time.
         """
         if not self.is_in_step:
             return 0
-        if self.trainer.accelerator.sync_gradients:
+        accumulation = self.trainer.args.gradient_accumulation_steps
+        if self.trainer.accelerator.sync_gradients or self._only_with not in (None, accumulation):
             return 1
-        return max(self.trainer.current_gradient_accumulation_steps - self._steps_done, 1)
+        left = self.trainer.current_gradient_accumulation_steps - self._steps_done
+        if self._epoch() is not None:
+            # The weights move at its multiples in an epoch, also where a callback has changed it within the epoch
+            left = min(left, accumulation - self._steps_of_epoch % accumulation)
+        return max(left, 1)
 
     def step_ends(self) -> None:
         """A training step is done."""
-        self._steps_done = 0 if self.trainer.accelerator.sync_gradients else self._steps_done + 1
+        moved = self.trainer.accelerator.sync_gradients
+        is_new_window = moved and self._epoch() is None
+        self._steps_done = 0 if is_new_window else self._steps_done + 1
+        self._steps_since_update = 0 if moved else self._steps_since_update + 1
+        self._steps_of_epoch += 1
 
     def count(self, stats: list[FusedStats]) -> None:
         """Count the rows of a forward, whose backward is done."""
@@ -63,3 +100,14 @@ class AccumulationWindow:
             counts = accelerator.reduce(local, reduction="sum").tolist()
         shares = [recomputed / max(rows, 1) for recomputed, rows in counts]
         trl_compat.metrics_of(self.trainer)["fused/rows_recomputed"].extend(shares)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    try:
+        return _nothing if value is None else ref(value)
+    except TypeError:  # such as the iterator of a list
+        return _nothing
