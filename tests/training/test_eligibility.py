@@ -161,6 +161,44 @@ def test_old_log_probs_are_computed_where_two_forwards_draw_different_random_num
     assert why_old_logps_are_needed(plain, steps_left=8) is None
 
 
+@pytest.mark.parametrize(
+    ("adapter", "options"),
+    [
+        ("LoHaConfig", {"r": 4, "rank_dropout": 0.5, "init_weights": False}),
+        ("LoKrConfig", {"r": 4, "module_dropout": 0.5, "init_weights": False}),
+        ("BOFTConfig", {"boft_block_size": 4, "boft_dropout": 0.5, "init_weights": False}),
+        ("OFTConfig", {"oft_block_size": 4, "r": 0, "module_dropout": 0.5, "init_weights": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_dropout_of_an_adapter_s_own_makes_forwards_differ(tmp_path, adapter, options):
+    peft = pytest.importorskip("peft")
+
+    def model_with(**options):
+        config = getattr(peft, adapter)(target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+        return make_trainer(tmp_path, peft_config=config).model.train()
+
+    assert "makes two forwards differ" in why_forwards_differ(model_with(**options))
+    assert why_forwards_differ(model_with(**options).eval()) is None
+    without = {name: 0.0 if "dropout" in name else value for name, value in options.items()}
+    assert why_forwards_differ(model_with(**without)) is None
+
+
+def test_importance_ratios_of_an_adapter_that_drops_out_are_stock_s(tmp_path):
+    """PEFT keeps the probability in a module that is not torch's dropout."""
+    peft = pytest.importorskip("peft")
+    config = {"boft_block_size": 4, "boft_dropout": 0.5, "init_weights": False, "target_modules": ["q_proj"]}
+    options = {"fused_layout": "padded", "fused_max_tokens_per_forward": 0}
+    (fused, log, _), (stock, stock_log, _) = (
+        train(tmp_path, cls, peft_config=peft.BOFTConfig(**config, task_type="CAUSAL_LM"), **more)
+        for cls, more in ((FusedGRPOTrainer, options), (GRPOTrainer, {}))
+    )
+    for entry, stock_entry in zip(log, stock_log, strict=True):
+        for name in ("loss", "grad_norm", "sampling/importance_sampling_ratio/mean"):
+            assert entry[name] == pytest.approx(stock_entry[name], rel=1e-4), name
+    assert all(relative_error(fused[name], weight) < 1e-5 for name, weight in stock.items())
+
+
 def test_a_disabled_adapter_draws_nothing_but_the_model_may(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")

@@ -35,7 +35,7 @@ def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | N
     if unknown is not None:
         return f"{unknown}, whose code is not known, may make two forwards differ"
     for module in modules:
-        if isinstance(module, torch_compat.Dropout) and module.training and module.p > 0:
+        if _drops_out(module):
             return f"dropout ({_name_in(model, module)}) makes two forwards differ"
         if (noise := model_compat.noise_of(module)) is not None:
             return f"{noise} makes two forwards differ"
@@ -44,6 +44,13 @@ def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | N
     config = getattr(model, "config", None)
     option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
     return f"dropout ({option}) makes two forwards differ" if option else None
+
+
+def _drops_out(module: nn.Module) -> bool:
+    """Whether a module is a dropout that is on: torch's, or another of that name, as of PEFT's OFT and BOFT."""
+    is_dropout = isinstance(module, torch_compat.Dropout) or "Dropout" in type(module).__name__
+    probability = getattr(module, "p", None)
+    return is_dropout and module.training and isinstance(probability, (int, float)) and probability > 0
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
@@ -58,13 +65,15 @@ def _noise_option(options: dict[str, Any]) -> str | None:
     """
     The first option of a configuration, of one nested in it, or of a module that draws random numbers: a probability of
     dropout, a strength of router jitter. Attention passes its dropout to a function, each family by its own name.
+    PEFT's LoHa and LoKr keep theirs by the name of the adapter.
     """
     for name, value in options.items():
         nested = _noise_option(value) if isinstance(value, dict) else None
         if nested is not None:
             return nested
-        if name in architecture.DROPOUTS_OF_OTHER_HEADS:
+        if name in architecture.DROPOUTS_OF_OTHER_HEADS or not any(word in str(name) for word in ("drop", "jitter")):
             continue
-        if isinstance(value, float) and value > 0 and any(word in str(name) for word in ("drop", "jitter")):
+        values = value.values() if isinstance(value, dict) else [value]
+        if any(isinstance(one, float) and one > 0 for one in values):
             return name
     return None
