@@ -14,8 +14,9 @@ from torch.nn import functional
 
 # Libraries whose wrappers, hooks and forwards do not make a token's result depend on where the token stands
 LIBRARIES = {"accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "torch", "transformers", "trl"}
-# But of transformers the hooks of `debug="underflow_overflow"`, which are to look at what stock computes
-_OBSERVERS = {"transformers.debug_utils"}
+# But of transformers the hooks of `debug="underflow_overflow"`, which are to look at what stock computes, and of torch
+# that of `torch.nn.utils.spectral_norm`, which changes its buffers in each forward
+_OBSERVERS = {"transformers.debug_utils", "torch.nn.utils.spectral_norm"}
 _PACKAGE = __name__.partition(".")[0]
 
 

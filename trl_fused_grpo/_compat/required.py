@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrizations
 from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from trl import GRPOConfig, GRPOTrainer
 
@@ -109,6 +110,7 @@ NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "torch.nn.modules.batchnorm": (batchnorm, ("_BatchNorm",)),
     "torch.nn.modules.dropout": (dropout, ("_DropoutNd",)),
     "torch.nn.modules.instancenorm": (instancenorm, ("_InstanceNorm",)),
+    "torch.nn.utils.parametrizations": (parametrizations, ("_SpectralNorm",)),
     "torch.nn.Module": (
         nn.Module(),
         ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"),

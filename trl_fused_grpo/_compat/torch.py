@@ -12,6 +12,7 @@ from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrizations
 
 from . import required as required  # first: it names what is gone
 from .libraries import is_library_function
@@ -57,6 +58,8 @@ def with_lse(output: Any) -> tuple[Tensor, Tensor]:
 
 # The classes that torch's own dropouts and normalisations of all dimensions have in common
 Dropout, BatchNorm, InstanceNorm = dropout._DropoutNd, batchnorm._BatchNorm, instancenorm._InstanceNorm
+# What `torch.nn.utils.parametrizations.spectral_norm` puts on a weight. It changes its buffers in each forward
+SpectralNorm = parametrizations._SpectralNorm
 
 # The attributes in which a module keeps its hooks, and the hooks of every module
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

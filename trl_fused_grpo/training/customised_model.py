@@ -18,6 +18,8 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.libraries import is_library_function, is_library_module, replaced_calls
 
+from .buffers import changes_buffers
+
 
 # Modules of torch's whose output for a token depends on other tokens
 _MIX_TOKENS = (
@@ -75,14 +77,15 @@ def changed_head(model: nn.Module, causal_lm: PreTrainedModel, heads: Iterable[n
 def changed_module(modules: Iterable[nn.Module]) -> str | None:
     """
     What the user hooked or replaced in these modules, in words, or `None`. Such code may depend on where a token
-    stands.
+    stands, and so may what changes in each forward.
     """
     for hooks in torch_compat.GLOBAL_HOOKS:
         if not all(map(is_library_function, hooks.values())):
             return "a hook on every module"
     if not torch_compat.sdpa_is_own():
         return "torch.nn.functional.scaled_dot_product_attention, which was replaced,"
-    return _changed_in(modules)
+    modules = list(modules)
+    return _changed_in(modules) or changes_buffers(modules)
 
 
 def _changed_in(modules: Iterable[nn.Module]) -> str | None:
@@ -113,6 +116,11 @@ def own_class(modules: Iterable[nn.Module]) -> str | None:
     """A class among these modules whose forward is not a library's, or `None`: what it does is not known."""
     classes: set[Any] = {*map(type, modules)}
     return min((cls.__name__ for cls in classes if _has_own_forward(cls)), default=None)
+
+
+def modules_of_unknown_code(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those whose forward is not a library's: they may keep something in buffers."""
+    return [module for module in modules if _has_own_forward(type(module))]
 
 
 def code_of(modules: Iterable[nn.Module], counts_functions: bool) -> frozenset[Any]:

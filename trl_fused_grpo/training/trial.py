@@ -18,7 +18,8 @@ from trl_fused_grpo.modeling.fused_forward import CuSeqlensIgnoredError, HiddenS
 from trl_fused_grpo.modeling.layout import Layout
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 
-from .customised_model import code_of, own_class, row_reader, zero_weight
+from .buffers import Buffers, buffers_kept
+from .customised_model import code_of, modules_of_unknown_code, own_class, row_reader, zero_weight
 from .logps import PromptsNotSharedError, RowsRefusedError, RowsWithImages, compute_logps, lay_out, run_model
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 from .random_states import random_states_kept
@@ -143,7 +144,8 @@ class _Compared:
         options, model, refusals = self.options, self.call.model, []
         alone = replace(options, layout=options.layout if options.forces_layout else "padded", share_prompts=False)
         modules = [module for module in model.modules() if module.training and models_compat.may_evaluate(module)]
-        with torch.no_grad(), random_states_kept(self.call.input_ids), _in_evaluation(modules):
+        kept = buffers_kept(modules_of_unknown_code(model.modules()))
+        with torch.no_grad(), random_states_kept(self.call.input_ids), kept, _in_evaluation(modules):
             together = self._hidden_states(self.rows, options, refusals)
             # Twice: transformers < 5.2 or so heeds no mask in layers with a state where a batch has one row
             copies = 2 if alone.layout == "padded" else 1
@@ -242,25 +244,41 @@ def try_layout(
     gate = zero_weight(modules)
     if on_any_process(gate is not None):
         raise RowsRefusedError(f"a weight of {gate or unknown} is still zero: what its code makes of rows is not seen")
-    difference = _difference_from_padded(call, options)
+    with buffers_kept(modules_of_unknown_code(modules)) as buffers:
+        difference = _difference_from_padded(call, options)
+        counting = None if difference is None else _counting_module(call, options, buffers)
     if difference is None:
         return
+    if on_any_process(counting is not None):
+        raise RowsRefusedError(f"{counting or unknown} changes its buffers in each forward")
     eps = rounding_of(call, options)
     if on_any_process(not difference <= max(1e-3, 32 * eps)):
         raise RowsRefusedError(f"{unknown}, whose code is not known, makes other log-probs of rows without it")
 
 
-def _difference_from_padded(call: LogpsArgs, options: LogpsOptions) -> Tensor | None:
+def _counting_module(call: LogpsArgs, options: LogpsOptions, buffers: Buffers) -> str | None:
+    """
+    The class of a module that changes its buffers in each forward, or `None`. One that fills a table, which is long
+    enough from then on, changes them once.
+    """
+    for _ in range(2 if buffers else 0):
+        buffers.count()
+        # Some count the forwards that have a gradient. Wrappers of several processes would wait for its backward
+        _difference_from_padded(call, options, with_gradient=options.processes == 1)
+    return buffers.changed()
+
+
+def _difference_from_padded(call: LogpsArgs, options: LogpsOptions, with_gradient: bool = False) -> Tensor | None:
     """The largest difference of log-probs, a scalar in nats. `None` where the model refuses the layout by itself."""
     rows = few_sequences(call, call.attention_mask[:, -call.logits_to_keep :].bool())
     index = torch.tensor(rows or range(len(call.input_ids))[:ROWS_TRIED], device=call.input_ids.device)
     ids, mask = call.input_ids[index], call.attention_mask[index]
     few = replace(call, input_ids=ids, attention_mask=mask, compute_entropy=False, compute_aux_loss=False)
     completion_mask = mask[:, -call.logits_to_keep :]
-    with torch.no_grad(), random_states_kept(call.input_ids):
+    with torch.set_grad_enabled(with_gradient), random_states_kept(call.input_ids):
         try:
             logps = [
-                compute_logps(LogpsRequest(completion_mask), replace(options, layout=layout), few, None).logps
+                compute_logps(LogpsRequest(completion_mask), replace(options, layout=layout), few, None).logps.detach()
                 for layout in (options.layout, "padded")
             ]
         except (RowsRefusedError, CuSeqlensIgnoredError):
