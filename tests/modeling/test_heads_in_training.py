@@ -1,6 +1,7 @@
 """Every kind of head in the trainer: adapters, trained copies, prompts, quantized bases, a head on another device."""
 
 import math
+from threading import Thread
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.modeling.heads import QuantizedLinear, lora
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo.modeling import fused_forward
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 from trl_fused_grpo.training import state
 
@@ -180,3 +182,28 @@ def test_the_head_may_be_on_another_device(tmp_path, old_logps):
     (loss, gradients), (other_loss, other_gradients) = results
     assert relative_error(other_loss, loss) < 1e-5
     assert all(relative_error(other_gradients[name].cuda(), grad) < 1e-5 for name, grad in gradients.items())
+
+
+def test_another_thread_gets_logits_while_the_head_computes_log_probs(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    model, ids = trainer.model, torch.arange(5, 15)[None]
+    seen, threads = [], []
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    compute = fused_forward.fused_linear_logps
+
+    def infer():
+        with torch.no_grad():
+            seen.append(model(input_ids=ids).logits)
+
+    def compute_beside(*args, **kwargs):
+        if not threads:
+            threads.append(Thread(target=infer))
+            threads[0].start()
+            threads[0].join()
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(fused_forward, "fused_linear_logps", compute_beside)
+    loss_and_gradients(trainer, make_inputs())
+    (logits,) = seen
+    torch.testing.assert_close(logits, expected)

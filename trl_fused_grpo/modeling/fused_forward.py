@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -256,9 +257,15 @@ def as_complex(result: Tensor) -> Tensor:
 
 
 def call_with_forward(module: nn.Module, forward: Callable, *args: Any) -> Any:
-    """Call a module, hooks and all, with another forward."""
+    """Call a module, hooks and all, with another forward. Other threads find its own."""
     # FSDP1 is a module around the module, which gathers weights in its own forward
-    with temporary_attr(torch_compat.without_fsdp1(module), "forward", forward):
+    inner, thread = torch_compat.without_fsdp1(module), get_ident()
+    own = inner.forward
+
+    def forward_of_this_thread(*args: Any, **kwargs: Any) -> Any:
+        return (forward if get_ident() == thread else own)(*args, **kwargs)
+
+    with temporary_attr(inner, "forward", forward_of_this_thread):
         return module(*args)
 
 
