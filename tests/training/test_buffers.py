@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
 from torch.nn.utils import parametrizations, spectral_norm
 from trl import GRPOTrainer
 
@@ -78,7 +79,14 @@ def in_mlp(kind):
     return change
 
 
+def observe(layer):
+    """As in quantization-aware training: its scale follows the largest number that it has seen."""
+    observer = quantization.MovingAverageMinMaxObserver
+    layer.mlp.up_proj = nn.Sequential(layer.mlp.up_proj, quantization.FakeQuantize.with_args(observer=observer)())
+
+
 CHANGES = {
+    "observer": observe,
     "counter": in_mlp(Counting),
     "mean": in_mlp(Mean),
     "batch norm": in_mlp(Normalising),

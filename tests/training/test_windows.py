@@ -40,7 +40,7 @@ def stop_training(args, control):
 
 
 def train(tmp_path, cls, callback, has_sampler=False, **options):
-    """Weights, logs and the last gradients."""
+    """Weights, logs of the steps and of all, and the last gradients."""
     options = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 6, "lr_scheduler_type": "constant", **options}
     trainer = make_trainer(tmp_path, cls, **options)
     if has_sampler:
@@ -49,7 +49,7 @@ def train(tmp_path, cls, callback, has_sampler=False, **options):
     trainer.train()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return (weights, log, None), [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    return (weights, log, trainer.state.log_history), [p.grad for p in trainer.model.parameters() if p.grad is not None]
 
 
 CHANGES = {
@@ -80,6 +80,21 @@ def test_an_epoch_that_stops_within_a_window_leaves_its_gradients_to_the_next_ep
     fused, _ = train(tmp_path, FusedGRPOTrainer, stop, **options, fused_max_tokens_per_forward=PLENTY)
     assert len(stock[1]) == 5
     assert_same_training(fused, stock, ("loss", "grad_norm", "entropy"))
+
+
+@pytest.mark.parametrize("stop", [stop_epoch, stop_training], ids=["epoch", "training"])
+def test_sampling_metrics_of_a_generation_batch_are_logged_where_the_window_is_stopped(tmp_path, stop):
+    options = {"gradient_accumulation_steps": 4, "num_train_epochs": 3, "max_steps": -1, "has_sampler": True}
+    stock, fused = (
+        train(tmp_path, cls, ("on_step_begin", 1, stop), **options)[0] for cls in (GRPOTrainer, FusedGRPOTrainer)
+    )
+    assert_same_training(fused, stock, ("loss", "grad_norm", "entropy"))
+    logged, expected = (
+        [{name: value for name, value in entry.items() if name.startswith("sampling/")} for entry in of[2]]
+        for of in (fused, stock)
+    )
+    assert len(expected[-1 if stop is stop_training else 1]) > 1
+    assert logged == [pytest.approx(entry, rel=1e-4) for entry in expected]
 
 
 def test_a_training_that_stops_within_a_window_leaves_its_gradients(tmp_path):

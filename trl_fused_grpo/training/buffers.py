@@ -19,13 +19,18 @@ _KEEP_STATISTICS = (torch_compat.BatchNorm, torch_compat.InstanceNorm)
 def changes_buffers(modules: Iterable[nn.Module]) -> str | None:
     """What of torch's own among these modules changes its buffers in each forward, in words, or `None`."""
     modules = list(modules)
-    if not any(issubclass(kind, (*_KEEP_STATISTICS, torch_compat.SpectralNorm)) for kind in {*map(type, modules)}):
-        return None  # thousands at every call of the model
+    if not any(map(_may_change_buffers, {*map(type, modules)})):  # thousands at every call of the model
+        return None
     for module in modules:
-        keeps = isinstance(module, _KEEP_STATISTICS) and module.track_running_stats
-        if module.training and (keeps or isinstance(module, torch_compat.SpectralNorm)):
+        is_off = isinstance(module, _KEEP_STATISTICS) and not module.track_running_stats
+        if module.training and module._buffers and _may_change_buffers(type(module)) and not is_off:
             return f"{type(module).__name__}, which changes its buffers in each forward,"
     return None
+
+
+def _may_change_buffers(cls: type) -> bool:
+    """Norms with running statistics, `spectral_norm`, and the observers of quantization-aware training."""
+    return issubclass(cls, (*_KEEP_STATISTICS, torch_compat.SpectralNorm)) or cls.__module__.startswith("torch.ao.")
 
 
 class Buffers:

@@ -175,6 +175,8 @@ class FusedState:
             self.window.count(self.stats)
         if accelerator.sync_gradients:
             self.window.log_recomputed()
+        elif self.window.is_stopped:
+            self.ratio.resolve()  # TRL has logged the metrics of the whole generation batch by now
 
     # The loss of a micro-batch
 
