@@ -30,7 +30,8 @@ class Case:
         dtype (`torch.dtype`): of the weights.
         vllm (`bool`): whether completions count as vLLM's, with its log-probs.
         engine (`str`, *optional*): `"ddp"` or `"fsdp2"`, under torchrun.
-        counts_first_of_stock (`bool`): whether stock's first step counts, of which its warm-up is less than 1%.
+        counts_first_of_stock (`bool`):
+            Whether stock's first step counts, of which its warm-up is less than 1%. Memory is that of first steps then.
         seed (`int`): of lengths, tokens and noise.
     """
 

@@ -20,7 +20,8 @@ def judge(record: dict[str, Any], stock: dict[str, Any], case: Case, device: str
     record["norm_difference"] = abs(record["grad_norm"] - stock["grad_norm"]) / stock["grad_norm"]
     record["right"] = record["norm_difference"] <= NORM_RTOL[device]
     record["time_ratio"] = record["ms"] / stock["ms"]
-    record["memory_ratio"] = record["peak_gib"] / stock["peak_gib"] if device == "cuda" else None
+    peak = "peak_gib" if stock["has_optimizer_states"] else "first_peak_gib"
+    record["memory_ratio"] = record[peak] / stock[peak] if device == "cuda" else None
     if case.target is not None:
         fits = record["memory_ratio"] is None or round(record["memory_ratio"], 2) <= case.memory
         record["target"], record["memory_target"] = case.target, case.memory

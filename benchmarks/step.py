@@ -194,6 +194,8 @@ def run_arm(
         "all_ms": [round(s * 1e3, 1) for s in seconds],
         "first_step_ms": round(clock.seconds[0] * 1e3),
         "peak_gib": max(peaks) / GIB if device == "cuda" else None,
+        "first_peak_gib": clock.peaks[0] / GIB if device == "cuda" else None,
+        "has_optimizer_states": first > 0,  # AdamW makes them in its first step
         "tokens_per_s": rollout.tokens / ms * 1e3,
         "wrapper": type(trainer.model_wrapped).__name__,
         **{key.removeprefix("fused/"): logs[-1].get(key) for key in LOGGED},

@@ -265,7 +265,7 @@ class FusedGRPOConfig(GRPOConfig):
     )
     fused_memory: float | None = field(
         default=FusedOptions.fused_memory,
-        metadata={"help": "Fraction of the device's memory to take for speed (default: about what TRL takes)."},
+        metadata={"help": "Fraction of the device's memory to take for speed (default: no more than TRL)."},
     )
     fused_verify: int = field(
         default=FusedOptions.fused_verify,
