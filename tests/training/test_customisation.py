@@ -235,3 +235,18 @@ def test_a_walk_over_modules_finds_what_torch_s_finds_in_its_order(kind):
         model.model.layers[0].owner = nn.ModuleList([model])
     assert [*map(id, modules_of(model))] == [*map(id, model.modules())]
     assert [*map(id, parameters_of(model))] == [*map(id, model.parameters())]
+
+
+def test_an_embedding_that_counts_the_tokens_of_a_forward_keeps_stock_s(tmp_path):
+    gradients, inputs = [], make_inputs()
+    inputs["prompt_ids"], inputs["prompt_mask"] = (
+        torch.full((4, 3), 5),
+        torch.ones(4, 3, dtype=torch.long),
+    )  # one for all
+    for cls in (GRPOTrainer, FusedGRPOTrainer):
+        torch.manual_seed(0)
+        model = tiny_model("llama")
+        model.get_input_embeddings().scale_grad_by_freq = True
+        trainer = make_trainer(tmp_path, cls, model=model)
+        gradients.append(loss_and_gradients(trainer, inputs)[1]["model.embed_tokens.weight"])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)

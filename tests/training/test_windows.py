@@ -3,7 +3,7 @@
 import pytest
 import torch
 from transformers import TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
@@ -42,7 +42,8 @@ def stop_training(args, control):
 def train(tmp_path, cls, callback, has_sampler=False, **options):
     """Weights, logs of the steps and of all, and the last gradients."""
     options = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 6, "lr_scheduler_type": "constant", **options}
-    trainer = make_trainer(tmp_path, cls, **options)
+    config = None if issubclass(cls, FusedGRPOTrainer) else GRPOConfig
+    trainer = make_trainer(tmp_path, cls, config=config, **options)
     if has_sampler:
         use_sampler(trainer)
     trainer.add_callback(AtStep(*callback))
@@ -70,6 +71,37 @@ def test_a_callback_changes_how_many_micro_batches_a_window_has(tmp_path, name, 
     limit = {} if tokens is None else {"fused_max_tokens_per_forward": tokens}
     stock, _ = train(tmp_path, GRPOTrainer, callback, **options)
     fused, _ = train(tmp_path, FusedGRPOTrainer, callback, **options, **limit)
+    assert_same_training(fused, stock, ("loss", "grad_norm", "entropy"))
+
+
+class FromList:
+    """A data loader of the user's, whose iterator is that of a list."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(list(self.loader))
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+def test_windows_of_any_data_loader_are_counted(tmp_path):
+    def with_loader(cls):
+        def get_train_dataloader(self):
+            return FromList(super(own, self).get_train_dataloader())
+
+        own = type(cls.__name__, (cls,), {"get_train_dataloader": get_train_dataloader})
+        return own
+
+    callback, options = ("on_step_end", 1, accumulate(3)), {"gradient_accumulation_steps": 2, "max_steps": -1}
+    options.update(num_train_epochs=2, steps_per_generation=4)
+    stock, _ = train(tmp_path, with_loader(GRPOTrainer), callback, **options)
+    fused, _ = train(tmp_path, with_loader(FusedGRPOTrainer), callback, **options, fused_max_tokens_per_forward=PLENTY)
     assert_same_training(fused, stock, ("loss", "grad_norm", "entropy"))
 
 

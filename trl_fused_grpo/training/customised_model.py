@@ -85,7 +85,12 @@ def changed_module(modules: Iterable[nn.Module]) -> str | None:
     if not torch_compat.sdpa_is_own():
         return "torch.nn.functional.scaled_dot_product_attention, which was replaced,"
     modules = list(modules)
-    return _changed_in(modules) or changes_buffers(modules)
+    return _changed_in(modules) or changes_buffers(modules) or _counts_tokens(modules)
+
+
+def _counts_tokens(modules: Iterable[nn.Module]) -> str | None:
+    counts = any(module.__dict__.get("scale_grad_by_freq") for module in modules)
+    return "Embedding, which divides a gradient by the number of equal tokens in a forward," if counts else None
 
 
 def _changed_in(modules: Iterable[nn.Module]) -> str | None:

@@ -109,5 +109,5 @@ def _nothing() -> None:
 def _reference(value: Any) -> Callable[[], Any]:
     try:
         return _nothing if value is None else ref(value)
-    except TypeError:  # such as the iterator of a list
-        return _nothing
+    except TypeError:  # such as the iterator of a list, which holds no processes
+        return lambda: value
