@@ -1,5 +1,7 @@
 """Rows with TRL's padding: queries in padding, under which cuDNN's attention returns NaN, get keys to attend to."""
 
+import gc
+import weakref
 from contextlib import contextmanager
 from unittest import mock
 
@@ -120,11 +122,21 @@ def test_masks_of_other_kinds_stay_as_they_are():
 
 
 @pytest.mark.parametrize("layout", ["padded", "aligned"])
-def test_cudnn_is_as_before_after_a_failure(tmp_path, layout):
+def test_after_a_failure_cudnn_is_as_before_and_nothing_of_the_forward_is_kept(tmp_path, layout):
     trainer = make_trainer(tmp_path, fused_layout=layout)
+    errors = [RuntimeError("out of memory")]
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        raise errors[0]
+
     with (
-        mock.patch.object(type(trainer.model.model), "forward", side_effect=RuntimeError("out of memory")),
+        mock.patch.object(type(trainer.model.model), "forward", forward),
         pytest.raises(RuntimeError, match="out of memory"),
     ):
         loss_and_gradients(trainer, make_inputs())
     assert torch.backends.cuda.cudnn_sdp_enabled()
+    kept = weakref.ref(forward)  # and with it the error, whose frames refer to all that there was
+    errors.clear()
+    del forward
+    gc.collect()
+    assert kept() is None

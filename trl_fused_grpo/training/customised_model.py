@@ -27,7 +27,7 @@ _MIX_TOKENS = (
     *(torch_compat.BatchNorm, torch_compat.InstanceNorm),
 )
 _FORWARD, _FORWARD_PRE, _BACKWARD, _BACKWARD_PRE = torch_compat.HOOKS
-_is_library_forward = functools.lru_cache(maxsize=4096)(is_library_function)
+_library_forwards: set[Any] = set()  # those that were looked at
 
 
 def gradient_hook(model: nn.Module) -> str | None:
@@ -115,6 +115,13 @@ def _has_replaced_forward(cls: Any) -> bool:
     """Whether a library's class has a forward that is not a library's."""
     home = next((base for base in cls.__mro__ if "forward" in vars(base)), cls)
     return is_library_module(home.__module__) and not _is_library_forward(cls.forward)
+
+
+def _is_library_forward(forward: Any) -> bool:
+    """[`is_library_function`], looked up for a library's. The user's are not kept: they refer to data, or an error."""
+    if forward not in _library_forwards and is_library_function(forward):
+        _library_forwards.add(forward)
+    return forward in _library_forwards
 
 
 def own_class(modules: Iterable[nn.Module]) -> str | None:
