@@ -59,7 +59,7 @@ def flip_verdict(
         batches -= by_stock | by_fused
     flips, surplus = by_stock | by_fused, len(by_fused) - len(by_stock)
     is_chance = surplus <= MOST_SIGMAS * (len(by_fused) + len(by_stock)) ** 0.5
-    return "tie" if len(flips) <= MOST_FLIPS * len(references) and is_chance else None
+    return "tie" if flips and len(flips) <= MOST_FLIPS * len(references) and is_chance else None
 
 
 def _errors(
