@@ -16,6 +16,9 @@ LEAST_NOTICED ?= 0.9
 # Tests start hundreds of processes: without bytecode each of them compiles torch and transformers anew
 unexport PYTHONDONTWRITEBYTECODE
 
+# A process for each core: more threads would wait for one another, and spin meanwhile
+test nightly: export OMP_NUM_THREADS ?= 1
+
 .PHONY: demo quick test nightly test-vllm matrix mutants oldest newest parity lint format clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
