@@ -263,7 +263,8 @@ def test_what_was_found_stays_mended(settings, options):
 
 @pytest.mark.any_trl
 @pytest.mark.parametrize(
-    ("found", "verdict"), [([["off"], []], "equal"), ([["off"], ["off"]], "different"), ([[]], "equal")]
+    ("found", "verdict"),
+    [([["off"], []], "equal"), ([["off"], ["off"], []], "equal"), ([["off"]] * 3, "different"), ([[]], "equal")],
 )
 def test_in_bfloat16_more_batches_tell_chance_from_a_fault(tmp_path, found, verdict):
     module, batches = sys.modules[compare.__module__], set()
@@ -280,4 +281,4 @@ def test_in_bfloat16_more_batches_tell_chance_from_a_fault(tmp_path, found, verd
         result = compare(case, Settings(tmp_path, dtype=torch.bfloat16))
     assert result.verdict == verdict
     assert judge.call_count == len(found)
-    assert batches - {1} == {4, 16} if len(found) > 1 else {4}
+    assert sorted(batches - {1}) == [4, 16, 64][: len(found)]

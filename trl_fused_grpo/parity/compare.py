@@ -17,9 +17,8 @@ from .case import Case, SkippedError
 from .errors import differing_metrics, measure
 from .flips import flip_verdict
 from .judge import (
-    AGAIN,
-    bfloat16_batches,
     bfloat16_problems,
+    bfloat16_rounds,
     changed_problems,
     float32_problems,
     metric_problems,
@@ -165,9 +164,9 @@ def _compare_bfloat16(case: Case, settings: Settings, result: Result) -> list[st
     with stock_may_fail(case):
         start = initial_weights(case, settings)
     reference, stock, fused = [], [], []
-    count = bfloat16_batches(case)
-    for seed in range(case.seed, case.seed + AGAIN * count):
-        if len(fused) == count:
+    *rounds, most = bfloat16_rounds(case)
+    for seed in range(case.seed, case.seed + most):
+        if len(fused) in rounds:
             problems = _bfloat16_problems(reference, stock, fused, result)
             if not problems:
                 return problems
