@@ -16,9 +16,8 @@ from trl_fused_grpo._compat import torch as torch_compat
 _KEEP_STATISTICS = (torch_compat.BatchNorm, torch_compat.InstanceNorm)
 
 
-def changes_buffers(modules: Iterable[nn.Module]) -> str | None:
+def changes_buffers(modules: list[nn.Module]) -> str | None:
     """What of torch's own among these modules changes its buffers in each forward, in words, or `None`."""
-    modules = list(modules)
     if not any(map(_may_change_buffers, {*map(type, modules)})):  # thousands at every call of the model
         return None
     for module in modules:

@@ -93,8 +93,7 @@ def _counts_tokens(modules: Iterable[nn.Module]) -> str | None:
     return "Embedding, which divides a gradient by the number of equal tokens in a forward," if counts else None
 
 
-def _changed_in(modules: Iterable[nn.Module]) -> str | None:
-    modules = list(modules)
+def _changed_in(modules: list[nn.Module]) -> str | None:
     for cls in {*map(type, modules)}:
         if _has_replaced_forward(cls):
             return f"{cls.__name__}.forward"

@@ -49,8 +49,10 @@ def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | N
 def _drops_out(module: nn.Module) -> bool:
     """Whether a module is a dropout that is on: torch's, or another of that name, as of PEFT's OFT and BOFT."""
     is_dropout = isinstance(module, torch_compat.Dropout) or "Dropout" in type(module).__name__
+    if not (is_dropout and module.training):  # thousands, of which few have a `p`
+        return False
     probability = getattr(module, "p", None)
-    return is_dropout and module.training and isinstance(probability, (int, float)) and probability > 0
+    return isinstance(probability, (int, float)) and probability > 0
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
@@ -68,12 +70,14 @@ def _noise_option(options: dict[str, Any]) -> str | None:
     PEFT's LoHa and LoKr keep theirs by the name of the adapter.
     """
     for name, value in options.items():
-        nested = _noise_option(value) if isinstance(value, dict) else None
-        if nested is not None:
-            return nested
-        if name in architecture.DROPOUTS_OF_OTHER_HEADS or not any(word in str(name) for word in ("drop", "jitter")):
-            continue
-        values = value.values() if isinstance(value, dict) else [value]
-        if any(isinstance(one, float) and one > 0 for one in values):
+        if isinstance(value, dict):
+            nested = _noise_option(value)
+            if nested is not None:
+                return nested
+            is_on = any(isinstance(one, float) and one > 0 for one in value.values())
+        else:
+            is_on = isinstance(value, float) and value > 0
+        names_noise = is_on and any(word in str(name) for word in ("drop", "jitter"))
+        if names_noise and name not in architecture.DROPOUTS_OF_OTHER_HEADS:
             return name
     return None
