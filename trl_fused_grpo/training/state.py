@@ -116,8 +116,10 @@ class FusedState:
             self._has_summary_to_print = True
         with temporary_attr(self, "is_in_train", True), self.merger.training():
             self.window.begin()
-            yield
-        self.window.begin()
+            try:
+                yield
+            finally:  # a loop of the user's own may come next, after an exception too
+                self.window.begin()
 
     def begin_accumulation(self, epoch: Any) -> None:
         """TRL takes the micro-batches of a new accumulation window from the iterator of an epoch."""
