@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from .errors import measure
+from .errors import Errors, measure
 from .judge import bfloat16_problems
 from .result import Result
 from .run_case import Outcome
@@ -38,6 +38,12 @@ def flip_verdict(
             `"tie"` when it does not exceed one without the batches in which a bound decides by rounding, and the fused
             trainer has no more of these than chance gives it. `None` otherwise.
     """
+    of_stock, of_fused = (
+        [measure([reference], [outcome]) for reference, outcome in zip(references, outcomes, strict=True)]
+        for outcomes in (stock, fused)
+    )
+    if not all(math.isfinite(errors.gradient) for errors in of_fused):
+        return None
     batches, by_stock, by_fused = set(range(len(references))), set[int](), set[int]()
     while batches:
         chosen = sorted(batches)
@@ -48,12 +54,9 @@ def flip_verdict(
         if not bfloat16_problems(errors, stock_errors, result):
             break
         for name in (None, result.worst_parameter):
-            of_stock, of_fused = (_errors(references, outcomes, chosen, name) for outcomes in (stock, fused))
-            limit = FLIP * statistics.median(of_stock.values())
-            by_stock |= {i for i, error in of_stock.items() if error > limit}
-            by_fused |= {i for i, error in of_fused.items() if error > limit}
-            if not all(map(math.isfinite, of_fused.values())):
-                return None
+            limit = FLIP * statistics.median(_error(of_stock[i], name) for i in chosen)
+            by_stock |= {i for i in chosen if _error(of_stock[i], name) > limit}
+            by_fused |= {i for i in chosen if _error(of_fused[i], name) > limit}
         if not (by_stock | by_fused) & batches:
             return None
         batches -= by_stock | by_fused
@@ -62,9 +65,6 @@ def flip_verdict(
     return "tie" if flips and len(flips) <= MOST_FLIPS * len(references) and is_chance else None
 
 
-def _errors(
-    references: Sequence[Outcome], outcomes: Sequence[Outcome], batches: list[int], name: str | None
-) -> dict[int, float]:
-    """By batch, the error of a parameter's gradient, or without a name of all gradients together."""
-    errors = {i: measure([references[i]], [outcomes[i]]) for i in batches}
-    return {i: error.gradient if name is None else error.parameters[name] for i, error in errors.items()}
+def _error(errors: Errors, name: str | None) -> float:
+    """Of a parameter's gradient, or without a name of all gradients together."""
+    return errors.gradient if name is None else errors.parameters[name]
