@@ -16,7 +16,7 @@ from trl_fused_grpo.parity.cases.model import families
 from trl_fused_grpo.parity.run_case import make_data, run_case
 from trl_fused_grpo.parity.tiny import model_config, tiny_model
 from trl_fused_grpo.parity.tiny.families import FAMILIES, VARIANTS, Family
-from trl_fused_grpo.parity.trainers import fused_trainer, initial_weights, load_weights, stock_trainer
+from trl_fused_grpo.parity.trainers import fused_trainer, load_weights, noisy_weights, stock_trainer
 
 
 CASES = {case.name: case for case in MODEL_CASES}
@@ -76,8 +76,9 @@ def played(folder, case):
     """What the fused trainer makes of a case; the test is skipped where transformers lacks the model."""
     built(case.model)
     settings = Settings(folder)
-    start = initial_weights(case, settings)
-    data = make_data(case, load_weights(stock_trainer(case, settings), start), seed=0)
+    stock = stock_trainer(case, settings)
+    start = noisy_weights(stock, case.noise)
+    data = make_data(case, load_weights(stock, start), seed=0)
     return run_case(load_weights(fused_trainer(case, settings), start), case, data, torch.float32)
 
 

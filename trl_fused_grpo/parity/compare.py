@@ -13,7 +13,7 @@ import torch
 import trl
 from packaging.version import Version
 
-from .case import Case, SkippedError
+from .case import Case, SkippedError, Trainer
 from .errors import differing_metrics, measure
 from .flips import flip_verdict
 from .judge import (
@@ -27,7 +27,7 @@ from .judge import (
 )
 from .result import Result
 from .rounding import Compared, rounding_verdict, training_verdict
-from .run_case import Data, Outcome, make_data, run_case, stock_may_fail
+from .run_case import Data, Outcome, Restarted, make_data, run_case, stock_may_fail
 from .run_training import StockFailedError, run_both
 from .trainers import (
     RefusedError,
@@ -35,7 +35,6 @@ from .trainers import (
     float64_trainer,
     fused_trainer,
     has_liger_loss,
-    initial_weights,
     load_weights,
     noisy_weights,
     stock_liger_trainer,
@@ -130,7 +129,7 @@ def _compare_float32(case: Case, settings: Settings, result: Result) -> list[str
         data = make_data(case, load_weights(trainer, start), case.seed)
         stock = run_case(trainer, case, data, settings.dtype)
     _skip_where_not_finite(case, stock)
-    fused = _run_fused(case, settings, start, data)
+    fused = _run_fused(_new_fused(case, settings, start), case, settings, data)
     _fill(result, case, stock, fused)
     _compare_liger(case, settings, start, data, stock, result)
     problems = float32_problems(case, stock, fused, result)
@@ -157,12 +156,17 @@ def _changed_by_verify(
     plain = {name: value for name, value in case.fused.items() if name != "fused_verify"}
     if len(plain) == len(case.fused) or settings.device != "cpu":
         return []
-    return changed_problems(fused, _run_fused(replace(case, fused=plain), settings, start, data))
+    without = replace(case, fused=plain)
+    return changed_problems(fused, _run_fused(_new_fused(without, settings, start), without, settings, data))
 
 
 def _compare_bfloat16(case: Case, settings: Settings, result: Result) -> list[str]:
     with stock_may_fail(case):
-        start = initial_weights(case, settings)
+        trainer = stock_trainer(case, settings)
+        start = noisy_weights(trainer, case.noise)
+        stock_arm = Restarted(trainer, start)
+        reference_arm = Restarted(float64_trainer(case, settings), start)
+    fused_arm = Restarted(_new_fused(case, settings, start), start)
     reference, stock, fused = [], [], []
     *rounds, most = bfloat16_rounds(case)
     for seed in range(case.seed, case.seed + most):
@@ -171,14 +175,14 @@ def _compare_bfloat16(case: Case, settings: Settings, result: Result) -> list[st
             if not problems:
                 return problems
         with stock_may_fail(case):
-            data = make_data(case, load_weights(float64_trainer(case, settings), start), seed)
-            reference.append(run_case(load_weights(float64_trainer(case, settings), start), case, data, settings.dtype))
+            data = make_data(case, reference_arm(), seed)
+            reference.append(run_case(reference_arm(), case, data, settings.dtype))
         if not math.isfinite(reference[-1].loss):  # eager attention's softmax: a float64 mask overflows in float32
             raise SkippedError("in float64 its own attention is not finite: there is no reference")
         with stock_may_fail(case):
-            stock.append(run_case(load_weights(stock_trainer(case, settings), start), case, data, settings.dtype))
+            stock.append(run_case(stock_arm(), case, data, settings.dtype))
         _skip_where_not_finite(case, stock[-1])
-        fused.append(_run_fused(case, settings, start, data))
+        fused.append(_run_fused(fused_arm(), case, settings, data))
         if seed == case.seed:
             _fill(result, case, stock[0], fused[0])
             _compare_liger(case, settings, start, data, stock[0], result)
@@ -196,11 +200,14 @@ def _bfloat16_problems(
     return bfloat16_problems(errors, stock_errors, result) + metric_problems(result)
 
 
-def _run_fused(case: Case, settings: Settings, start: dict[str, torch.Tensor], data: Data) -> Outcome:
+def _new_fused(case: Case, settings: Settings, start: dict[str, torch.Tensor]) -> Trainer:
     with _skipped_where_refused(case):
-        trainer = load_weights(fused_trainer(case, settings), start)
-        with wrong_forecasts() if case.wrong_forecast else nullcontext():
-            return run_case(trainer, case, data, settings.dtype)
+        return load_weights(fused_trainer(case, settings), start)
+
+
+def _run_fused(trainer: Trainer, case: Case, settings: Settings, data: Data) -> Outcome:
+    with _skipped_where_refused(case), wrong_forecasts() if case.wrong_forecast else nullcontext():
+        return run_case(trainer, case, data, settings.dtype)
 
 
 @contextmanager

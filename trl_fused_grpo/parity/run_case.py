@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from .case import Case, Rollout, SkippedError, Trainer
 from .tiny import batches
 from .tiny.serve import serve_batches, serve_rollouts
+from .trainers import load_weights
 
 
 # Standard deviation of the weights' step between accumulation windows: ratios leave 1 but not the clip bounds
@@ -92,13 +93,42 @@ def stock_may_fail(case: Case) -> Generator[None, None, None]:
         raise SkippedError(f"stock itself fails: {type(error).__name__}: {message[:120]}") from error
 
 
+class Restarted:
+    """
+    A trainer that runs several batches, each from the same start. To build one takes longer than to run one.
+
+    Args:
+        trainer ([`GRPOTrainer`]): freshly built.
+        start (`Mapping[str, torch.Tensor]`): weights by parameter name.
+    """
+
+    def __init__(self, trainer: Trainer, start: Mapping[str, torch.Tensor]):
+        self._trainer, self._start = trainer, start
+        self._values = [(vars(holder), _values(holder)) for holder in (trainer, trainer.state)]
+
+    def __call__(self) -> Trainer:
+        """The trainer as it was built, with the weights of the start."""
+        for attributes, values in self._values:
+            attributes.update(values)
+        return load_weights(self._trainer, self._start)
+
+
+def _values(holder: Any) -> dict[str, Any]:
+    """Counters, coefficients and switches, and what is not there yet. Lists and tensors are a run's to clear."""
+    return {
+        name: value
+        for name, value in vars(holder).items()
+        if value is None or isinstance(value, (bool, int, float, str))
+    }
+
+
 def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Outcome:
     """
     Run a case through a trainer's own step.
 
     Args:
         trainer ([`GRPOTrainer`]):
-            Freshly built.
+            Freshly built, or [`Restarted`].
         case ([`Case`]):
             What to run.
         data (`list[dict]`):

@@ -268,18 +268,6 @@ def _dense_log_probs(
     return trl_compat.logps_result(logps, entropies, outputs.aux_loss if compute_aux_loss else None)
 
 
-def initial_weights(case: Case, settings: Settings) -> dict[str, torch.Tensor]:
-    """
-    The weights that every trainer of a case starts from: the checkpoint's, plus the case's noise.
-
-    Returns:
-        `dict[str, torch.Tensor]`:
-            By parameter name, on the CPU.
-    """
-    trainer = stock_trainer(case, settings)
-    return noisy_weights(trainer, case.noise)
-
-
 def noisy_weights(trainer: Trainer, noise: float) -> dict[str, torch.Tensor]:
     """A copy of a model's parameters on the CPU, by name; seeded noise is added to those that need a gradient."""
     generator = torch.Generator().manual_seed(1)
