@@ -12,6 +12,7 @@ import torch
 
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS, TRL
+from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.parity import Settings, compare, jobs
 from trl_fused_grpo.parity.errors import measure
 from trl_fused_grpo.parity.random_cases import draw, name_of, options_of, random_case
@@ -249,6 +250,14 @@ FOUND = {
     "gpt2-on-policy": {"model": "gpt2", "rollout": True, "sampling": "token", "fused_require_on_policy": True},
     # The entropy of a micro-batch without a gradient was no number
     "all-left-out": {"rollout": True, "rows": 3, "fused_skip_zero_grad_sequences": True, "equal_completions": True},
+    # The mask of the images' patches had the shape of the tokens' mask, and was cut as that is
+    "patches-as-tokens": {
+        "model": "lfm2-vl",
+        "rows": 4,
+        "lengths": 996335,
+        "gradient_accumulation_steps": 3,
+        "images": "shaped-patches",
+    },
 }
 
 
@@ -257,6 +266,8 @@ def test_what_was_found_stays_mended(settings, options):
     needed = (1, 8) if "entropy_coef" in options else (1, 0) if options.get("loss_type") == "vespo" else (0,)
     if TRL.release < needed:
         pytest.skip("this TRL has no such loss")
+    if "images" in options and "spatial_shapes" not in MULTIMODAL_INPUTS:
+        pytest.skip("this TRL does not know these images")
     result = compare(random_case(name_of(options)), settings)
     assert result.verdict == "equal", result.reason
 

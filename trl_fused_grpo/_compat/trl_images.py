@@ -19,6 +19,8 @@ MULTIMODAL_INPUTS = tuple(
     for name in list(inspect.signature(_LOGPS_METHOD).parameters)[5:]
     if name not in ("batch_size", "compute_entropy", "compute_aux_loss")
 )
+# Those that say something of images, and not of each token
+IMAGE_INPUTS = tuple(name for name in MULTIMODAL_INPUTS if not name.endswith("token_type_ids"))
 
 
 class _ModelCallError(Exception):

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat.trl_images import IMAGE_INPUTS
 
 from .layout import Layout, PackedRow
 
@@ -37,11 +38,15 @@ class MultimodalInputs:
 
     @cached_property
     def _per_token(self) -> list[str]:
-        """The inputs that say something of each token, besides its id: `[B, P + T]`."""
+        """
+        The inputs that say something of each token, besides its id: `[B, P + T]`. A mask of patches may have that shape
+        by chance.
+        """
         shape = self.of_batch["input_ids"].shape
+        others = {name: value for name, value in self.of_batch.items() if name not in IMAGE_INPUTS}
         return [
             name
-            for name, value in self.of_batch.items()
+            for name, value in others.items()
             if isinstance(value, Tensor) and value.shape == shape and not value.is_floating_point()
         ]
 
