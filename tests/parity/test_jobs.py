@@ -1,10 +1,11 @@
 """`--jobs`: cases in several processes give the results that they give in one."""
 
 import dataclasses
+import sys
 
 import torch
 
-from trl_fused_grpo.parity import CASES, CUSTOMISED_CASES, Settings
+from trl_fused_grpo.parity import CASES, CUSTOMISED_CASES, Settings, compare
 from trl_fused_grpo.parity.jobs import run_cases
 
 
@@ -28,3 +29,13 @@ def test_cases_of_one_name_in_two_sets_are_told_apart(tmp_path):
     [training] = run_cases([named(CUSTOMISED_CASES, "lora")], settings, jobs=2)
     assert training.description == named(CUSTOMISED_CASES, "lora").description
     assert training.verdict == "skipped"
+
+
+def test_nothing_runs_after_a_case_that_lost_the_device(tmp_path, monkeypatch):
+    """A kernel that reads out of bounds fails later, in a case that has no part in it; stock's would be skipped."""
+    module = sys.modules[compare.__module__]
+    monkeypatch.setattr(module, "_compare_float32", lambda *_: [])
+    monkeypatch.setattr(module, "_device_loss", lambda: "CUDA error: device-side assert triggered")
+    results = list(run_cases(CASES[:3], Settings(tmp_path, device="cuda"), jobs=1))
+    assert [result.verdict for result in results] == ["failed"]
+    assert "device-side assert" in results[0].reason

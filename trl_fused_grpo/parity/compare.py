@@ -25,7 +25,7 @@ from .judge import (
     row_problems,
     warning_problems,
 )
-from .result import Result
+from .result import DEVICE_LOST, Result
 from .rounding import Compared, rounding_verdict, training_verdict
 from .run_case import Data, Outcome, Restarted, make_data, run_case, stock_may_fail
 from .run_training import StockFailedError, run_both
@@ -85,6 +85,8 @@ def compare(case: Case, settings: Settings) -> Result:
         result.verdict, result.reason = "skipped", str(missing)
     except Exception as error:  # one broken case must not hide the others
         result.reason = _describe(error)
+    if settings.device == "cuda" and (loss := _device_loss()):
+        result.verdict, result.reason = "failed", f"{DEVICE_LOST}: {loss}; {result.reason}"
     result.seconds = time.perf_counter() - start
     return result
 
@@ -101,6 +103,18 @@ def _without_tf32() -> Generator[None, None, None]:
         yield
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _device_loss() -> str:
+    """
+    The error that every later call of CUDA raises again, or an empty text. A kernel that reads out of bounds fails
+    after the call that launched it: the next case, or stock in it, seems to.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def _describe(error: Exception) -> str:

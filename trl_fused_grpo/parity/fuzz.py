@@ -61,7 +61,9 @@ def print_failures(results: Sequence[Result], settings: Settings, console: Conso
     """Print a command for each of the first cases that failed, with the options that are needed for it."""
     failures = [result for result in results if result.verdict in FAILURES]
     for result in failures[:MOST_SHRUNK]:
-        options, smallest = shrink(options_of(result.name), result, settings)
+        options, smallest = options_of(result.name), result
+        if not result.is_device_lost:  # it would be lost here too
+            options, smallest = shrink(options, result, settings)
         console.print(f"[bold red]{result.name}[/], smallest: {escape(smallest.reason)}", highlight=False)
         console.print(f"  {command_of(name_of(options), settings)}", markup=False, highlight=False, soft_wrap=True)
 

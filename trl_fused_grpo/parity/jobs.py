@@ -4,7 +4,7 @@ import gc
 import math
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -29,7 +29,7 @@ def run_cases(
     until: float = math.inf,
 ) -> Generator[Result, None, None]:
     """
-    Run cases and yield their results in order.
+    Run cases and yield their results in order. None follows one that lost the device.
 
     Args:
         cases (`Sequence[Case]`):
@@ -45,7 +45,7 @@ def run_cases(
     """
     if jobs == 1:
         _freeze_imports()
-        yield from (compare(case, settings) for case in cases if time.monotonic() < until)
+        yield from _until_lost(compare(case, settings) for case in cases if time.monotonic() < until)
         return
     everything = _all_cases()
     # A process gets the place of a case: a customisation is made of nested functions, which cannot be pickled, and two
@@ -55,7 +55,15 @@ def run_cases(
     ]
     with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (prepare,)) as pool:
         results = pool.map(_compare, places, [settings] * len(places), [until] * len(places))
-        yield from (result for result in results if result is not None)
+        yield from _until_lost(result for result in results if result is not None)
+        pool.shutdown(cancel_futures=True)
+
+
+def _until_lost(results: Iterable[Result]) -> Generator[Result, None, None]:
+    for result in results:
+        yield result
+        if result.is_device_lost:
+            return
 
 
 def _all_cases() -> tuple[Case, ...]:

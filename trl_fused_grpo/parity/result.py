@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 
 
+DEVICE_LOST = "the device is lost"  # how the reason of such a result begins
+
+
 @dataclass
 class Result:
     """
@@ -70,3 +73,8 @@ class Result:
     def is_rounding(self) -> bool:
         """Whether it is out of tolerance by rounding alone."""
         return self.verdict in ("tie", "rounding")
+
+    @property
+    def is_device_lost(self) -> bool:
+        """Whether this process can run nothing more on its GPU."""
+        return self.reason.startswith(DEVICE_LOST)
