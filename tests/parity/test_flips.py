@@ -10,8 +10,8 @@ import torch
 from trl_fused_grpo.parity.compare import compare
 from trl_fused_grpo.parity.flips import flip_verdict
 from trl_fused_grpo.parity.random_cases import name_of, random_case
-from trl_fused_grpo.parity.run_case import Outcome
-from trl_fused_grpo.parity.trainers import Settings
+from trl_fused_grpo.parity.run_case import Outcome, make_data, run_case
+from trl_fused_grpo.parity.trainers import Settings, fused_trainer, stock_trainer
 
 
 BATCHES = 32
@@ -42,6 +42,39 @@ def test_a_few_batches_beyond_a_bound_are_a_tie(stock_flips, fused_flips, verdic
     stock = outcomes(1, 0.01, stock_flips)
     fused = outcomes(2, 0.01 if fused_flips else 0.015, fused_flips)
     assert flip_verdict(reference, stock, fused) == verdict
+
+
+def at_the_quantile(outcomes, others):
+    """In the batches that `others` names, two tokens are taken for each other, and the gradient is wrong by a tenth."""
+    for batch, outcome in enumerate(outcomes):
+        outcome.high_entropy = [torch.tensor([True, False, batch in others, batch not in others])]
+        outcome.tensors["a"] += 0.1 * (batch in others)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("of_stock", "of_fused", "error", "verdict"),
+    [
+        (range(16), range(4, 26), 0.01, "tie"),  # nearly all batches have one: it is known which
+        (range(16), range(4, 26), 0.015, None),  # the others exceed a limit
+        (range(4), range(26), 0.01, None),  # more of them than by chance
+        (range(16), range(13, 31), 0.01, None),  # too few others
+    ],
+)
+def test_other_tokens_at_the_entropy_quantile_are_a_tie(of_stock, of_fused, error, verdict):
+    reference = at_the_quantile(outcomes(0, 0.0), ())
+    stock, fused = at_the_quantile(outcomes(1, 0.01), of_stock), at_the_quantile(outcomes(2, error), of_fused)
+    assert flip_verdict(reference, stock, fused) == verdict
+
+
+@pytest.mark.parametrize("build", [stock_trainer, fused_trainer])
+def test_the_tokens_that_the_entropy_quantile_selects_are_noted(tmp_path, build):
+    case, settings = random_case('random:{"top_entropy_quantile":0.37}'), Settings(tmp_path)
+    trainer = build(case, settings)
+    outcome = run_case(trainer, case, make_data(case, trainer, 0), torch.float32)
+    (selected,) = outcome.high_entropy
+    assert selected.float().mean().item() == pytest.approx(0.37, abs=1 / len(selected))
+    assert outcome.rows is None or outcome.rows > 0  # a method of the trainer was not replaced for it
 
 
 def test_batches_without_a_flip_must_be_within_the_limits():

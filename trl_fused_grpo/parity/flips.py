@@ -3,6 +3,8 @@ Tells batches in which a bound decides by rounding, where a drawn case exceeds a
 sequence that lies near a clip bound or a mask's is on one side of it in float64 and, by rounding, on the other in
 bfloat16, for stock as for the fused trainer: such a batch has many times the error of the others. No limit is widened:
 these batches are set aside, the others must be within all limits, and the fused trainer may not have more of them.
+
+At the entropy quantile most batches have such a token, and it is known which: those that TRL selects are noted.
 """
 
 import math
@@ -10,14 +12,16 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
+
 from .errors import Errors, measure
-from .judge import bfloat16_problems
+from .judge import BFLOAT16_BATCHES, bfloat16_problems
 from .result import Result
 from .run_case import Outcome
 
 
 FLIP = 3.0  # times the median of stock's errors; batches without one reach about twice
-MOST_FLIPS = 0.25  # of all batches: with more of them the median says nothing
+MOST_FLIPS = 0.25  # of all batches: with more of them the median says nothing. At the quantile it is not asked
 MOST_SIGMAS = 2.0  # by which the fused trainer may have more of them than stock, as two counts by chance
 
 
@@ -44,7 +48,14 @@ def flip_verdict(
     )
     if not all(math.isfinite(errors.gradient) for errors in of_fused):
         return None
-    batches, by_stock, by_fused = set(range(len(references))), set[int](), set[int]()
+    by_stock, by_fused = (
+        {i for i, outcome in enumerate(outcomes) if _selects_others(references[i], outcome)}
+        for outcomes in (stock, fused)
+    )
+    batches = set(range(len(references))) - by_stock - by_fused
+    if len(batches) < BFLOAT16_BATCHES:
+        return None
+    least = (1 - MOST_FLIPS) * len(batches)
     while batches:
         chosen = sorted(batches)
         result = Result("", "")
@@ -62,7 +73,14 @@ def flip_verdict(
         batches -= by_stock | by_fused
     flips, surplus = by_stock | by_fused, len(by_fused) - len(by_stock)
     is_chance = surplus <= MOST_SIGMAS * (len(by_fused) + len(by_stock)) ** 0.5
-    return "tie" if flips and len(flips) <= MOST_FLIPS * len(references) and is_chance else None
+    return "tie" if flips and len(batches) >= least and is_chance else None
+
+
+def _selects_others(reference: Outcome, outcome: Outcome) -> bool:
+    """Whether the entropy quantile selects other tokens than in float64."""
+    pairs = zip(reference.high_entropy, outcome.high_entropy, strict=False)
+    is_as_long = len(reference.high_entropy) == len(outcome.high_entropy)
+    return not (is_as_long and all(torch.equal(mine, theirs) for mine, theirs in pairs))
 
 
 def _error(errors: Errors, name: str | None) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import set_seed
@@ -50,6 +51,8 @@ class Outcome:
             Accumulation windows in which the fused trainer left sequences out (`fused_skip_zero_grad_sequences`).
         verified (`list[float]`):
             What `fused_verify` logged: errors of the loss and of the gradients in the output projection.
+        high_entropy (`list[torch.Tensor]`):
+            Which tokens TRL's `top_entropy_quantile` trains on, one vector for each loss. On the CPU.
     """
 
     loss: float = 0.0
@@ -60,6 +63,7 @@ class Outcome:
     layout: str | None = None
     leaves_out: set[int] = field(default_factory=set)
     verified: list[float] = field(default_factory=list)
+    high_entropy: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def norm(self) -> float:
@@ -146,16 +150,35 @@ def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Ou
         serve_rollouts(trainer, data)
     elif case.mode != "log-probs":
         serve_batches(trainer, data)
-    with case.changed(trainer):
+    with case.changed(trainer), _high_entropy_noted() as high_entropy:
         if case.mode == "train":
             outcome = _train(trainer, case, dtype)
         elif case.mode == "eval":
             outcome = _evaluate(trainer)
         else:
             outcome = _log_probs(trainer, data)
+    outcome.high_entropy = high_entropy
     if trainer.seen:
         outcome.metrics["what the user's code saw"] = [_as_number(value) for value in trainer.seen]
     return outcome
+
+
+@contextmanager
+def _high_entropy_noted() -> Generator[list[torch.Tensor], None, None]:
+    """
+    While it lasts, notes which entropies are at least the quantile that TRL asks torch for. A method of the trainer may
+    not be replaced for it: the fused trainer would leave its faster paths.
+    """
+    noted: list[torch.Tensor] = []
+    quantile = torch.quantile
+
+    def noting(entropies: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        threshold = quantile(entropies, *args, **kwargs)
+        noted.append((entropies.detach() >= threshold).cpu())
+        return threshold
+
+    with mock.patch.object(torch, "quantile", noting):
+        yield noted
 
 
 def _as_number(value: Any) -> float:
