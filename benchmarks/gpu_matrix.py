@@ -11,6 +11,7 @@ The record is written after each job. Where the file is there already, from the 
 jobs did stays in it, so that a matrix can be run in parts. Each job names its commit.
 """
 
+import itertools
 import json
 import os
 import re
@@ -120,7 +121,7 @@ def files_with_gpu_tests() -> list[str]:
 
 class Matrix:
     """
-    Runs jobs, and notes what came of each.
+    Runs jobs, and notes what came of each. Of several GPUs a job that needs one sees one, each in turn.
 
     Args:
         logs (`Path`): the folder of their outputs.
@@ -134,6 +135,7 @@ class Matrix:
         self.logs, self.threads, self.start, self.names, self.path = logs, threads, start, names, path
         self._results = {job["name"]: job for job in _earlier_jobs(path, start)}
         self._lock = threading.Lock()
+        self._gpu_in_turn = itertools.cycle(range(start["gpus"])) if start.get("gpus", 0) > 1 else None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -158,6 +160,9 @@ class Matrix:
         command = [word.replace("{json}", str(record)) for word in job.command]
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": str(self.threads)}
+        if self._gpu_in_turn and job.gpus < 2:
+            with self._lock:
+                variables["CUDA_VISIBLE_DEVICES"] = str(next(self._gpu_in_turn))
         start = time.perf_counter()
         with log.open("w") as output:
             process = subprocess.Popen(
