@@ -1,6 +1,8 @@
 """Exceptions thrown on purpose: into reward functions, generation, the forward with gradients and the backward."""
 
+import gc
 import random
+import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -8,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from _left_over import left_over
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
@@ -15,6 +18,8 @@ from transformers import TrainerCallback
 PLACES = ("reward", "generation", "forward", "backward", "optimizer")
 # A place is reached many times in a step; the fault comes at one of so many
 _TIMES = {"reward": 1, "generation": 30, "forward": 60, "backward": 30, "optimizer": 1}
+# Transformers' attention stays replaced as long as a graph may need it
+_HELD_BY_GRAPHS = ("tables", "masks", "files")
 
 
 class InjectedError(RuntimeError):
@@ -92,3 +97,27 @@ class Faults(TrainerCallback):
         of_linear = mock.patch.object(F, "linear", counted_linear)
         with of_linear, mock.patch.object(torch.autograd, "backward", counted_backward):
             yield
+
+
+def left_after_fault(trainer: Any, clean: dict[str, Any], seconds: float = 5.0) -> dict[str, Any]:
+    """
+    What is left over after a training that an exception has ended, which is gone.
+
+    On CUDA a backward runs in a thread of autograd's. It lets go of its exception, whose traceback holds the graph,
+    after that has reached the thread of the training: some milliseconds later where processes wait for a core. So for
+    what graphs hold, and for nothing else, there is a while of waiting.
+
+    Args:
+        trainer (`GRPOTrainer`): that does not train now.
+        clean (`dict`): what a training leaves behind that ends by itself.
+        seconds (`float`): to wait at most.
+    """
+    gc.collect()  # what the exception held
+    found = left_over(trainer)
+    end = time.monotonic() + seconds
+    while any(found[name] != clean[name] for name in _HELD_BY_GRAPHS) and time.monotonic() < end:
+        time.sleep(0.01)
+        gc.collect()
+        now = left_over(trainer)
+        found |= {name: now[name] for name in _HELD_BY_GRAPHS}
+    return found

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _faults import Faults, InjectedError
+from _faults import Faults, InjectedError, left_after_fault
 from _growth import LIMITS, judged
 from _left_over import left_over
 from _measure import environment
@@ -152,8 +152,7 @@ def _until_done(trainer: Any, watcher: Watcher, faults: Faults, clean: dict, fol
                 continue
             except InjectedError as error:
                 place = str(error)
-            gc.collect()  # what the exception held
-            after = left_over(trainer)
+            after = left_after_fault(trainer, clean)
             problems += [
                 f"after a fault in {place}, {name}: {after[name]} instead of {clean[name]}"
                 for name in clean

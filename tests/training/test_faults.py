@@ -6,6 +6,7 @@ exception, and nothing of this package stays where it outlives a training.
 import gc
 import importlib
 import sys
+import threading
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
@@ -145,6 +146,12 @@ def left_over():
     sys.path.remove(str(BENCHMARKS))
 
 
+@pytest.fixture(scope="module")
+def left_after_fault(left_over):
+    """The same, as `soak.py` asks for it."""
+    return importlib.import_module("_faults").left_after_fault
+
+
 def interrupted(folder, cls, place, **options):
     """A trainer whose training has ended with an exception, which is gone."""
     torch.manual_seed(0)
@@ -225,3 +232,40 @@ def test_detach_undoes_everything_after_an_exception(tmp_path, left_over):
         name: untouched[name] for name in untouched if name not in of_trainer
     }
     assert not found["in modules"]
+
+
+@pytest.fixture
+def held_errors(monkeypatch):
+    """Errors of a backward, which a thread holds until it is told to end, as that of autograd for CUDA may."""
+    ends, threads, original = threading.Event(), [], torch.autograd.backward
+
+    def hold(_):
+        ends.wait(60)
+
+    def backward(*args, **kwargs):
+        try:
+            original(*args, **kwargs)
+        except FaultError as error:
+            threads.append(threading.Thread(target=hold, args=[error]))
+            threads[-1].start()
+            raise
+
+    monkeypatch.setattr(torch.autograd, "backward", backward)
+    yield ends
+    ends.set()
+    while threads:
+        threads.pop().join()
+
+
+def test_attention_is_given_back_when_another_thread_lets_go_of_the_graph(
+    tmp_path, left_over, left_after_fault, held_errors
+):
+    trainer = interrupted(tmp_path, FusedGRPOTrainer, "layer computed again", **SHARED)
+    held = left_over(trainer)
+    clean = {**held, "tables": [], "masks": [], "files": []}
+    assert held["tables"]
+    assert held["masks"]
+    assert left_after_fault(trainer, clean, seconds=0.05) == held  # what stays is found
+    threading.Timer(0.2, held_errors.set).start()
+    assert left_after_fault(trainer, clean) == clean
+    assert not _living
