@@ -67,6 +67,15 @@ def test_other_tokens_at_the_entropy_quantile_are_a_tie(of_stock, of_fused, erro
     assert flip_verdict(reference, stock, fused) == verdict
 
 
+def test_tokens_that_a_trainer_asks_for_more_often_are_not_compared():
+    """As with `fused_verify`: batches far from the others are told apart by their errors, as without a quantile."""
+    reference, stock = (at_the_quantile(outcomes(seed, 0.01 * seed), ()) for seed in (0, 1))
+    fused = at_the_quantile(outcomes(2, 0.01, flips=(3,)), ())
+    for outcome in fused:
+        outcome.high_entropy *= 2
+    assert flip_verdict(reference, stock, fused) == "tie"
+
+
 @pytest.mark.parametrize("build", [stock_trainer, fused_trainer])
 def test_the_tokens_that_the_entropy_quantile_selects_are_noted(tmp_path, build):
     case, settings = random_case('random:{"top_entropy_quantile":0.37}'), Settings(tmp_path)
