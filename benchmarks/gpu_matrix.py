@@ -135,7 +135,8 @@ class Matrix:
         self.logs, self.threads, self.start, self.names, self.path = logs, threads, start, names, path
         self._results = {job["name"]: job for job in _earlier_jobs(path, start)}
         self._lock = threading.Lock()
-        self._gpu_in_turn = itertools.cycle(range(start["gpus"])) if start.get("gpus", 0) > 1 else None
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(start.get("gpus", 0))))).split(",")
+        self._gpu_in_turn = itertools.cycle(gpus) if len(gpus) > 1 else None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -162,7 +163,7 @@ class Matrix:
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": str(self.threads)}
         if self._gpu_in_turn and job.gpus < 2:
             with self._lock:
-                variables["CUDA_VISIBLE_DEVICES"] = str(next(self._gpu_in_turn))
+                variables["CUDA_VISIBLE_DEVICES"] = next(self._gpu_in_turn)
         start = time.perf_counter()
         with log.open("w") as output:
             process = subprocess.Popen(

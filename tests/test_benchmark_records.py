@@ -275,15 +275,21 @@ def test_a_matrix_records_what_each_job_did(benchmark_module, tmp_path):
         matrix.Matrix(tmp_path, 1, {**start, "versions": {"torch": "2"}}, names, path)
 
 
-def test_jobs_of_a_matrix_take_turns_on_several_gpus(benchmark_module, tmp_path):
+@pytest.mark.parametrize(("visible", "first", "second"), [(None, "0", "1"), ("2,3", "2", "3")])
+def test_jobs_of_a_matrix_take_turns_on_several_gpus(benchmark_module, tmp_path, monkeypatch, visible, first, second):
     matrix = benchmark_module("gpu_matrix")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     running = matrix.Matrix(tmp_path, 1, {"commit": "abc", "gpus": 2}, [])
     code = "import os; print('3 of', os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))"
     jobs = [
         matrix.Job(name, [sys.executable, "-c", code], gpus=gpus)
         for name, gpus in zip("abcd", (1, 0, 2, 1), strict=True)
     ]
-    assert [running.run(job)["counts"] for job in jobs] == ["3 of 0", "3 of 1", "3 of all", "3 of 0"]
+    assert [running.run(job)["counts"] for job in jobs] == [
+        f"3 of {gpus}" for gpus in (first, second, visible or "all", first)
+    ]
 
 
 def test_jobs_of_a_matrix_are_chosen_by_their_names(benchmark_module):
