@@ -52,6 +52,14 @@ def at_the_quantile(outcomes, others):
     return outcomes
 
 
+def at_vllms_bounds(outcomes, others):
+    """In the batches that `others` names, one sequence more is masked, and the gradient is wrong by a tenth."""
+    for batch, outcome in enumerate(outcomes):
+        outcome.masked = [torch.tensor([[False], [batch in others]])]
+        outcome.tensors["a"] += 0.1 * (batch in others)
+    return outcomes
+
+
 @pytest.mark.parametrize(
     ("of_stock", "of_fused", "error", "verdict"),
     [
@@ -65,6 +73,30 @@ def test_other_tokens_at_the_entropy_quantile_are_a_tie(of_stock, of_fused, erro
     reference = at_the_quantile(outcomes(0, 0.0), ())
     stock, fused = at_the_quantile(outcomes(1, 0.01), of_stock), at_the_quantile(outcomes(2, error), of_fused)
     assert flip_verdict(reference, stock, fused) == verdict
+
+
+@pytest.mark.parametrize(
+    ("of_stock", "of_fused", "error", "verdict"),
+    [
+        (range(16), range(4, 26), 0.01, "tie"),
+        (range(16), range(4, 26), 0.015, None),  # the others exceed a limit
+        (range(4), range(26), 0.01, None),  # more of them than by chance
+    ],
+)
+def test_other_tokens_that_vllms_bounds_mask_are_a_tie(of_stock, of_fused, error, verdict):
+    reference = at_vllms_bounds(outcomes(0, 0.0), ())
+    stock, fused = at_vllms_bounds(outcomes(1, 0.01), of_stock), at_vllms_bounds(outcomes(2, error), of_fused)
+    assert flip_verdict(reference, stock, fused) == verdict
+
+
+def test_masks_of_a_trainer_that_leaves_sequences_out_are_not_compared():
+    """It does not compute their ratios."""
+    reference, stock = (at_vllms_bounds(outcomes(seed, 0.01 * seed), ()) for seed in (0, 1))
+    fused = at_vllms_bounds(outcomes(2, 0.01, flips=(3,)), range(BATCHES))
+    for outcome in fused:
+        outcome.tensors["a"] -= 0.1
+        outcome.leaves_out = {0}
+    assert flip_verdict(reference, stock, fused) == "tie"
 
 
 def test_tokens_that_a_trainer_asks_for_more_often_are_not_compared():
@@ -84,6 +116,47 @@ def test_the_tokens_that_the_entropy_quantile_selects_are_noted(tmp_path, build)
     (selected,) = outcome.high_entropy
     assert selected.float().mean().item() == pytest.approx(0.37, abs=1 / len(selected))
     assert outcome.rows is None or outcome.rows > 0  # a method of the trainer was not replaced for it
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
+@pytest.mark.parametrize("build", [stock_trainer, fused_trainer])
+def test_what_vllms_bounds_mask_is_noted_of_each_generation(tmp_path, build, mode):
+    options = {"rollout": True, "accumulation_windows": 2, "update": True, "sampling": "token"}
+    bounds = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.0}
+    case, settings = random_case(name_of({**options, **bounds})), Settings(tmp_path)
+    trainer = build(case, settings)
+    outcome = run_case(trainer, case, make_data(case, trainer, 0), torch.float32)
+    assert len(outcome.masked) == 2 * trainer.args.gradient_accumulation_steps
+    assert all(mask.shape[1] == 1 or mode == "token_mask" for mask in outcome.masked)
+    assert 0.0 < torch.cat([mask.flatten() for mask in outcome.masked]).float().mean() < 1.0
+    assert outcome.rows is None or outcome.rows > 0
+
+
+@pytest.mark.any_trl
+@pytest.mark.parametrize(
+    ("errors", "batches", "verdict"),
+    [
+        ([0.01] * 256, 4, "equal"),
+        ([0.0115] * 4 + [0.01] * 252, 16, "equal"),
+        ([0.0115] * 64 + [0.01] * 192, 256, "equal"),  # beyond a limit by chance, which shrinks
+        ([0.05] + [0.01] * 255, 64, "tie"),
+        ([0.0115] * 256, 256, "different"),
+    ],
+)
+def test_a_drawn_case_beyond_a_limit_is_judged_over_more_batches(tmp_path, errors, batches, verdict):
+    """Unless it is a tie."""
+    generator, ran = torch.Generator().manual_seed(0), []
+
+    def run(*_):
+        batch, arm = divmod(len(ran), 3)
+        error = (0.0, 0.01, errors[batch])[arm]  # of the reference, of stock, of the fused trainer
+        ran.append(Outcome(1.0, {"a": torch.ones(999) + error * torch.randn(999, generator=generator)}))
+        return ran[-1]
+
+    others = {"make_data": mock.DEFAULT, "_compare_liger": mock.DEFAULT}
+    with mock.patch.multiple(sys.modules[compare.__module__], run_case=run, **others):
+        result = compare(random_case('random:{"rows":2,"group":2}'), Settings(tmp_path, dtype=torch.bfloat16))
+    assert (len(ran), result.verdict) == (3 * batches, verdict)
 
 
 def test_batches_without_a_flip_must_be_within_the_limits():

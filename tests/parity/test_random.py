@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 import time
 from dataclasses import replace
 from unittest import mock
@@ -13,8 +12,7 @@ import torch
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS, TRL
 from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
-from trl_fused_grpo.parity import Settings, compare, jobs
-from trl_fused_grpo.parity.errors import measure
+from trl_fused_grpo.parity import compare, jobs
 from trl_fused_grpo.parity.random_cases import draw, name_of, options_of, random_case
 from trl_fused_grpo.parity.result import Result
 from trl_fused_grpo.parity.rounding import Compared, rounding_verdict
@@ -270,26 +268,3 @@ def test_what_was_found_stays_mended(settings, options):
         pytest.skip("this TRL does not know these images")
     result = compare(random_case(name_of(options)), settings)
     assert result.verdict == "equal", result.reason
-
-
-@pytest.mark.any_trl
-@pytest.mark.parametrize(
-    ("found", "verdict"),
-    [([["off"], []], "equal"), ([["off"], ["off"], []], "equal"), ([["off"]] * 3, "different"), ([[]], "equal")],
-)
-def test_in_bfloat16_more_batches_tell_chance_from_a_fault(tmp_path, found, verdict):
-    module, batches = sys.modules[compare.__module__], set()
-
-    def counted(reference, outcomes):
-        batches.add(len(outcomes))
-        return measure(reference, outcomes)
-
-    case = random_case('random:{"rows":2,"group":2}')
-    with (
-        mock.patch.object(module, "bfloat16_problems", side_effect=found) as judge,
-        mock.patch.object(module, "measure", counted),
-    ):
-        result = compare(case, Settings(tmp_path, dtype=torch.bfloat16))
-    assert result.verdict == verdict
-    assert judge.call_count == len(found)
-    assert sorted(batches - {1}) == [4, 16, 64][: len(found)]

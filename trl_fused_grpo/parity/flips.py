@@ -4,13 +4,16 @@ sequence that lies near a clip bound or a mask's is on one side of it in float64
 bfloat16, for stock as for the fused trainer: such a batch has many times the error of the others. No limit is widened:
 these batches are set aside, the others must be within all limits, and the fused trainer may not have more of them.
 
-At the entropy quantile most batches have such a token, and it is known which: those that TRL selects are noted.
+At the entropy quantile and at the bounds of vLLM's ratio a large part of the batches may have such a token, and it is
+known which: what TRL selects there is noted.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Literal
+
+import torch
 
 from .errors import Errors, measure
 from .judge import BFLOAT16_BATCHES, bfloat16_problems
@@ -19,7 +22,7 @@ from .run_case import Outcome
 
 
 FLIP = 3.0  # times the median of stock's errors; batches without one reach about twice
-MOST_FLIPS = 0.25  # of all batches: with more of them the median says nothing. At the quantile it is not asked
+MOST_FLIPS = 0.25  # of all batches: with more of them the median says nothing. Known ones are not asked for it
 MOST_SIGMAS = 2.0  # by which the fused trainer may have more of them than stock, as two counts by chance
 
 
@@ -76,11 +79,14 @@ def flip_verdict(
 
 def _selects_others(reference: Outcome, outcome: Outcome) -> bool:
     """
-    Whether the entropy quantile selects other tokens than in float64. It is not known where a trainer asks for it more
-    often, as with `fused_verify`.
+    Whether the entropy quantile selects other tokens than in float64, or vLLM's bounds mask others. It is not known
+    where a trainer asks for the quantile more often, as with `fused_verify`, or leaves sequences out, whose ratios it
+    does not compute.
     """
-    mine, theirs = ([tokens.tolist() for tokens in one.high_entropy] for one in (reference, outcome))
-    return len(mine) == len(theirs) and mine != theirs
+    selections = [(reference.high_entropy, outcome.high_entropy)]
+    if not outcome.leaves_out:
+        selections.append((reference.masked, outcome.masked))
+    return any(len(mine) == len(theirs) and not all(map(torch.equal, mine, theirs)) for mine, theirs in selections)
 
 
 def _error(errors: Errors, name: str | None) -> float:

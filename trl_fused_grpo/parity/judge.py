@@ -25,8 +25,8 @@ BFLOAT16_BATCHES = 4
 # 0.71 to 1.20 times stock's error (16 groups, median 1.02, all 64 batches together 0.90), hence eight times as many.
 SEQUENCE_WEIGHT_BATCHES = 32
 # Of many cases some exceed a limit by chance. Such a case is judged over so many times as many batches, and a drawn
-# one, of which there are hundreds, once more: chance shrinks with them, a fault does not
-AGAIN = 4
+# one, of which there are thousands, until it has more than LEAST_DRAWN: chance shrinks with them, a fault does not
+AGAIN, LEAST_DRAWN = 4, 128
 SLACK, PARAMETER_SLACK, LOSS_SLACK = 1.1, 1.25, 2.0
 VERIFY_BOUND = 1e-4  # beyond which `fused_verify` warns in float32
 LOSS_FLOOR = torch.finfo(torch.bfloat16).eps / 2
@@ -118,11 +118,12 @@ def bfloat16_batches(case: Case) -> int:
     return SEQUENCE_WEIGHT_BATCHES if is_given and of_sequences else BFLOAT16_BATCHES
 
 
-def bfloat16_rounds(case: Case) -> tuple[int, ...]:
+def bfloat16_rounds(case: Case) -> list[int]:
     """Over how many batches a case is judged in bfloat16: the first, and where it exceeds a limit the next ones."""
-    first = bfloat16_batches(case)
-    has_third = case.drawn and first == BFLOAT16_BATCHES
-    return (first, AGAIN * first, AGAIN**2 * first)[: 3 if has_third else 2]
+    rounds = [bfloat16_batches(case)]
+    while len(rounds) < 2 or (case.drawn and rounds[-1] <= LEAST_DRAWN):
+        rounds.append(AGAIN * rounds[-1])
+    return rounds
 
 
 def _worst_relative_to_stock(errors: Errors, stock_errors: Errors) -> str | None:

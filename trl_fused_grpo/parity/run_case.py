@@ -53,6 +53,9 @@ class Outcome:
             What `fused_verify` logged: errors of the loss and of the gradients in the output projection.
         high_entropy (`list[torch.Tensor]`):
             Which tokens TRL's `top_entropy_quantile` trains on, one vector for each loss. On the CPU.
+        masked (`list[torch.Tensor]`):
+            Which tokens or sequences TRL's `mask` modes leave out, as vLLM's importance ratio is beyond a bound: one
+            matrix for each micro-batch. On the CPU.
     """
 
     loss: float = 0.0
@@ -64,6 +67,7 @@ class Outcome:
     leaves_out: set[int] = field(default_factory=set)
     verified: list[float] = field(default_factory=list)
     high_entropy: list[torch.Tensor] = field(default_factory=list)
+    masked: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def norm(self) -> float:
@@ -212,6 +216,7 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
             trainer.accelerator.gradient_state._set_sync_gradients(last)
             outcome.loss += float(trainer.training_step(model, generation, None))
             _count_rows(trainer, case, outcome, window)
+            _note_masked(trainer, outcome)
         for name, parameter in trainer.model.named_parameters():
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -240,6 +245,16 @@ def _count_rows(trainer: Trainer, case: Case, outcome: Outcome, window: int) -> 
         outcome.recomputed = (outcome.recomputed or 0) + stats.recomputed
         if stats.leaves_out:
             outcome.leaves_out.add(window)
+
+
+def _note_masked(trainer: Trainer, outcome: Outcome) -> None:
+    """Of the micro-batch that has just been trained on, if the trainer generated it."""
+    micro_batches = trl_compat.buffered_micro_batches(trainer)
+    if micro_batches:
+        place = (trl_compat.step_of(trainer) - 1) % trl_compat.steps_per_generation(trainer)
+        ratio = micro_batches[place].get("importance_sampling_ratio")
+        if ratio is not None:
+            outcome.masked.append((ratio == 0.0).cpu())
 
 
 def _evaluate(trainer: Trainer) -> Outcome:
