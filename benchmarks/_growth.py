@@ -17,7 +17,8 @@ LIMITS = {
     "tensors": 5.0,
     "seconds": 0.1,  # of the mean
 }
-SEGMENT_MIB = 20.0  # of reserved memory, which CUDA's allocator takes at once: one more is no growth
+# What CUDA's allocator takes at once for large tensors, and for small ones: one more of each is no growth
+SEGMENTS_MIB = 20.0 + 2.0
 COURSE = 8  # means of as many equal parts, for whoever wants to know whether a series comes to rest
 EXACT = ("graphs", "compilations", "caches")  # do not grow at all
 # Not judged: each log entry adds some objects, stock's as well; each batch has its own peak; lengths that are multiples
@@ -53,10 +54,16 @@ def judged(samples: list[dict[str, float]], warm_up: int) -> dict[str, Any]:
         result[name] |= {**growth, "course": [_short(mean) for mean in _means(values, COURSE)]}
         unit = statistics.fmean(values) if name == "seconds" else 1.0
         worst = slope - bound if name == "seconds" else slope + bound
-        is_one_segment = name == "reserved_mib" and max(values) - values[0] <= SEGMENT_MIB
+        is_one_segment = name == "reserved_mib" and _kept(values) <= SEGMENTS_MIB
         if name in LIMITS and 1000 * worst / unit > LIMITS[name] and not is_one_segment:
             problems.append(f"{name} grows by {growth['per_1000_steps']} in 1,000 steps, to within {growth['bound']}")
     return {**result, "problems": problems, "right": not problems}
+
+
+def _kept(values: list[float]) -> float:
+    """How far the least of the last quarter is above the least of the first: what comes and goes is not kept."""
+    quarter = max(1, len(values) // 4)
+    return min(values[-quarter:]) - min(values[:quarter])
 
 
 def slope_of(steps: list[float], values: list[float]) -> tuple[float, float]:

@@ -240,6 +240,9 @@ def test_a_series_that_grows_is_told_from_one_that_varies(benchmark_module):
     assert judged(seconds=lambda step: 0.2 + 0.1 * (step % 70 == 0))["right"]
     assert judged(reserved_mib=lambda step: 70 + 20 * (step > 600))["right"]
     assert not judged(reserved_mib=lambda step: 70 + 20 * (step > 400) + 20 * (step > 700))["right"]
+    # Taken and given back, as after exceptions
+    assert judged(reserved_mib=lambda step: 68 + 44 * (step % 300 < 150))["right"]
+    assert not judged(reserved_mib=lambda step: 68 + 44 * (step % 300 < 150) + 0.08 * step)["right"]
 
 
 def test_a_matrix_records_what_each_job_did(benchmark_module, tmp_path):
