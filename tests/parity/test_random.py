@@ -168,6 +168,7 @@ def test_shrinking_keeps_one_of_several_rows(settings, monkeypatch):
     options = {"empty_rows": [1, 4], "beta": 0.1}
     found = replace(compare(random_case("random:{}"), settings), verdict="different")
     assert shrink(options, found, settings)[0] == {"empty_rows": [4]}
+    assert shrink(options, found, settings, until=time.monotonic() - 1) == (options, found)
 
 
 @pytest.mark.any_trl

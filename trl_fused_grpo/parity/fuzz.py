@@ -20,6 +20,7 @@ from .trainers import Settings
 
 FAILURES = ("different", "failed")
 MOST_SHRUNK = 20  # a fault fails many cases
+MINUTES_TO_SHRINK = 10  # of all cases that failed: in bfloat16 one that fails by little takes hundreds of batches
 MOST_REASONS = 12  # for which cases were skipped
 
 
@@ -60,10 +61,11 @@ def fuzz(
 def print_failures(results: Sequence[Result], settings: Settings, console: Console) -> None:
     """Print a command for each of the first cases that failed, with the options that are needed for it."""
     failures = [result for result in results if result.verdict in FAILURES]
+    until = time.monotonic() + 60 * MINUTES_TO_SHRINK
     for result in failures[:MOST_SHRUNK]:
         options, smallest = options_of(result.name), result
         if not result.is_device_lost:  # it would be lost here too
-            options, smallest = shrink(options, result, settings)
+            options, smallest = shrink(options, result, settings, until)
         console.print(f"[bold red]{result.name}[/], smallest: {escape(smallest.reason)}", highlight=False)
         console.print(f"  {command_of(name_of(options), settings)}", markup=False, highlight=False, soft_wrap=True)
 

@@ -1,5 +1,7 @@
 """Takes from a case that fails what it fails without."""
 
+import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +11,7 @@ from .result import Result
 from .trainers import Settings
 
 
-def shrink(options: Options, found: Result, settings: Settings) -> tuple[Options, Result]:
+def shrink(options: Options, found: Result, settings: Settings, until: float = math.inf) -> tuple[Options, Result]:
     """
     Remove options, one after the other, as long as the case fails in the same manner.
 
@@ -20,15 +22,19 @@ def shrink(options: Options, found: Result, settings: Settings) -> tuple[Options
             Its result.
         settings ([`Settings`]):
             Device and dtype.
+        until (`float`):
+            Time of `time.monotonic` after which no other case is tried.
 
     Returns:
         `tuple[dict, Result]`:
-            Options of which each is needed for the failure, and its result.
+            Options of which each is needed for the failure, unless time was over before, and its result.
     """
     is_smaller = True
     while is_smaller:
         is_smaller = False
         for smaller in _smaller(options):
+            if time.monotonic() > until:
+                return options, found
             result = compare(case_of(name_of(smaller), smaller), settings)
             if _manner(result) == _manner(found):
                 options, found, is_smaller = smaller, result, True
