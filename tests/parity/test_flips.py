@@ -60,6 +60,7 @@ def at_vllms_bounds(outcomes, others):
     return outcomes
 
 
+@pytest.mark.parametrize("selecting", [at_the_quantile, at_vllms_bounds])
 @pytest.mark.parametrize(
     ("of_stock", "of_fused", "error", "verdict"),
     [
@@ -69,33 +70,18 @@ def at_vllms_bounds(outcomes, others):
         (range(16), range(13, 31), 0.01, None),  # too few others
     ],
 )
-def test_other_tokens_at_the_entropy_quantile_are_a_tie(of_stock, of_fused, error, verdict):
-    reference = at_the_quantile(outcomes(0, 0.0), ())
-    stock, fused = at_the_quantile(outcomes(1, 0.01), of_stock), at_the_quantile(outcomes(2, error), of_fused)
-    assert flip_verdict(reference, stock, fused) == verdict
-
-
-@pytest.mark.parametrize(
-    ("of_stock", "of_fused", "error", "verdict"),
-    [
-        (range(16), range(4, 26), 0.01, "tie"),
-        (range(16), range(4, 26), 0.015, None),  # the others exceed a limit
-        (range(4), range(26), 0.01, None),  # more of them than by chance
-    ],
-)
-def test_other_tokens_that_vllms_bounds_mask_are_a_tie(of_stock, of_fused, error, verdict):
-    reference = at_vllms_bounds(outcomes(0, 0.0), ())
-    stock, fused = at_vllms_bounds(outcomes(1, 0.01), of_stock), at_vllms_bounds(outcomes(2, error), of_fused)
+def test_other_tokens_that_trl_selects_are_a_tie(selecting, of_stock, of_fused, error, verdict):
+    reference = selecting(outcomes(0, 0.0), ())
+    stock, fused = selecting(outcomes(1, 0.01), of_stock), selecting(outcomes(2, error), of_fused)
     assert flip_verdict(reference, stock, fused) == verdict
 
 
 def test_masks_of_a_trainer_that_leaves_sequences_out_are_not_compared():
     """It does not compute their ratios."""
     reference, stock = (at_vllms_bounds(outcomes(seed, 0.01 * seed), ()) for seed in (0, 1))
-    fused = at_vllms_bounds(outcomes(2, 0.01, flips=(3,)), range(BATCHES))
+    fused = outcomes(2, 0.01, flips=(3,))
     for outcome in fused:
-        outcome.tensors["a"] -= 0.1
-        outcome.leaves_out = {0}
+        outcome.masked, outcome.leaves_out = [torch.tensor([[False], [True]])], {0}
     assert flip_verdict(reference, stock, fused) == "tie"
 
 
