@@ -158,12 +158,12 @@ class FusedGRPOConfig(GRPOConfig):
             takes the first that the model allows, and tries it out at the first batch. Forcing one that the model does
             not allow raises.
         fused_skip_old_logps (`bool`, *optional*):
-            With vLLM and on-policy steps, take the importance ratio from the training forward instead of computing old
-            log-probs in a forward of their own. By default this happens where it is possible; `True` also logs where it
-            is not, `False` turns it off.
+            Until the weights move, take old log-probs, and vLLM's importance ratio, from the training forward instead
+            of a forward of their own. By default this happens where it is possible; `True` also logs where it is not,
+            `False` turns it off.
         fused_require_on_policy (`bool`, *optional*, defaults to `False`):
-            Raise, in the constructor where it is known there, when a training step would need old log-probs from a
-            forward of their own. The message says what stands against it.
+            Raise, in the constructor where it is known there, when the weights move while a generation batch is in use,
+            or old log-probs need a forward of their own. The message says what stands against it.
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed forward through the model once. Has no effect in models
             with layers that carry a state, or whose attention knows no packed rows.
@@ -229,11 +229,13 @@ class FusedGRPOConfig(GRPOConfig):
     )
     fused_skip_old_logps: bool | None = field(
         default=FusedOptions.fused_skip_old_logps,
-        metadata={"help": "Take vLLM's importance ratio from the training forward (default: where it is possible)."},
+        metadata={
+            "help": "Take old log-probs from the training forward until the weights move (default: if possible)."
+        },
     )
     fused_require_on_policy: bool = field(
         default=FusedOptions.fused_require_on_policy,
-        metadata={"help": "Raise where old log-probs would need a forward of their own."},
+        metadata={"help": "Raise where steps are not on-policy, or old log-probs need a forward of their own."},
     )
     fused_share_prompts: bool = field(
         default=FusedOptions.fused_share_prompts,

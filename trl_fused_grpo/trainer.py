@@ -131,7 +131,7 @@ class FusedTrainerMixin(_Trainer):
             return super()._generate_and_score_completions(inputs)
         with self._fused.generation():
             output = super()._generate_and_score_completions(inputs)
-            if self._fused.deferral.defers_old:
+            if self._fused.deferral.has_left_out_old:
                 self._fused.ratio.mark(output)
             return output
 

@@ -23,6 +23,8 @@ from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.modeling.packed_attention import _living
 
+from .sampler import use_sampler
+
 
 pytestmark = pytest.mark.ends
 
@@ -156,11 +158,13 @@ def interrupted(folder, cls, place, **options):
     """A trainer whose training has ended with an exception, which is gone."""
     torch.manual_seed(0)
     fault = Fault(place)
-    peft_config = options.pop("peft_config", None)
+    peft_config, has_sampler = options.pop("peft_config", None), options.pop("has_sampler", False)
     with mock.patch("tests.tiny_training.reward_length", fault.reward):
         trainer = make_trainer(folder, cls, peft_config=peft_config, **{**OPTIONS, **options})
     fault.trainer = trainer
     trainer.add_callback(fault)
+    if has_sampler:
+        use_sampler(trainer)
     torch.manual_seed(1)
     with fault.in_place(), pytest.raises(FaultError, match=place):
         trainer.train()
@@ -212,6 +216,20 @@ def test_so_it_is_with_lora_and_a_reference(tmp_path, place, left_over):
     assert_same_training(trained_again(trainer), stock)
     gc.collect()
     assert after_exception == left_over(trainer)
+
+
+@pytest.mark.parametrize("has_sampler", [False, True], ids=["", "sampler"])
+@pytest.mark.parametrize("place", ["forward", "loss of a later micro-batch", "backward", "optimizer"])
+@pytest.mark.parametrize(("micro_batches", "iterations"), [(2, 1), (3, 2), (4, 1)])
+def test_so_it_is_where_the_weights_move_while_a_generation_batch_is_in_use(
+    tmp_path, micro_batches, iterations, place, has_sampler
+):
+    """The training that comes next takes the old log-probs of the generation, where those left out are computed."""
+    options = {"steps_per_generation": micro_batches, "num_iterations": iterations, "num_generations": 4}
+    options["has_sampler"] = has_sampler
+    stock = trained_again(interrupted(tmp_path, GRPOTrainer, place, **options))
+    trainer = interrupted(tmp_path, FusedGRPOTrainer, place, **options, **SHARED)
+    assert_same_training(trained_again(trainer), stock)
 
 
 def test_a_training_resumes_from_the_checkpoint_before_the_exception(tmp_path):

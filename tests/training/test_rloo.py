@@ -18,7 +18,7 @@ from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
 from trl_fused_grpo.parity.case import Batch, Case
 from trl_fused_grpo.parity.run_case import make_data
 from trl_fused_grpo.training import customisation, eligibility
-from trl_fused_grpo.training.rloo import DEFERRED_OLD
+from trl_fused_grpo.training.deferred_ratio import DEFERRED
 
 
 TIMES = ("runtime", "per_second", "step_time")
@@ -172,10 +172,10 @@ def test_a_training_that_goes_on_computes_the_old_logps_that_were_left_out(tmp_p
     trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     trainer._fused.window.is_in_step = False
     batches = trainer._buffered_inputs
-    assert all(DEFERRED_OLD in batch and "old_logps" not in batch for batch in batches)
+    assert all(DEFERRED in batch and "old_logps" not in batch for batch in batches)
     trainer._step += 1
     trainer._fused.ratio.resolve()
-    assert DEFERRED_OLD not in batches[1]
+    assert DEFERRED not in batches[1]
     assert batches[1]["old_logps"].shape == (4,)
     assert (batches[1]["old_logps"] < -1).all()
 

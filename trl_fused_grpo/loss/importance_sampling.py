@@ -79,11 +79,9 @@ class SamplingMetrics:
         sequences (`dict[int, Tensor]`):
             For each sequence `[B, 8]`: sum, number and greatest of the absolute differences of its log-probabilities,
             in nats; sum, number, greatest and negative least of its importance ratios; the process that generated it.
-        is_logged (`bool`): whether the metrics of this generation batch are logged already.
     """
 
     sequences: dict[int, Tensor] = field(default_factory=dict)
-    is_logged: bool = False
 
     def add(
         self,

@@ -19,12 +19,7 @@ from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
 
 from .customisation import MICRO_BATCH_METHODS, liger_loss_in_front, replaced_behind, replaced_method
-from .eligibility import (
-    replaced_objective,
-    why_old_logps_are_needed,
-    why_old_logps_are_not_skipped,
-    why_weights_move,
-)
+from .eligibility import replaced_objective, why_old_logps_are_needed, why_weights_move
 from .forecastable import has_old_logps, why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .kl import estimator_in_force
 from .loss_request import objective_of
@@ -55,7 +50,8 @@ def check_backward(trainer: GRPOTrainer, backward: str) -> None:
 
 def check_on_policy(trainer: Any, steps_left: int | None = None) -> None:
     """
-    Raise when `fused_require_on_policy` is asked for and old log-probs would need a forward of their own.
+    Raise when `fused_require_on_policy` is asked for and the weights move while a generation batch is in use, or old
+    log-probs need a forward of their own.
 
     Args:
         trainer (`GRPOTrainer`): at the end of its construction, or before it generates.
@@ -74,12 +70,12 @@ def check_on_policy(trainer: Any, steps_left: int | None = None) -> None:
         reason = "fused_skip_old_logps=False" if trainer.use_liger_loss else "use_liger_loss=False"
     else:
         steps = trainer.args.gradient_accumulation_steps if steps_left is None else steps_left
-        reason = why_old_logps_are_needed(trainer, steps)
+        reason = why_old_logps_are_needed(trainer) or why_weights_move(trainer, steps)
     if reason is not None:
         raise ValueError(
-            f"fused_require_on_policy=True allows no forward for old log-probs, but there is one, because {reason}. A "
-            "step is on-policy with num_iterations=1 and a gradient_accumulation_steps that steps_per_generation "
-            "divides. Change that, or leave fused_require_on_policy out."
+            "fused_require_on_policy=True asks for on-policy steps without a forward for old log-probs, and these are "
+            f"others, because {reason}. A step is on-policy with num_iterations=1 and a gradient_accumulation_steps "
+            "that steps_per_generation divides. Change that, or leave fused_require_on_policy out."
         )
 
 
@@ -93,7 +89,8 @@ def log_what_has_no_effect(trainer: Any, layout: Callable[[], str]) -> None:
     """
     reasons, options = {}, trainer._fused.engine.options_asked_for()
     if options.fused_skip_old_logps:
-        reasons["fused_skip_old_logps"] = why_old_logps_are_not_skipped(trainer)
+        none = "TRL computes none where no weight moves while a generation batch is in use"
+        reasons["fused_skip_old_logps"] = why_old_logps_are_needed(trainer) if has_old_logps(trainer) else none
     if options.fused_skip_zero_grad_sequences:
         reasons["fused_skip_zero_grad_sequences"] = why_zero_grad_sequences_are_not_skipped(trainer, layout())
     if options.fused_memory is not None:

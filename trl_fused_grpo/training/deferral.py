@@ -1,15 +1,16 @@
 """
-Log-probs that generation asks for and does not get. The old ones come from the training forward, see
-`deferred_ratio.py`. The reference's are computed after generation, in forwards with the same rows as the policy's, so
-that equal weights give equal bits.
+Log-probs that generation asks for and does not get. Until the weights move, the old ones come from the training
+forward, see `deferred_ratio.py`. Those of later micro-batches, and the reference's, are computed after generation, in
+forwards with the same rows as the policy's, so that equal weights give equal bits.
 """
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.utils import logging
 from trl import GRPOTrainer
 
@@ -19,15 +20,25 @@ from trl_fused_grpo._compat import trl as trl_compat
 from .checks import check_on_policy
 from .eligibility import why_generation_is_seen, why_not_fused, why_old_logps_are_needed, why_reference_is_not_regrouped
 from .engine import LogpsEngine
+from .forecastable import has_old_logps
 from .logps_request import LogpsArgs, LogpsRequest
 
 
 logger = logging.get_logger(__name__)
 
 
+class _LeftOut(NamedTuple):
+    """A call of TRL's generation that is answered later: its arguments, the adapters that were on, TRL's method."""
+
+    call: LogpsArgs
+    adapters: Any
+    trl_method: Callable
+
+
 class LogpsDeferral:
     """
-    Decides which log-probs of a generation batch are left out, and computes the reference's afterwards.
+    Decides which log-probs of a generation batch are left out, and computes afterwards those that the training forward
+    does not give.
 
     Args:
         trainer (`GRPOTrainer`): whose log-probs they are.
@@ -35,15 +46,21 @@ class LogpsDeferral:
 
     Attributes:
         is_generating (`bool`): whether TRL generates.
-        defers_old (`bool`): whether the old log-probs of the generation that runs are left to the training.
     """
 
     def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.engine = engine
-        self.is_generating = self.defers_old = self._defers_reference = False
+        self.is_generating = self._defers_old = self._defers_reference = False
+        self._steps_left = 0
         self._policy_state: Any = None
-        self._reference: tuple[LogpsArgs, Any, Callable] | None = None
+        self._old: _LeftOut | None = None
+        self._reference: _LeftOut | None = None
+
+    @property
+    def has_left_out_old(self) -> bool:
+        """Whether the generation that runs, or that is not planned yet, did not get its old log-probs."""
+        return self._old is not None
 
     @contextmanager
     def generation(self, steps_left: int) -> Generator[None, None, None]:
@@ -59,23 +76,23 @@ class LogpsDeferral:
         is_training, may_skip_old = trainer.model.training, self.engine.options.fused_skip_old_logps is not False
         layout = self.engine.layout(trainer.model)
         reason = why_generation_is_seen(trainer)
-        if is_training and reason is not None and (trainer.use_vllm or trainer.beta != 0.0):
+        if is_training and reason is not None and (has_old_logps(trainer) or trainer.beta != 0.0):
             logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {reason}.")
         self.is_generating = True
-        self.defers_old = is_training and may_skip_old and why_old_logps_are_needed(trainer, steps_left) is None
-        is_planned = is_training and steps_left > 0  # outside a training step nothing computes it afterwards
+        is_planned = is_training and steps_left > 0  # outside a training step nothing computes them afterwards
+        self._defers_old = is_planned and may_skip_old and why_old_logps_are_needed(trainer) is None
         self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
-        self._policy_state = model_compat.adapter_state(trainer.model)
-        self._reference = None
+        self._policy_state, self._steps_left = model_compat.adapter_state(trainer.model), steps_left
+        self._old = self._reference = None
         try:
             yield
         finally:
-            self.is_generating = self.defers_old = self._defers_reference = False
+            self.is_generating = self._defers_old = self._defers_reference = False
 
     def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
         """
-        Whether a call of TRL's generation gets zeros, because its log-probs are computed later. A call for the
-        reference's is kept for [`compute_reference`].
+        Whether a call of TRL's generation gets zeros, because its log-probs are computed later. It is kept for
+        [`compute_reference`] and [`old_logps`].
 
         Args:
             call ([`LogpsArgs`]): the call.
@@ -85,14 +102,17 @@ class LogpsDeferral:
         if not self.is_generating or not trl_compat.is_asked_by_generation():
             return False
         trainer = self.trainer
-        state = model_compat.adapter_state(call.model)
-        if call.model is not trainer.ref_model and state == self._policy_state:
-            return self.defers_old
+        left_out = _LeftOut(call, model_compat.adapter_state(call.model), trl_method)
         is_fused = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model)) is None
-        if self._defers_reference and is_fused:
-            self._reference = call, state, trl_method
-            return True
-        return False
+        if call.model is not trainer.ref_model and left_out.adapters == self._policy_state:
+            # Where the weights stay, the training forward gives all of them, be it TRL's own
+            from_training = self._steps_left >= trl_compat.steps_per_generation(trainer)
+            leaves_out = self._defers_old and (is_fused or from_training)
+            self._old = left_out if leaves_out else None
+        else:
+            leaves_out = self._defers_reference and is_fused
+            self._reference = left_out if leaves_out else None
+        return leaves_out
 
     def compute_reference(
         self, groups: list[list[dict[str, Any]]], build_request: Callable[[dict[str, Any]], LogpsRequest]
@@ -104,16 +124,48 @@ class LogpsDeferral:
             groups (`list[list[dict]]`): the micro-batches of the generation batch as they will share forwards.
             build_request (`Callable`): the request of a micro-batch's loss.
         """
-        if self._reference is None:
-            return
-        (call, state, trl_method), self._reference = self._reference, None
-        call = replace(call, batch_size=None)
-        with model_compat.adapters_as(call.model, state):
+        left_out, self._reference = self._reference, None
+        if left_out is not None:
+            for batch, logps in self._computed(left_out, groups, build_request):
+                batch["ref_per_token_logps"] = logps
+
+    def old_logps(
+        self, groups: list[list[dict[str, Any]]], build_request: Callable[[dict[str, Any]], LogpsRequest]
+    ) -> list[tuple[int, Tensor]]:
+        """
+        Compute the old log-probs that generation left out, of micro-batches that the training comes to with other
+        weights.
+
+        Args:
+            groups, build_request: see [`compute_reference`].
+
+        Returns:
+            `list[tuple[int, Tensor]]`: places of micro-batches in the generation batch, and log-probs `[B, T]`, nats.
+        """
+        left_out, self._old = self._old, None
+        if left_out is None:
+            return []
+        before, later = 0, []
+        for group in groups:  # each within one accumulation window
+            before += len(group)
+            later += [group] if before > self._steps_left else []
+        logps = [logps for _, logps in self._computed(left_out, later, build_request)]
+        return list(enumerate(logps, before - len(logps)))
+
+    @torch.no_grad()
+    def _computed(
+        self,
+        left_out: _LeftOut,
+        groups: list[list[dict[str, Any]]],
+        build_request: Callable[[dict[str, Any]], LogpsRequest],
+    ) -> list[tuple[dict[str, Any], Tensor]]:
+        """The micro-batches of the groups with log-probs `[B, T]` that generation left out."""
+        call, results = replace(left_out.call, batch_size=None), []
+        with model_compat.adapters_as(call.model, left_out.adapters):
             for group in groups:
                 # The policy's request, so that rows stand in the same order
                 logps_request = LogpsRequest.joined([build_request(batch) for batch in group])
-                with torch.no_grad():
-                    result = self.engine.compute(logps_request, call.with_batches(group), trl_method)
+                result = self.engine.compute(logps_request, call.with_batches(group), left_out.trl_method)
                 sizes = [len(batch["completion_ids"]) for batch in group]
-                for batch, logps in zip(group, result.logps.split(sizes), strict=True):
-                    batch["ref_per_token_logps"] = logps
+                results += zip(group, result.logps.split(sizes), strict=True)
+        return results

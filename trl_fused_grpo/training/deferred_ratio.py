@@ -1,7 +1,7 @@
 """
-vLLM's importance ratio, where generation leaves it to the training. On-policy, a forward for old log-probs computes
-those of the training forward once more. So it is left out (`deferral.py`), and the ratio is computed here from the
-training forward, with the formula of `loss/importance_sampling.py`.
+Old log-probs and vLLM's importance ratio, where generation leaves them to the training. Until the weights move, a
+forward for old log-probs computes those of the training forward once more. So it is left out (`deferral.py`), and the
+ratio is computed here from the training forward, with the formula of `loss/importance_sampling.py`.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
@@ -18,8 +19,8 @@ from .exchange_plan import GENERATED_BY
 from .logps_request import LossCall, PerTokenLogps, prompts_and_completions
 
 
-# Marks micro-batches whose importance ratio generation left to the training
-DEFERRED = "importance_sampling_ratio_from_training"
+# Marks micro-batches whose old log-probs, and what follows from them, generation left to the training
+DEFERRED = "old_logps_from_training"
 
 
 def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
@@ -35,10 +36,11 @@ def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
 
 class DeferredRatio:
     """
-    Computes the importance ratios that generation left out, and logs the metrics that TRL logs of them.
+    Gives micro-batches the old log-probs that generation left out. With vLLM's correction it computes their importance
+    ratios, and logs the metrics that TRL logs of them.
 
     Args:
-        trainer (`GRPOTrainer`): whose ratios they are.
+        trainer (`GRPOTrainer`): whose micro-batches they are.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -47,6 +49,10 @@ class DeferredRatio:
 
     def mark(self, output: dict[str, Any]) -> None:
         """Mark a generation batch whose old log-probs and ratios the training will compute."""
+        del output["old_per_token_logps"]
+        output[DEFERRED] = torch.tensor(True)
+        if not trainers.corrects_sampling(self.trainer):
+            return
         self._metrics = SamplingMetrics()
         logged = trl_compat.metrics_of(self.trainer)
         for name in SAMPLING_METRICS:  # TRL has just logged them, from log-probs that were not computed
@@ -54,34 +60,46 @@ class DeferredRatio:
                 logged[name].pop()
             if not logged.get(name):
                 logged.pop(name, None)
-        del output["old_per_token_logps"], output["importance_sampling_ratio"]
-        output[DEFERRED] = torch.tensor(True)
+        del output["importance_sampling_ratio"]
 
     def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
         """
-        Put the ratio into what TRL reads of a marked micro-batch, before TRL reads it. From then on the micro-batch is
-        one that TRL made, with old log-probs, for the case that the weights move before it is used again: somebody may
-        raise `num_iterations` meanwhile. With the last micro-batch of a generation batch the metrics are logged.
+        Put the ratio into what TRL reads of a marked micro-batch, before TRL reads it. To TRL it has no old log-probs
+        yet, so that they are those of the training. From then on the micro-batch is one that TRL made, with old
+        log-probs, for the case that the weights move before it is used again.
 
         Args:
             loss_call ([`LossCall`]): of TRL's `_compute_loss`.
             result ([`PerTokenLogps`]): of the training forward.
             counts (`bool`): whether the call is that of the training. Another leaves the micro-batch as it is.
         """
-        inputs, logps = loss_call.inputs, result.logps.detach()
+        inputs, micro_batch, logps = loss_call.inputs, loss_call.micro_batch, result.logps.detach()
         if DEFERRED not in inputs:
             return
-        if not counts:
-            inputs["importance_sampling_ratio"] = self._ratio(inputs, logps, None)
-            return
-        steps = trl_compat.steps_per_generation(self.trainer)
-        place = trl_compat.step_of(self.trainer) % steps
-        ratio = self._ratio(inputs, logps, place, result.left_out)
-        inputs["importance_sampling_ratio"] = ratio
-        if loss_call.micro_batch.pop(DEFERRED, None) is not None:
-            loss_call.micro_batch.update(importance_sampling_ratio=ratio, old_per_token_logps=logps)
-        if place == steps - 1:
-            self._log()
+        counts = counts and DEFERRED in micro_batch
+        place = trl_compat.step_of(self.trainer) % trl_compat.steps_per_generation(self.trainer) if counts else None
+        ratio = {}
+        if trainers.corrects_sampling(self.trainer):
+            ratio["importance_sampling_ratio"] = self._ratio(inputs, logps, place, result.left_out)
+        inputs |= ratio
+        if counts:
+            micro_batch |= {**ratio, "old_per_token_logps": logps}
+            del micro_batch[DEFERRED]
+            self._log_when_complete()
+
+    def take(self, micro_batch: dict[str, Any], place: int, logps: Tensor) -> None:
+        """
+        Give a marked micro-batch its old log-probs, and what follows from them.
+
+        Args:
+            micro_batch (`dict`): as TRL keeps it.
+            place (`int`): its place in the generation batch.
+            logps (`Tensor`): `[B, T]`, nats, computed with the weights that generated.
+        """
+        if trainers.corrects_sampling(self.trainer):
+            micro_batch["importance_sampling_ratio"] = self._ratio(micro_batch, logps, place)
+        micro_batch["old_per_token_logps"] = logps
+        del micro_batch[DEFERRED]
 
     def resolve(self) -> None:
         """
@@ -90,15 +108,10 @@ class DeferredRatio:
         """
         batches = self._unused_micro_batches()
         first = trl_compat.steps_per_generation(self.trainer) - len(batches)
-        marked = [(place, batch) for place, batch in enumerate(batches, first) if DEFERRED in batch]
-        is_logged = self._metrics.is_logged
-        for place, batch in marked:
-            logps = self._logps_of(batch)
-            batch["importance_sampling_ratio"] = self._ratio(batch, logps, place)
-            batch["old_per_token_logps"] = logps
-            del batch[DEFERRED]
-        if marked and not is_logged:
-            self._log()
+        for place, batch in enumerate(batches, first):
+            if DEFERRED in batch:
+                self.take(batch, place, self._logps_of(batch))
+        self._log_when_complete()
 
     def _ratio(
         self, inputs: dict[str, Any], logps: Tensor, place: int | None, left_out: Tensor | None = None
@@ -115,19 +128,22 @@ class DeferredRatio:
             self._metrics.add(place, correction, *values, ratio, inputs.get(GENERATED_BY, process), left_out)
         return ratio
 
-    def _log(self) -> None:
+    def _log_when_complete(self) -> None:
+        if len(self._metrics.sequences) < trl_compat.steps_per_generation(self.trainer):
+            return
         for name, value in self._metrics.gathered(self.trainer.accelerator).items():
             trl_compat.metrics_of(self.trainer)[name].append(value)
-        self._metrics = SamplingMetrics(is_logged=True)
+        self._metrics = SamplingMetrics()
 
     def _unused_micro_batches(self) -> list[dict[str, Any]]:
-        """The micro-batches of the last generation batch that the training has not come to yet."""
+        """
+        The micro-batches of the last generation batch that the training has not come to yet. Where its first step was
+        interrupted that is all: TRL generates anew then, but has their metrics.
+        """
         trainer = self.trainer
         batches: list[dict[str, Any]] = trl_compat.buffered_micro_batches(trainer)
         steps = trl_compat.steps_per_generation(trainer)
         iteration, place = divmod(trl_compat.step_of(trainer) % (steps * trainer.num_iterations), steps)
-        if iteration == place == 0:
-            return []  # the next step generates
         return batches if iteration < trainer.num_iterations - 1 else batches[place:]
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | rows without padding | [`why_padding_may_be_read`], `LogpsEngine.why_rows_are_seen`, `modeling/layout_choice.py` |
 | micro-batches that share a forward | [`why_forwards_are_not_shared`] |
 | more of them in the first of a window | `first_forward.why_not_in_memory_of_gradients`, `why_memory_is_taken` |
-| no old log-probs on-policy | [`why_old_logps_are_needed`], in any step: [`why_old_logps_are_not_skipped`] |
+| old log-probs from the training forward, until the weights move | [`why_old_logps_are_needed`] |
 | no old log-probs on-policy, left out by TRL | [`why_weights_move`] |
 | the reference's log-probs in the policy's groups | [`why_reference_is_not_regrouped`] |
 | sequences exchanged between processes | [`why_not_exchanged`] |
@@ -164,28 +164,23 @@ def _why_padding_is_mixed_in(modules: list[nn.Module]) -> str | None:
     return None
 
 
-def why_old_logps_are_needed(trainer: Any, steps_left: int) -> str | None:
+def why_old_logps_are_needed(trainer: Any) -> str | None:
     """
-    Why old log-probs must be computed after generation; `None` where the training forward gives the same numbers,
-    because the weights do not move in between, and nobody else reads them.
+    Why old log-probs must be computed during generation; `None` where, until the weights move, the training forward
+    gives the same numbers, and nobody else reads them.
 
     Args:
         trainer (`GRPOTrainer`): before it generates.
-        steps_left (`int`): micro-batches until the weights move; zero where that is not known.
     """
     if trainers.is_rloo(trainer) and trainer.beta != 0.0:
         return f"with beta={trainer.beta} RLOO's KL penalty in the reward reads them"
-    if not trainers.is_rloo(trainer) and not trainers.corrects_sampling(trainer):
-        return "vLLM's importance-sampling correction is off"  # TRL leaves them out itself where it can
     reason = (
         why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer) or why_forwards_differ(trainer.model)
     )
     if reason is not None:
         return reason
     mover = gradient_hook(trainer.model) or replaced_backward(trainer.accelerator)
-    if mover is not None:
-        return f"{mover} may move weights"
-    return why_weights_move(trainer, steps_left)
+    return f"{mover} may move weights" if mover is not None else None
 
 
 def why_weights_move(trainer: Any, steps_left: int | None = None) -> str | None:
@@ -199,11 +194,6 @@ def why_weights_move(trainer: Any, steps_left: int | None = None) -> str | None:
     steps = trainer.args.steps_per_generation * trainer.num_iterations
     moves = trainer.args.gradient_accumulation_steps % steps != 0 if steps_left is None else steps_left < steps
     return "the weights move while a generation batch is in use" if moves else None
-
-
-def why_old_logps_are_not_skipped(trainer: Any) -> str | None:
-    """Why `fused_skip_old_logps` has no effect in any step, not even the first of an accumulation window; or `None`."""
-    return why_old_logps_are_needed(trainer, trainer.args.gradient_accumulation_steps)
 
 
 def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:

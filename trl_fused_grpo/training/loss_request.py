@@ -122,10 +122,10 @@ def build_loss_request(
     if not torch.is_grad_enabled():
         return LogpsRequest(mask, fill=old_logps)
 
-    deferred = DEFERRED in inputs
     objective = objective_of(trainer, entropy_coef, beta)
-    takes_ratio = objective.loss_type != "gmpo"
-    corrected = trainers.corrects_sampling(trainer) and not deferred and takes_ratio
+    has_ratio, takes_ratio = trainers.corrects_sampling(trainer), objective.loss_type != "gmpo"
+    deferred = DEFERRED in inputs and has_ratio
+    corrected = has_ratio and not deferred and takes_ratio
     normalizer = trl_compat.global_normalizer(trainer, inputs) if objective.uses_global_normalizer else None
     correction = sampling_correction(trainer) if deferred and takes_ratio else None
     # A ratio that multiplies each token's own term keeps the tokens apart

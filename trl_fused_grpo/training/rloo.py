@@ -2,8 +2,8 @@
 What RLOO's loss asks for, and its old log-probs where generation leaves them to the training.
 
 TRL computes old log-probs for every generation batch. The KL penalty in the reward reads them, at `beta=0.0` the loss
-alone. On-policy a forward for them computes those of the training forward once more: it is left out (`deferral.py`),
-and the ratio is one.
+alone. Until the weights move, a forward for them computes those of the training forward once more: it is left out
+(`deferral.py`), and the ratio is one.
 """
 
 from typing import Any
@@ -13,12 +13,8 @@ from torch import Tensor
 
 from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
 
-from .deferred_ratio import DeferredRatio
+from .deferred_ratio import DEFERRED, DeferredRatio
 from .logps_request import LogpsRequest, LossCall, PerTokenLogps
-
-
-# Marks micro-batches whose old log-probs generation left to the training
-DEFERRED_OLD = "old_logps_from_training"
 
 
 def build_rloo_request(trainer: Any, inputs: dict[str, Any], skip_zero_grad: bool) -> LogpsRequest:
@@ -33,7 +29,7 @@ def build_rloo_request(trainer: Any, inputs: dict[str, Any], skip_zero_grad: boo
     mask = inputs["completion_mask"]  # [B, T]
     if not torch.is_grad_enabled():
         return LogpsRequest(mask)
-    old_logps = None if DEFERRED_OLD in inputs else inputs["old_logps"]  # [B]
+    old_logps = None if DEFERRED in inputs else inputs["old_logps"]  # [B]
     objective = rloo_objective(trainer.epsilon_low, trainer.epsilon_high)
     forecast = rloo_forecast(objective, mask, inputs["advantages"], old_logps)
     fill = None
@@ -48,19 +44,17 @@ class DeferredOldLogps(DeferredRatio):
 
     def mark(self, output: dict[str, Any]) -> None:
         del output["old_logps"]
-        output[DEFERRED_OLD] = torch.tensor(True)
+        output[DEFERRED] = torch.tensor(True)
 
     def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
-        if DEFERRED_OLD in loss_call.inputs:
+        if DEFERRED in loss_call.inputs:
             self._fill(loss_call.inputs, result.logps)
-            if counts and DEFERRED_OLD in loss_call.micro_batch:
+            if counts and DEFERRED in loss_call.micro_batch:
                 self._fill(loss_call.micro_batch, result.logps)
 
-    def resolve(self) -> None:
-        for batch in self._unused_micro_batches():
-            if DEFERRED_OLD in batch:
-                self._fill(batch, self._logps_of(batch))
+    def take(self, micro_batch: dict[str, Any], place: int, logps: Tensor) -> None:
+        self._fill(micro_batch, logps)
 
     def _fill(self, batch: dict[str, Any], logps: Tensor) -> None:
         batch["old_logps"] = (logps.detach() * batch["completion_mask"]).sum(1)
-        del batch[DEFERRED_OLD]
+        del batch[DEFERRED]

@@ -52,7 +52,7 @@ class FusedState:
         engine ([`LogpsEngine`]): computes log-probs.
         merger ([`MicroBatchMerger`]): micro-batches that share a forward.
         deferral ([`LogpsDeferral`]): log-probs that generation leaves out.
-        ratio ([`DeferredRatio`]): importance ratios that generation leaves out.
+        ratio ([`DeferredRatio`]): what follows from old log-probs that generation leaves out.
         verification ([`Verification`]): compares micro-batches with TRL's own path.
         window ([`AccumulationWindow`]): the training steps between two optimizer steps.
         stats (`list[FusedStats]`): of the last loss forward, one for each sub-batch.
@@ -143,9 +143,10 @@ class FusedState:
     def plan(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Prepare the micro-batches of a new generation batch, and return those to train on."""
         batches = self.merger.plan_generation(batches, self.window.steps_left)
-        self.deferral.compute_reference(
-            self.merger.groups(self.window.steps_left, self.window.begins), self._loss_request
-        )
+        groups = self.merger.groups(self.window.steps_left, self.window.begins)
+        self.deferral.compute_reference(groups, self._loss_request)
+        for place, logps in self.deferral.old_logps(groups, self._loss_request):
+            self.ratio.take(batches[place], place, logps)
         return batches
 
     # A training step
@@ -177,8 +178,8 @@ class FusedState:
             self.window.count(self.stats)
         if accelerator.sync_gradients:
             self.window.log_recomputed()
-        elif self.window.is_stopped:
-            self.ratio.resolve()  # TRL has logged the metrics of the whole generation batch by now
+        if self.window.is_last:
+            self.ratio.resolve()  # where a callback ends the window early: TRL's weights have not moved yet
 
     # The loss of a micro-batch
 

@@ -26,9 +26,8 @@ from .eligibility import (
     why_forwards_are_not_shared,
     why_not_exchanged,
     why_not_fused,
-    why_old_logps_are_not_skipped,
+    why_old_logps_are_needed,
     why_reference_is_not_regrouped,
-    why_weights_move,
 )
 from .engine import LogpsEngine
 from .first_forward import gradient_memory, why_not_in_memory_of_gradients
@@ -209,20 +208,13 @@ class _Lines:
             return SummaryLine(name, "none: no weight moves while a generation batch is in use")
         if self.options.fused_skip_old_logps is False:
             return SummaryLine(name, computed, "fused_skip_old_logps=False", "fused_skip_old_logps=None")
-        moves = reason = why_weights_move(self.trainer)
-        if trainers.is_rloo(self.trainer) or trainers.corrects_sampling(self.trainer):
-            reason = why_old_logps_are_not_skipped(self.trainer)  # otherwise TRL leaves out what it can
-        if reason is None:
-            return SummaryLine(name, "from the training forward, where the weights have not moved since generation")
-        return SummaryLine(name, computed, reason, self.on_policy() if reason == moves else None)
-
-    def on_policy(self) -> str:
-        """What to change so that each generation batch is trained on with the weights that generated it."""
-        args = self.trainer.args
-        changes = ["num_iterations=1"] if self.trainer.num_iterations > 1 else []
-        if args.gradient_accumulation_steps % args.steps_per_generation:
-            changes.append("a steps_per_generation that divides gradient_accumulation_steps")
-        return ", ".join(changes)
+        if (reason := why_old_logps_are_needed(self.trainer)) is not None:
+            return SummaryLine(name, computed, reason)
+        what, args = "from the training forward, where no weight has moved since generation", self.trainer.args
+        if args.gradient_accumulation_steps % args.steps_per_generation == 0:
+            return SummaryLine(name, what)
+        change = "a steps_per_generation that divides gradient_accumulation_steps"
+        return SummaryLine(name, what, "weights move before all of a generation batch is trained on", change)
 
     def reference(self) -> SummaryLine:
         if self.trainer.beta == 0.0:

@@ -1,0 +1,170 @@
+"""Old log-probs of generation batches that are trained on while the weights move."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from tests.oracle import relative_error
+from tests.tiny_training import make_trainer
+from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo.modeling.fused_forward import FusedRequest
+
+from .sampler import use_sampler
+
+
+pytestmark = pytest.mark.any_trl
+
+# Micro-batches of a window and of a generation batch, and how often this is trained on
+SCHEDULES = {
+    "two windows": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "windows that do not fit": {"gradient_accumulation_steps": 3, "steps_per_generation": 2},
+    "two iterations": {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 2},
+    "two iterations of two windows": {
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "num_iterations": 2,
+    },
+}
+SAMPLERS = ["no vLLM", "token_truncate", "sequence_mask", "no correction"]
+
+
+def trainer_of(folder, cls=FusedGRPOTrainer, sampler="no vLLM", **options):
+    """A trainer whose weights move enough for ratios to matter."""
+    defaults = {"max_steps": 6, "optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 1e9, "max_completion_length": 8}
+    if sampler in ("token_truncate", "sequence_mask"):
+        defaults["vllm_importance_sampling_mode"] = sampler
+    if sampler == "no correction":
+        defaults["vllm_importance_sampling_correction"] = False
+    trainer = make_trainer(folder, cls, **{**defaults, **options})
+    if sampler != "no vLLM":
+        use_sampler(trainer)
+    return trainer
+
+
+def train(trainer):
+    """The weights after a training, and what was logged."""
+    trainer.train()
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return weights, [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """Of each forward of a fused trainer, whether it had gradients, and how many rows it projected."""
+    seen: list[tuple[bool, int]] = []
+    call = FusedRequest.__call__
+
+    def spy(self, causal_lm, **model_inputs):
+        seen.append((torch.is_grad_enabled(), len(self.positions)))
+        return call(self, causal_lm, **model_inputs)
+
+    monkeypatch.setattr(FusedRequest, "__call__", spy)  # a hook on the model would turn faster paths off
+    return seen
+
+
+def assert_same(results, expected):
+    (weights, log), (stock_weights, stock_log) = results, expected
+    for name, weight in stock_weights.items():
+        assert relative_error(weights[name], weight) < 1e-5, name
+    assert len(log) == len(stock_log)
+    for entry, stock_entry in zip(log, stock_log, strict=True):
+        names = stock_entry.keys() - {"fused/rows_recomputed"}
+        assert entry.keys() - {"fused/rows_recomputed"} == names
+        for name in names - {"step_time"}:
+            assert entry[name] == pytest.approx(stock_entry[name], rel=2e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_it_trains_and_logs_as_stock(tmp_path, schedule, sampler, layout):
+    """Vllm's metrics stand in the entry of the step that generated, also where some ratios come from its training."""
+    options = {"sampler": sampler, **SCHEDULES[schedule]}
+    expected = train(trainer_of(tmp_path, GRPOTrainer, **options))
+    assert_same(train(trainer_of(tmp_path, fused_layout=layout, **options)), expected)
+
+
+@pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_forward_of_their_own_is_left_to_what_is_trained_on_with_other_weights(tmp_path, forwards, schedule, sampler):
+    options = SCHEDULES[schedule]
+    trainer = trainer_of(tmp_path, sampler=sampler, **options)
+    later: list[int] = []
+    plan = trainer._fused.plan
+
+    def planned(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        steps_left = trainer._fused.window.steps_left
+        later.append(sum(int(batch["completion_mask"].sum()) for batch in batches[steps_left:]))
+        return plan(batches)
+
+    with mock.patch.object(trainer._fused, "plan", planned):
+        trainer.train()
+    assert sum(rows for has_gradient, rows in forwards if not has_gradient) == sum(later)
+    assert (sum(later) > 0) == (schedule != "two iterations")
+
+
+def test_switched_off_they_all_have_a_forward_of_their_own_and_train_the_same(tmp_path, forwards):
+    options = SCHEDULES["two iterations of two windows"]
+    expected = train(trainer_of(tmp_path, **options))
+    few = sum(rows for has_gradient, rows in forwards if not has_gradient)
+    forwards.clear()
+    assert_same(train(trainer_of(tmp_path, fused_skip_old_logps=False, **options)), expected)
+    assert sum(rows for has_gradient, rows in forwards if not has_gradient) > 1.5 * few
+
+
+@pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
+@pytest.mark.parametrize("tokens", [None, 0, 10_000])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_weights_that_do_not_move_have_a_ratio_of_exactly_one_in_bfloat16(tmp_path, schedule, tokens, sampler):
+    """
+    As in stock. Two forwards of one policy round differently where their rows differ, and a ratio of a sequence
+    multiplies all of its tokens' differences.
+    """
+    trainer = trainer_of(
+        tmp_path,
+        sampler=sampler,
+        kind="qwen3",
+        learning_rate=0.0,
+        fused_max_tokens_per_forward=tokens,
+        model_init_kwargs={"dtype": "bfloat16"},
+        **SCHEDULES[schedule],
+    )
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            weight += 0.3 * torch.randn_like(weight)  # new weights are so small that little is rounded
+    differences: list[float] = []
+    fill = trainer._fused.ratio.fill
+
+    def filled(loss_call, result, counts=True):
+        fill(loss_call, result, counts)
+        old = loss_call.inputs.get("old_per_token_logps")
+        mask = loss_call.inputs["completion_mask"].bool()
+        differences.append(0.0 if old is None else float((old - result.logps.detach())[mask].abs().amax()))
+
+    with mock.patch.object(trainer._fused.ratio, "fill", filled):
+        trainer.train()
+    assert trainer.model.dtype == torch.bfloat16
+    assert len(differences) == trainer._step
+    assert max(differences) == 0.0
+
+
+@pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
+def test_a_window_that_ends_earlier_than_it_was_when_generation_began(tmp_path, sampler):
+    """A reward function changes its length. What is left out for the rest of it is computed before the weights move."""
+
+    def shortens(trainer):
+        (rewards,) = trainer.reward_funcs
+
+        def reward(*args, **kwargs):
+            trainer.args.gradient_accumulation_steps = 2
+            return rewards(*args, **kwargs)
+
+        trainer.reward_funcs = [reward]
+        return trainer
+
+    options = {"sampler": sampler, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+    expected = train(shortens(trainer_of(tmp_path, GRPOTrainer, **options)))
+    assert_same(train(shortens(trainer_of(tmp_path, **options))), expected)
