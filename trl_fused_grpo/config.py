@@ -160,7 +160,7 @@ class FusedGRPOConfig(GRPOConfig):
         fused_skip_old_logps (`bool`, *optional*):
             Until the weights move, take old log-probs, and vLLM's importance ratio, from the training forward instead
             of a forward of their own. By default this happens where it is possible; `True` also logs where it is not,
-            `False` turns it off.
+            `False` computes them after generation.
         fused_require_on_policy (`bool`, *optional*, defaults to `False`):
             Raise, in the constructor where it is known there, when the weights move while a generation batch is in use,
             or old log-probs need a forward of their own. The message says what stands against it.

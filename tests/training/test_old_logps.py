@@ -77,14 +77,16 @@ def assert_same(results, expected):
             assert entry[name] == pytest.approx(stock_entry[name], rel=2e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize(
+    "own", [{}, {"fused_layout": "padded"}, {"fused_skip_old_logps": False}], ids=["packed", "padded", "computed"]
+)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_it_trains_and_logs_as_stock(tmp_path, schedule, sampler, layout):
+def test_it_trains_and_logs_as_stock(tmp_path, schedule, sampler, own):
     """Vllm's metrics stand in the entry of the step that generated, also where some ratios come from its training."""
     options = {"sampler": sampler, **SCHEDULES[schedule]}
     expected = train(trainer_of(tmp_path, GRPOTrainer, **options))
-    assert_same(train(trainer_of(tmp_path, fused_layout=layout, **options)), expected)
+    assert_same(train(trainer_of(tmp_path, **own, **options)), expected)
 
 
 @pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
@@ -116,9 +118,18 @@ def test_switched_off_they_all_have_a_forward_of_their_own_and_train_the_same(tm
 
 
 @pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
-@pytest.mark.parametrize("tokens", [None, 0, 10_000])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"fused_max_tokens_per_forward": 0},
+        {"fused_max_tokens_per_forward": 10_000},
+        {"fused_skip_old_logps": False},
+    ],
+    ids=["default", "alone", "one forward", "computed"],
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_weights_that_do_not_move_have_a_ratio_of_exactly_one_in_bfloat16(tmp_path, schedule, tokens, sampler):
+def test_weights_that_do_not_move_have_a_ratio_of_exactly_one_in_bfloat16(tmp_path, schedule, own, sampler):
     """
     As in stock. Two forwards of one policy round differently where their rows differ, and a ratio of a sequence
     multiplies all of its tokens' differences.
@@ -128,7 +139,7 @@ def test_weights_that_do_not_move_have_a_ratio_of_exactly_one_in_bfloat16(tmp_pa
         sampler=sampler,
         kind="qwen3",
         learning_rate=0.0,
-        fused_max_tokens_per_forward=tokens,
+        **own,
         model_init_kwargs={"dtype": "bfloat16"},
         **SCHEDULES[schedule],
     )

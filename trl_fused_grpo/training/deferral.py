@@ -52,7 +52,7 @@ class LogpsDeferral:
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.engine = engine
         self.is_generating = self._defers_old = self._defers_reference = False
-        self._steps_left = 0
+        self._from_training = 0  # first micro-batches of a generation batch whose old log-probs the training gives
         self._policy_state: Any = None
         self._old: _LeftOut | None = None
         self._reference: _LeftOut | None = None
@@ -80,9 +80,11 @@ class LogpsDeferral:
             logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {reason}.")
         self.is_generating = True
         is_planned = is_training and steps_left > 0  # outside a training step nothing computes them afterwards
-        self._defers_old = is_planned and may_skip_old and why_old_logps_are_needed(trainer) is None
+        may_leave_out_old = may_skip_old or layout != "padded"  # whose micro-batches have one shape
+        self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer) is None
         self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
-        self._policy_state, self._steps_left = model_compat.adapter_state(trainer.model), steps_left
+        self._policy_state = model_compat.adapter_state(trainer.model)
+        self._from_training = steps_left if may_skip_old else 0
         self._old = self._reference = None
         try:
             yield
@@ -106,8 +108,8 @@ class LogpsDeferral:
         is_fused = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model)) is None
         if call.model is not trainer.ref_model and left_out.adapters == self._policy_state:
             # Where the weights stay, the training forward gives all of them, be it TRL's own
-            from_training = self._steps_left >= trl_compat.steps_per_generation(trainer)
-            leaves_out = self._defers_old and (is_fused or from_training)
+            are_from_training = self._from_training >= trl_compat.steps_per_generation(trainer)
+            leaves_out = self._defers_old and (is_fused or are_from_training)
             self._old = left_out if leaves_out else None
         else:
             leaves_out = self._defers_reference and is_fused
@@ -134,7 +136,7 @@ class LogpsDeferral:
     ) -> list[tuple[int, Tensor]]:
         """
         Compute the old log-probs that generation left out, of micro-batches that the training comes to with other
-        weights.
+        weights, or of all where it is not to give any.
 
         Args:
             groups, build_request: see [`compute_reference`].
@@ -148,7 +150,7 @@ class LogpsDeferral:
         before, later = 0, []
         for group in groups:  # each within one accumulation window
             before += len(group)
-            later += [group] if before > self._steps_left else []
+            later += [group] if before > self._from_training else []
         logps = [logps for _, logps in self._computed(left_out, later, build_request)]
         return list(enumerate(logps, before - len(logps)))
 

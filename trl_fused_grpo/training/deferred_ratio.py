@@ -100,6 +100,7 @@ class DeferredRatio:
             micro_batch["importance_sampling_ratio"] = self._ratio(micro_batch, logps, place)
         micro_batch["old_per_token_logps"] = logps
         del micro_batch[DEFERRED]
+        self._log_when_complete()
 
     def resolve(self) -> None:
         """
@@ -111,7 +112,6 @@ class DeferredRatio:
         for place, batch in enumerate(batches, first):
             if DEFERRED in batch:
                 self.take(batch, place, self._logps_of(batch))
-        self._log_when_complete()
 
     def _ratio(
         self, inputs: dict[str, Any], logps: Tensor, place: int | None, left_out: Tensor | None = None
