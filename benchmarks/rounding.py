@@ -1,15 +1,18 @@
 """
 Is a larger distance from float32 rounding, or a fault? Gradients of one optimizer step under bf16 autocast: stock
 GRPOTrainer, stock with another attention (the null: nobody would call that a fault) and FusedGRPOTrainer, each against
-stock in float32, on the same weights and completions, over many seeds. The learning rate is zero.
+stock in float32, on the same weights and completions, over many seeds. The learning rate is zero. With `--drawn` a case
+that `trl-fused-grpo parity --random` has drawn, in bfloat16 against float64, as that judges it.
 
     python benchmarks/rounding.py --seeds 24 --json rounding.json             # on CUDA: --model 0.6b
     python benchmarks/rounding.py --mode sequence_mask --longest 4096
+    python benchmarks/rounding.py --drawn random:3402:702 --drawn random:3403:472 --seeds 256
 """
 
 import math
 import random
 import statistics
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +28,19 @@ from rich.console import Console
 from rich.table import Table
 from step import make_trainer
 from transformers import TrainerCallback
+
+from trl_fused_grpo.parity import Settings
+from trl_fused_grpo.parity.compare import Restarted
+from trl_fused_grpo.parity.errors import measure
+from trl_fused_grpo.parity.random_cases import random_case
+from trl_fused_grpo.parity.run_case import Outcome, make_data, run_case
+from trl_fused_grpo.parity.trainers import (
+    float64_trainer,
+    fused_trainer,
+    load_weights,
+    noisy_weights,
+    stock_trainer,
+)
 
 
 # The attention and the options of each contender; `None` is torch's own
@@ -87,6 +103,46 @@ def errors_of_seed(case: Case, seed: int, device: str) -> dict[str, float]:
     return errors
 
 
+def errors_of_mode(mode: str, model: str, lengths: Lengths, seeds: int, device: str) -> list[dict[str, float]]:
+    """[`errors_of_seed`] of each seed, under a mode of vLLM's correction."""
+    options = {"vllm_importance_sampling_mode": mode, "gradient_accumulation_steps": 4}
+    case, rows = Case(model, lengths=lengths, options=options), []
+    for seed in range(seeds):
+        rows.append(errors_of_seed(case, seed, device))
+        print(mode, seed, {key: f"{value:.3g}" for key, value in rows[-1].items()}, flush=True)
+    return rows
+
+
+def errors_of_drawn(name: str, batches: int, device: str) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """
+    The distance of each contender's gradients from float64, relative to their norm: of each batch of a drawn case, and
+    of all together, where the batches with the largest gradients decide.
+    """
+    drawn = random_case(name)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(Path(folder), device, torch.bfloat16)
+        stock, padded = stock_trainer(drawn, settings), replace(drawn, fused={**drawn.fused, "fused_layout": "padded"})
+        start = noisy_weights(stock, drawn.noise)
+        truth = Restarted(float64_trainer(drawn, settings), start)
+        trainers = {"stock": stock, "stock, eager attention": stock_trainer(drawn, settings)}
+        trainers["stock, eager attention"].model.set_attn_implementation("eager")
+        trainers |= {"ours": fused_trainer(drawn, settings), "ours, padded": fused_trainer(padded, settings)}
+        arms = {arm: Restarted(load_weights(trainer, start), start) for arm, trainer in trainers.items()}
+        expected: list[Outcome] = []
+        outcomes: dict[str, list[Outcome]] = {arm: [] for arm in arms}
+        for seed in range(drawn.seed, drawn.seed + batches):
+            data = make_data(drawn, truth(), seed)
+            expected.append(run_case(truth(), drawn, data, settings.dtype))
+            for arm, trainer in arms.items():
+                outcomes[arm].append(run_case(trainer(), drawn, data, settings.dtype))
+    of_each = zip(expected, *outcomes.values(), strict=True)
+    rows = [
+        {arm: measure([first], [one]).gradient for arm, one in zip(arms, ones, strict=True)} for first, *ones in of_each
+    ]
+    together = {arm: measure(expected, of_arm).gradient for arm, of_arm in outcomes.items()}
+    return [row for row in rows if all(0 < error < math.inf for error in row.values())], together
+
+
 def interval(logarithms: list[float]) -> tuple[float, float]:
     """The middle 95% of the mean under resampling."""
     generator = random.Random(0)
@@ -107,6 +163,7 @@ def against_stock(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 def main(
     mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODES)}; repeatable")] = None,
+    drawn: Annotated[list[str] | None, typer.Option(help="random:SEED:INDEX instead; repeatable")] = None,
     seeds: Annotated[int, typer.Option(help="generation batches", min=2)] = 24,
     model: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "small",
     median: Annotated[int, typer.Option(help="tokens of completions")] = 120,
@@ -119,24 +176,25 @@ def main(
     lengths = Lengths(prompts=(20, 60), median=median, longest=longest)
     record: dict[str, Any] = {**environment(device, commit), "results": []}
     record |= {"model": model, "seeds": seeds, "median": median, "longest": longest}
-    table = Table(title="Distance of gradients from float32, relative to stock's")
-    for column in ("mode", "contender", "median error", "relative to stock", "95%"):
+    truth = "float64" if drawn else "float32"
+    table = Table(title=f"Distance of gradients from {truth}, relative to stock's")
+    for column in ("mode", "contender", "median error", "relative to stock", "95%", "batches together"):
         table.add_column(column)
     is_larger = False
-    for name in mode or MODES:
-        case = Case(
-            model, lengths=lengths, options={"vllm_importance_sampling_mode": name, "gradient_accumulation_steps": 4}
-        )
-        rows = []
-        for seed in range(seeds):
-            rows.append(errors_of_seed(case, seed, device))
-            print(name, seed, {key: f"{value:.3g}" for key, value in rows[-1].items()}, flush=True)
+    for name in drawn or mode or MODES:
+        together = {}
+        if drawn:
+            rows, together = errors_of_drawn(name, seeds, device)
+        else:
+            rows = errors_of_mode(name, model, lengths, seeds, device)
         verdict = against_stock(rows)
-        record["results"].append({"mode": name, "relative_to_stock": verdict, "seeds": rows})
+        result = {"mode": name, "relative_to_stock": verdict, **({"together": together} if together else {})}
+        record["results"].append({**result, "seeds": rows})
         for contender in ARMS:
             cells = verdict.get(contender)
             shown = ("", "") if cells is None else (f"{cells['ratio']:.3f}", f"{cells['low']:.3f}-{cells['high']:.3f}")
-            table.add_row(name, contender, f"{statistics.median(row[contender] for row in rows):.3g}", *shown)
+            median_error = statistics.median(row[contender] for row in rows)
+            table.add_row(name, contender, f"{median_error:.3g}", *shown, f"{together.get(contender, math.nan):.3g}")
         is_larger |= verdict["ours"]["low"] > max(1.0, verdict["stock, eager attention"]["high"])
         if json_path is not None:
             write_record(json_path, record)
