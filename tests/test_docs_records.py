@@ -142,3 +142,15 @@ def test_peaks_at_equal_batch_and_missed_targets_are_those_of_the_record(case):
         cells.append(", ".join(shown) if any(found.values()) else "")
     row = re.sub(r"\| +(?=\|)", "| ", f"| {' | '.join(cells)} |")
     assert row in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+
+
+def test_drawn_cases_beside_another_attention_are_those_of_the_record():
+    results = json.loads((ROOT / "benchmarks/results/rounding-drawn-cpu.json").read_text())["results"]
+    shown = {"ours": "ours", "ours, padded": 'ours, `fused_layout="padded"`', "stock, eager attention": None}
+    assert [entry["mode"] for entry in results] == ["random:3402:702", "random:3403:472"]
+    for arm, name in shown.items():
+        cells = [name or arm]
+        for entry in results:
+            cells.append(f"{entry['together'][arm] / entry['together']['stock']:.2f}")
+            cells.append("{ratio:.2f} ({low:.2f} to {high:.2f})".format(**entry["relative_to_stock"][arm]))
+        assert f"| {' | '.join(cells)} |" in (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
