@@ -14,6 +14,7 @@ import trl
 from packaging.version import Version
 
 from .case import Case, SkippedError, Trainer
+from .chance import chance_verdict
 from .errors import differing_metrics, measure
 from .flips import flip_verdict
 from .judge import (
@@ -200,6 +201,8 @@ def _compare_bfloat16(case: Case, settings: Settings, result: Result) -> list[st
             problems = _bfloat16_problems(reference, stock, fused, result)
             if problems and case.drawn and len(fused) in rounds[-2:] and not result.metrics_differ:
                 result.verdict = flip_verdict(reference, stock, fused) or result.verdict
+                if len(fused) == rounds[-1] and not result.is_rounding:
+                    result.verdict = chance_verdict(reference, stock, fused) or result.verdict
             if not problems or result.metrics_differ or result.is_rounding:
                 break
     return problems

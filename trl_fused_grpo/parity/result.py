@@ -18,7 +18,8 @@ class Result:
             What the case compares.
         verdict (`str`):
             `"equal"`, `"different"`, `"failed"` (an exception) or `"skipped"` (does not apply here). A drawn case can
-            also be a `"tie"` or `"rounding"`, see [`rounding.rounding_verdict`].
+            also be a `"tie"` or `"rounding"`, see [`rounding.rounding_verdict`], and in bfloat16 [`flips.flip_verdict`]
+            and [`chance.chance_verdict`].
         reason (`str`):
             Why it is not equal.
         loss (`float`, *optional*):
