@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from tests.oracle import relative_error
@@ -179,3 +180,83 @@ def test_a_window_that_ends_earlier_than_it_was_when_generation_began(tmp_path, 
     options = {"sampler": sampler, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
     expected = train(shortens(trainer_of(tmp_path, GRPOTrainer, **options)))
     assert_same(train(shortens(trainer_of(tmp_path, **options))), expected)
+
+
+@pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
+@pytest.mark.parametrize("schedule", ["two windows", "two iterations"])
+def test_a_reward_function_that_generates_too(tmp_path, schedule, sampler):
+    """What its generation leaves out, or does not, says nothing of the one around it."""
+
+    def evaluates(trainer):
+        (rewards,) = trainer.reward_funcs
+
+        def reward(*args, **kwargs):
+            if trainer.model.training:
+                trainer.evaluate()
+                trainer.model.train()
+            return rewards(*args, **kwargs)
+
+        trainer.reward_funcs = [reward]
+        return trainer
+
+    options = {"sampler": sampler, "max_steps": 4, "beta": 0.1, **SCHEDULES[schedule]}
+    expected = train(evaluates(trainer_of(tmp_path, GRPOTrainer, **options)))
+    assert_same(train(evaluates(trainer_of(tmp_path, **options))), expected)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("own", [{}, {"fused_skip_zero_grad_sequences": True}], ids=["", "skipping"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 3, "steps_per_generation": 2, "num_iterations": 3},
+        {"gradient_accumulation_steps": 1, "steps_per_generation": 4},
+        {"gradient_accumulation_steps": 3, "steps_per_generation": 4},
+    ],
+    ids=["three iterations", "four windows", "no fit"],
+)
+def test_a_generation_in_the_middle_of_a_generation_batch(tmp_path, options, own, sampler):
+    """TRL generates anew where somebody dropped its micro-batches."""
+
+    class Drops(TrainerCallback):
+        def __init__(self, trainer):
+            self.trainer = trainer
+
+        def on_step_end(self, *args, **kwargs):
+            self.trainer._buffered_inputs = None
+
+    results = []
+    for cls, extra in ((GRPOTrainer, {}), (FusedGRPOTrainer, own)):
+        trainer = trainer_of(tmp_path, cls, sampler, learning_rate=0.1, **options, **extra)
+        trainer.add_callback(Drops(trainer))
+        results.append(train(trainer))
+    (weights, log), (expected, stock_log) = results[1], results[0]
+    assert max(relative_error(weights[name], weight) for name, weight in expected.items()) < 1e-5
+    changed = ("entropy", "sampling/") if own else ()
+    for entry, stock_entry in zip(log, stock_log, strict=True):
+        for name in {name for name in stock_entry if not name.startswith((*changed, "step_time"))}:
+            assert entry[name] == pytest.approx(stock_entry[name], rel=2e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_fused_loss_switched_off_after_an_interruption(tmp_path, schedule, sampler):
+    """TRL's own loss then finds the old log-probs that were left to the training."""
+
+    def interrupted(cls):
+        trainer = trainer_of(tmp_path, cls, sampler, max_steps=3, **SCHEDULES[schedule])
+        gather, calls = type(trainer.accelerator).gather, iter(range(1000))
+
+        def fails(accelerator, *args, **kwargs):
+            if trainer.model.training and torch.is_grad_enabled() and next(calls) == 0:
+                raise KeyboardInterrupt
+            return gather(accelerator, *args, **kwargs)
+
+        with mock.patch.object(type(trainer.accelerator), "gather", fails), pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.use_liger_loss = False
+        torch.manual_seed(5)
+        return train(trainer)[0]
+
+    expected, weights = interrupted(GRPOTrainer), interrupted(FusedGRPOTrainer)
+    assert max(relative_error(weights[name], weight) for name, weight in expected.items()) < 1e-5

@@ -78,9 +78,13 @@ class LogpsDeferral:
         reason = why_generation_is_seen(trainer)
         if is_training and reason is not None and (has_old_logps(trainer) or trainer.beta != 0.0):
             logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {reason}.")
+        before, is_nested = dict(vars(self)), self.is_generating  # a reward function may generate too
         self.is_generating = True
-        is_planned = is_training and steps_left > 0  # outside a training step nothing computes them afterwards
-        may_leave_out_old = may_skip_old or layout != "padded"  # whose micro-batches have one shape
+        # Outside a training step, and for a reward function, nothing computes them afterwards
+        is_planned = is_training and steps_left > 0 and not is_nested
+        # TRL may have been made to generate anew in the middle of a generation batch, whose places are then others
+        begins_batch = trl_compat.step_of(trainer) % trl_compat.steps_per_generation(trainer) == 0
+        may_leave_out_old = begins_batch and (may_skip_old or layout != "padded")  # whose micro-batches have one shape
         self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer) is None
         self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
         self._policy_state = model_compat.adapter_state(trainer.model)
@@ -89,7 +93,10 @@ class LogpsDeferral:
         try:
             yield
         finally:
-            self.is_generating = self._defers_old = self._defers_reference = False
+            if is_nested:
+                vars(self).update(before)
+            else:
+                self.is_generating = self._defers_old = self._defers_reference = False
 
     def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
         """

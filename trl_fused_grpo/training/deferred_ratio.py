@@ -1,7 +1,7 @@
 """
 Old log-probs and vLLM's importance ratio, where generation leaves them to the training. Until the weights move, a
 forward for old log-probs computes those of the training forward once more. So it is left out (`deferral.py`), and the
-ratio is computed here from the training forward, with the formula of `loss/importance_sampling.py`.
+ratio is computed here from the log-probs that come later, with the formula of `loss/importance_sampling.py`.
 """
 
 from typing import Any
@@ -64,9 +64,9 @@ class DeferredRatio:
 
     def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
         """
-        Put the ratio into what TRL reads of a marked micro-batch, before TRL reads it. To TRL it has no old log-probs
-        yet, so that they are those of the training. From then on the micro-batch is one that TRL made, with old
-        log-probs, for the case that the weights move before it is used again.
+        Put vLLM's ratio, if there is one, into what TRL reads of a marked micro-batch, before TRL reads it. To TRL it
+        has no old log-probs yet, so that they are those of the training. From then on the micro-batch is one that TRL
+        made, with old log-probs, for the case that the weights move before it is used again.
 
         Args:
             loss_call ([`LossCall`]): of TRL's `_compute_loss`.
@@ -137,8 +137,8 @@ class DeferredRatio:
 
     def _unused_micro_batches(self) -> list[dict[str, Any]]:
         """
-        The micro-batches of the last generation batch that the training has not come to yet. Where its first step was
-        interrupted that is all: TRL generates anew then, but has their metrics.
+        The micro-batches of the last generation batch that the training has not come to yet. All, where its first step
+        was interrupted: TRL generates anew then, but logs the metrics of the first generation too.
         """
         trainer = self.trainer
         batches: list[dict[str, Any]] = trl_compat.buffered_micro_batches(trainer)

@@ -111,9 +111,9 @@ class FusedState:
         """While it lasts, TRL trains: options are read anew, and what an interrupted training has left is ended."""
         if self.trainer.use_liger_loss:
             self.engine.read_options()
-            self.ratio.resolve()
             self.verification.reset()
             self._has_summary_to_print = True
+        self.ratio.resolve()  # with the fused loss switched off meanwhile TRL would miss what was left out
         with temporary_attr(self, "is_in_train", True), self.merger.training():
             self.window.begin()
             try:
