@@ -121,13 +121,14 @@ def errors_of_drawn(name: str, batches: int, device: str) -> tuple[list[dict[str
     drawn = random_case(name)
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(Path(folder), device, torch.bfloat16)
-        stock, padded = stock_trainer(drawn, settings), replace(drawn, fused={**drawn.fused, "fused_layout": "padded"})
-        start = noisy_weights(stock, drawn.noise)
-        truth = Restarted(float64_trainer(drawn, settings), start)
-        trainers = {"stock": stock, "stock, eager attention": stock_trainer(drawn, settings)}
-        trainers["stock, eager attention"].model.set_attn_implementation("eager")
-        trainers |= {"ours": fused_trainer(drawn, settings), "ours, padded": fused_trainer(padded, settings)}
-        arms = {arm: Restarted(load_weights(trainer, start), start) for arm, trainer in trainers.items()}
+        start = noisy_weights(stock_trainer(drawn, settings), drawn.noise)
+        truth, arms = Restarted(float64_trainer(drawn, settings), start), {}
+        for arm, (fused, attention, extra) in ARMS.items():
+            case = replace(drawn, fused={**drawn.fused, **extra})
+            trainer = fused_trainer(case, settings) if fused else stock_trainer(case, settings)
+            if attention is not None:
+                trainer.model.set_attn_implementation(attention)
+            arms[arm] = Restarted(load_weights(trainer, start), start)
         expected: list[Outcome] = []
         outcomes: dict[str, list[Outcome]] = {arm: [] for arm in arms}
         for seed in range(drawn.seed, drawn.seed + batches):

@@ -12,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from .errors import measure
-from .judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE
+from .errors import measure, squared_distances
+from .judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, exceeds
 from .run_case import Outcome
 
 
@@ -45,33 +45,29 @@ def chance_verdict(
             the fused trainer than three times what the worst is for stock. `None` otherwise.
     """
     errors, stock_errors = measure(references, fused), measure(references, stock)
-    exceeded = [
-        (name, PARAMETER_SLACK)
+
+    judged = [
+        _is_chance(
+            squared_distances(references, fused, name), squared_distances(references, stock, name), PARAMETER_SLACK
+        )
         for name, error in errors.parameters.items()
-        if not error <= PARAMETER_SLACK * stock_errors.parameters[name] + TOLERANCE
+        if exceeds(error, stock_errors.parameters[name], PARAMETER_SLACK)
     ]
-    if not errors.gradient <= SLACK * stock_errors.gradient + TOLERANCE:
-        exceeded.append(("", SLACK))
-    is_chance = [
-        _is_chance(_squares(references, fused, name), _squares(references, stock, name), limit)
-        for name, limit in exceeded
-    ]
-    if not errors.loss <= LOSS_SLACK * stock_errors.loss + LOSS_FLOOR:
+    if exceeds(errors.gradient, stock_errors.gradient, SLACK):
+        of_fused, of_stock = (_of_all_gradients(references, outcomes) for outcomes in (fused, stock))
+        judged.append(_is_chance(of_fused, of_stock, SLACK))
+    if exceeds(errors.loss, stock_errors.loss, LOSS_SLACK, LOSS_FLOOR):
         of_fused, of_stock = (
             [(outcome.loss - reference.loss) ** 2 for reference, outcome in zip(references, outcomes, strict=True)]
             for outcomes in (fused, stock)
         )
-        is_chance.append(_is_chance(of_fused, of_stock, LOSS_SLACK))
-    return "rounding" if is_chance and all(is_chance) else None
+        judged.append(_is_chance(of_fused, of_stock, LOSS_SLACK))
+    return "rounding" if judged and all(judged) else None
 
 
-def _squares(references: Sequence[Outcome], outcomes: Sequence[Outcome], name: str) -> list[float]:
-    """The squared distance of a gradient in each batch; without a name that of all."""
-    names = [name] if name else list(references[0].tensors)
-    return [
-        math.fsum(float((o.tensors[n].double() - r.tensors[n].double()).square().sum()) for n in names)
-        for r, o in zip(references, outcomes, strict=True)
-    ]
+def _of_all_gradients(references: Sequence[Outcome], outcomes: Sequence[Outcome]) -> list[float]:
+    of_each = [squared_distances(references, outcomes, name) for name in references[0].tensors]
+    return [math.fsum(of_batch) for of_batch in zip(*of_each, strict=True)]
 
 
 def _is_chance(fused: list[float], stock: list[float], limit: float) -> bool:

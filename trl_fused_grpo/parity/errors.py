@@ -62,7 +62,7 @@ def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome], loss_sca
     floor = torch.finfo(torch.float32).eps * whole
     parameters, distances = {}, []
     for name in references[0].tensors:
-        distance = _root(_square(o.tensors[name].double() - r.tensors[name].double()) for r, o in pairs)
+        distance = _root(squared_distances(references, outcomes, name))
         size = _root(_square(r.tensors[name]) for r in references)
         parameters[name] = _relative(distance, max(size, floor))
         distances.append(distance**2)
@@ -73,6 +73,13 @@ def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome], loss_sca
         gradient=_relative(_root(distances), whole),
         parameters=parameters,
     )
+
+
+def squared_distances(references: Sequence[Outcome], outcomes: Sequence[Outcome], name: str) -> list[float]:
+    """The squared distance of a parameter's gradient from its reference in each batch."""
+    return [
+        _square(o.tensors[name].double() - r.tensors[name].double()) for r, o in zip(references, outcomes, strict=True)
+    ]
 
 
 def _square(tensor: torch.Tensor) -> float:

@@ -95,16 +95,21 @@ def bfloat16_problems(errors: Errors, stock_errors: Errors, result: Result) -> l
     result.gradient_error = errors.parameters.get(result.worst_parameter or "")
     result.stock_gradient_error = stock_errors.parameters.get(result.worst_parameter or "")
     problems = []
-    if not errors.loss <= LOSS_SLACK * stock_errors.loss + LOSS_FLOOR:
+    if exceeds(errors.loss, stock_errors.loss, LOSS_SLACK, LOSS_FLOOR):
         problems.append(f"loss {errors.loss:.1e} from float64, stock {stock_errors.loss:.1e}")
-    if not errors.gradient <= SLACK * stock_errors.gradient + TOLERANCE:
+    if exceeds(errors.gradient, stock_errors.gradient, SLACK):
         problems.append(f"gradients {errors.gradient:.1e} from float64, stock {stock_errors.gradient:.1e}")
-    if not (result.gradient_error or 0.0) <= PARAMETER_SLACK * (result.stock_gradient_error or 0.0) + TOLERANCE:
+    if exceeds(result.gradient_error or 0.0, result.stock_gradient_error or 0.0, PARAMETER_SLACK):
         problems.append(
             f"gradient of {result.worst_parameter} {result.gradient_error:.1e} from float64, "
             f"stock {result.stock_gradient_error:.1e}"
         )
     return problems
+
+
+def exceeds(error: float, stock_error: float, slack: float, floor: float = TOLERANCE) -> bool:
+    """Whether an error in bfloat16 is more than `slack` times stock's plus `floor`; NaN is."""
+    return not error <= slack * stock_error + floor
 
 
 def bfloat16_batches(case: Case) -> int:
