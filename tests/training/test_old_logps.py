@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from transformers import TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
@@ -259,4 +259,36 @@ def test_the_fused_loss_switched_off_after_an_interruption(tmp_path, schedule, s
         return train(trainer)[0]
 
     expected, weights = interrupted(GRPOTrainer), interrupted(FusedGRPOTrainer)
+    assert max(relative_error(weights[name], weight) for name, weight in expected.items()) < 1e-5
+
+
+def _scaled(batch):
+    return {**batch, "old_per_token_logps": 1.02 * batch["old_per_token_logps"]}
+
+
+class ChangesGeneration:
+    def _generate_and_score_completions(self, inputs):
+        return _scaled(super()._generate_and_score_completions(inputs))
+
+
+class ChangesLoss:
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, _scaled(inputs))
+
+
+class ChangesStep:
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        for batch in self._buffered_inputs or []:
+            batch["advantages"] = batch["advantages"] + 0.1 * (batch["old_per_token_logps"] < -7).float().mean()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
+@pytest.mark.parametrize("schedule", ["two windows", "two iterations"])
+@pytest.mark.parametrize("change", [ChangesGeneration, ChangesLoss, ChangesStep])
+def test_a_method_that_reads_or_changes_them_has_those_of_generation(tmp_path, change, schedule, sampler):
+    options = {"sampler": sampler, "learning_rate": 0.1, **SCHEDULES[schedule]}
+    stock, fused = (type(cls.__name__, (change, cls), {}) for cls in (GRPOTrainer, FusedGRPOTrainer))
+    expected, _ = train(trainer_of(tmp_path, stock, config=GRPOConfig, **options))
+    weights, _ = train(trainer_of(tmp_path, fused, **options))
     assert max(relative_error(weights[name], weight) for name, weight in expected.items()) < 1e-5

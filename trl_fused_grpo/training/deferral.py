@@ -18,7 +18,13 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import trl as trl_compat
 
 from .checks import check_on_policy
-from .eligibility import why_generation_is_seen, why_not_fused, why_old_logps_are_needed, why_reference_is_not_regrouped
+from .eligibility import (
+    why_generation_is_out_of_turn,
+    why_generation_is_seen,
+    why_not_fused,
+    why_old_logps_are_needed,
+    why_reference_is_not_regrouped,
+)
 from .engine import LogpsEngine
 from .forecastable import has_old_logps
 from .logps_request import LogpsArgs, LogpsRequest
@@ -82,9 +88,10 @@ class LogpsDeferral:
         self.is_generating = True
         # Outside a training step, and for a reward function, nothing computes them afterwards
         is_planned = is_training and steps_left > 0 and not is_nested
-        # TRL may have been made to generate anew in the middle of a generation batch, whose places are then others
-        begins_batch = trl_compat.step_of(trainer) % trl_compat.steps_per_generation(trainer) == 0
-        may_leave_out_old = begins_batch and (may_skip_old or layout != "padded")  # whose micro-batches have one shape
+        may_leave_out_old = may_skip_old or layout != "padded"  # whose micro-batches have one shape
+        if is_planned and (reason := why_generation_is_out_of_turn(trainer)) is not None:
+            logger.warning_once(f"Old log-probs are computed where TRL does, because {reason}.")
+            may_leave_out_old = False
         self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer) is None
         self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
         self._policy_state = model_compat.adapter_state(trainer.model)

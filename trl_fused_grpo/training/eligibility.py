@@ -11,7 +11,7 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | rows without padding | [`why_padding_may_be_read`], `LogpsEngine.why_rows_are_seen`, `modeling/layout_choice.py` |
 | micro-batches that share a forward | [`why_forwards_are_not_shared`] |
 | more of them in the first of a window | `first_forward.why_not_in_memory_of_gradients`, `why_memory_is_taken` |
-| old log-probs from the training forward, until the weights move | [`why_old_logps_are_needed`] |
+| old log-probs from the training forward | [`why_old_logps_are_needed`], [`why_generation_is_out_of_turn`] |
 | no old log-probs on-policy, left out by TRL | [`why_weights_move`] |
 | the reference's log-probs in the policy's groups | [`why_reference_is_not_regrouped`] |
 | sequences exchanged between processes | [`why_not_exchanged`] |
@@ -181,6 +181,13 @@ def why_old_logps_are_needed(trainer: Any) -> str | None:
         return reason
     mover = gradient_hook(trainer.model) or replaced_backward(trainer.accelerator)
     return f"{mover} may move weights" if mover is not None else None
+
+
+def why_generation_is_out_of_turn(trainer: Any) -> str | None:
+    """Why micro-batches of a new generation batch are not trained on from the first one on, or `None`."""
+    if trl_compat.step_of(trainer) % trl_compat.steps_per_generation(trainer) != 0:
+        return "TRL generates in the middle of a generation batch, whose micro-batches were dropped"
+    return None
 
 
 def why_weights_move(trainer: Any, steps_left: int | None = None) -> str | None:
