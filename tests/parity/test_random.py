@@ -247,6 +247,16 @@ FOUND = {
     },
     # A dropout of another head, which the model does not have, kept old log-probs in a forward of their own
     "gpt2-on-policy": {"model": "gpt2", "rollout": True, "sampling": "token", "fused_require_on_policy": True},
+    # Old log-probs came from the training forward, whose rows are others: before transformers 5.18 they see each other
+    "rows-that-see-others": {"model": "doge", "rollout": True, "steps_per_generation": 4, "rows": 2, "group": 2},
+    "rows-that-see-others-kl": {
+        "model": "doge",
+        "rollout": True,
+        "steps_per_generation": 4,
+        "rows": 2,
+        "group": 2,
+        "beta": 0.1,
+    },
     # The entropy of a micro-batch without a gradient was no number
     "all-left-out": {"rollout": True, "rows": 3, "fused_skip_zero_grad_sequences": True, "equal_completions": True},
     # The mask of the images' patches had the shape of the tokens' mask, and was cut as that is

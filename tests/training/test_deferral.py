@@ -6,12 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 from trl import GRPOTrainer
 
 from tests.distributed.rollouts import drawn
+from tests.layout_pairs import SHAPE, from_config
 from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 
 
@@ -69,6 +72,25 @@ def test_a_reference_computed_in_the_policys_forwards_trains_what_stock_trains(t
         assert relative_error(weights[name], weight) < 1e-5, name
     for entry, stock_entry in zip(log, stock_log, strict=True):
         assert entry["kl"] == pytest.approx(stock_entry["kl"], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5], ids=["", "kl"])
+@pytest.mark.skipif(Version("5.18.0") > TRANSFORMERS, reason="its experts do not run in stock")
+def test_log_probs_of_rows_that_depend_on_one_another_come_from_generation(tmp_path, beta):
+    """Doge's router mixes the tokens of a batch, and TRL shuffles the rows of a generation batch after its forwards."""
+    from transformers import DogeConfig
+
+    config = DogeConfig(**SHAPE, keep_window_size=6, is_moe=True, num_experts=16, num_experts_per_tok=4)
+    from_config(config)().save_pretrained(tmp_path / "model")
+    options = {"beta": beta, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "router_aux_loss_coef": 0.0}
+    options |= {"model": str(tmp_path / "model"), "max_steps": 3, "optim": "sgd", "learning_rate": 0.01}
+    (_, expected, stock_log), (_, weights, log) = [
+        train(tmp_path, cls, **options) for cls in (GRPOTrainer, FusedGRPOTrainer)
+    ]
+    for name, weight in expected.items():
+        assert relative_error(weights[name], weight) < 1e-5, name
+    for entry, stock_entry in zip(log, stock_log, strict=True):
+        assert entry["loss"] == pytest.approx(stock_entry["loss"], rel=1e-4, abs=1e-7)
 
 
 def projected_for_the_reference(trainer) -> tuple[list[int], list[int]]:

@@ -17,6 +17,8 @@ from .required import TRANSFORMERS
 
 # transformers < 5: vision-language models keep their language backbone in `model`
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
+# transformers < 5.18: SDPA gets no mask where a batch has no padding, and Doge's own then keeps later tokens too
+_DOGE_LOOKS_AHEAD = Version("5.18.0") > TRANSFORMERS
 
 # Classes that carry a state without a convolution, and so are not known by their parts. One that is missing here is
 # found out by the first batch, and its model is aligned
@@ -198,6 +200,15 @@ def chooses_experts(config: Any) -> bool:
     """Whether a router chooses experts for each token: rounding may choose others."""
     values = config.get_text_config().to_dict()
     return any("experts" in name and isinstance(value, int) and value > 1 for name, value in values.items())
+
+
+def why_rows_depend_on_others(config: Any) -> str | None:
+    """Why what a model of this configuration computes of a row depends on the others in its batch, or `None`."""
+    if config.model_type != "doge":
+        return None
+    if config.is_moe:
+        return "its router mixes the tokens of a batch"
+    return "its attention looks ahead where a batch has no padding" if _DOGE_LOOKS_AHEAD else None
 
 
 def layer_types(config: Any) -> set[str]:

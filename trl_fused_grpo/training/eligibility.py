@@ -29,9 +29,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
+from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.layout_choice import depends_on_width, traits
 from trl_fused_grpo.modeling.output_projection import layer_before_head
@@ -175,12 +175,24 @@ def why_old_logps_are_needed(trainer: Any) -> str | None:
     if trainers.is_rloo(trainer) and trainer.beta != 0.0:
         return f"with beta={trainer.beta} RLOO's KL penalty in the reward reads them"
     reason = (
-        why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer) or why_forwards_differ(trainer.model)
+        why_generation_is_seen(trainer)
+        or why_micro_batches_are_seen(trainer)
+        or why_forwards_differ(trainer.model)
+        or _why_rows_depend_on_others(trainer.model)
     )
     if reason is not None:
         return reason
     mover = gradient_hook(trainer.model) or replaced_backward(trainer.accelerator)
     return f"{mover} may move weights" if mover is not None else None
+
+
+def _why_rows_depend_on_others(model: nn.Module) -> str | None:
+    """
+    Why log-probs of a sequence depend on which are beside it, or `None`: TRL shuffles the sequences of a generation
+    batch after it has computed them.
+    """
+    configs = [module.config for module in torch_compat.modules_of(model) if isinstance(module, PreTrainedModel)]
+    return next(filter(None, map(architecture.why_rows_depend_on_others, configs)), None)
 
 
 def why_generation_is_out_of_turn(trainer: Any) -> str | None:
@@ -218,7 +230,11 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
         return "RLOO's KL penalty in the reward reads its log-probs"
     if layout == "padded":
         return "rows have TRL's padding, in which all micro-batches have one shape"
-    reason = why_generation_is_seen(trainer) or why_micro_batches_are_seen(trainer)
+    reason = (
+        why_generation_is_seen(trainer)
+        or why_micro_batches_are_seen(trainer)
+        or _why_rows_depend_on_others(trainer.model)
+    )
     if reason is None and trainer.ref_model is None:
         # TRL shuffles the sequences of a generation batch after the reference's forwards, which draw for each row
         reason = why_forwards_differ(trainer.model, with_adapters=False)
