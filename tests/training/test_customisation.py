@@ -9,6 +9,7 @@ from torch import nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
@@ -249,4 +250,5 @@ def test_an_embedding_that_counts_the_tokens_of_a_forward_keeps_stock_s(tmp_path
         model.get_input_embeddings().scale_grad_by_freq = True
         trainer = make_trainer(tmp_path, cls, model=model)
         gradients.append(loss_and_gradients(trainer, inputs)[1]["model.embed_tokens.weight"])
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+    stock, fused = gradients
+    assert relative_error(fused, stock) < 1e-6  # single elements cancel, and round otherwise on each processor
