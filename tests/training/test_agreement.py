@@ -1,20 +1,24 @@
 """Processes choose the same layout, and tell one another only what they need for it."""
 
 from types import SimpleNamespace
+from zlib import crc32
 
 import pytest
 import torch
 
 from tests.modeling.test_wide_rows import limit_width
 from trl_fused_grpo.parity.tiny import tiny_model
-from trl_fused_grpo.training.agreement import widest_batch, with_images_anywhere
+from trl_fused_grpo.training.agreement import on_any_process, widest_batch, with_images_anywhere
 
 
-def beside(values):
-    """An accelerator of two processes, the other of which has these values."""
-    return SimpleNamespace(
-        num_processes=2, device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, torch.tensor([values])])
-    )
+def beside(values, what=None):
+    """An accelerator of two processes, the other of which has these values, and tells of the same unless `what`."""
+
+    def gather(mine):
+        first = mine[0, 0].item() if what is None else crc32(what.encode())
+        return torch.cat([mine, torch.tensor([[first, *values]])])
+
+    return SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
 
 
 def alone():
@@ -40,3 +44,9 @@ def test_models_without_images_and_without_a_limit_ask_nobody():
     model = tiny_model("llama")
     assert with_images_anywhere(alone(), model, [False, False]) == [False, False]
     assert widest_batch(alone(), model, (4, 20)) == (4, 20)
+
+
+def test_processes_that_tell_of_different_things_are_told_so():
+    assert on_any_process(beside([True], "memory"), "memory", False)
+    with pytest.raises(RuntimeError, match="this one tells the others of its memory, and they tell something else"):
+        on_any_process(beside([True], "trial of a layout"), "memory", False)

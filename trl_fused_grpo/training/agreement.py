@@ -4,7 +4,9 @@ called, so that all must choose the same layout and call it as often.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from accelerate.utils import DistributedType
@@ -17,11 +19,49 @@ from trl_fused_grpo.modeling.layout_choice import depends_on_width
 from trl_fused_grpo.modeling.out_of_memory import MemoryWatch, layers_with_shards
 
 
-def of_all_processes(accelerator: Any, values: list[int] | list[bool]) -> Tensor:
-    """Numbers of each process `[processes, n]`."""
+def of_all_processes(accelerator: Any, what: str, values: list[int] | list[bool]) -> Tensor:
+    """
+    Numbers of each process `[processes, n]`.
+
+    Args:
+        accelerator (`Accelerator`): whose processes they are.
+        what (`str`): what the numbers are, in words.
+        values (`list`): those of this process, as many on each.
+
+    Raises:
+        `RuntimeError`: where another process tells something else at the same time, as one that is customised alone.
+    """
     if accelerator.num_processes == 1:
         return torch.tensor([values])
-    return accelerator.gather(torch.tensor([values], dtype=torch.long, device=accelerator.device)).cpu()
+    mine = torch.tensor([[crc32(what.encode()), *values]], dtype=torch.long, device=accelerator.device)
+    everyone = accelerator.gather(mine).cpu()
+    if (everyone[:, 0] != everyone[0, 0]).any():
+        raise RuntimeError(
+            f"Processes of this training are at different places: this one tells the others of its {what}, and they "
+            "tell something else. What you hook, replace or change in the middle of an accumulation window must be the "
+            "same on all processes."
+        )
+    return everyone[:, 1:]
+
+
+def on_any_process(accelerator: Any, what: str, condition: bool) -> bool:
+    """Whether a condition holds on any process. All of them ask for the same, see [`of_all_processes`]."""
+    return bool(of_all_processes(accelerator, what, [condition]).any())
+
+
+def elsewhere(trainer: Any, name: str, model: Any = None) -> str | None:
+    """
+    Code of the user's that another process has found, in words, or `None`: a callback or a hook of the main process
+    alone, as `wandb.watch` sets them. Processes wait for one another, so that all leave a faster path together.
+
+    Args:
+        trainer (`GRPOTrainer`): whose processes they are.
+        name (`str`): of what is asked for, in `anywhere.LOOKED_FOR`.
+        model (`nn.Module`, *optional*): whose code is meant, the policy's or its reference's. By default the policy's.
+    """
+    if model is not None and model is trainer.ref_model and model is not trainer.model:
+        name = f"{name} of the reference"
+    return "code of yours on another process" if name in trainer._fused.anywhere.found else None
 
 
 def why_not_split(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
@@ -44,18 +84,14 @@ def memory_watch(trainer: Any, causal_lm: PreTrainedModel) -> Callable[[], Memor
     accelerator = trainer.accelerator
     is_sharded = accelerator.state.distributed_type == DistributedType.FSDP
     layers = (layers_with_shards(causal_lm) if is_sharded else None) or []
-
-    def on_any_process(condition: bool) -> bool:
-        return bool(of_all_processes(accelerator, [condition]).any())
-
-    return lambda: MemoryWatch(on_any_process, layers)
+    return lambda: MemoryWatch(partial(on_any_process, accelerator, "memory"), layers)
 
 
 def with_images_anywhere(accelerator: Any, causal_lm: PreTrainedModel, with_images: list[bool]) -> list[bool]:
     """For each of some batches, whether it has images on any process."""
     if not architecture.may_take_images(causal_lm):
         return with_images
-    return of_all_processes(accelerator, with_images).any(0).tolist()
+    return of_all_processes(accelerator, "images", with_images).any(0).tolist()
 
 
 def widest_batch(accelerator: Any, causal_lm: PreTrainedModel, shape: tuple[int, int]) -> tuple[int, int]:
@@ -65,5 +101,5 @@ def widest_batch(accelerator: Any, causal_lm: PreTrainedModel, shape: tuple[int,
     """
     size, width = shape
     if depends_on_width(causal_lm):
-        size, width = of_all_processes(accelerator, [size, width]).amax(0).tolist()
+        size, width = of_all_processes(accelerator, "shape of rows", [size, width]).amax(0).tolist()
     return size, width

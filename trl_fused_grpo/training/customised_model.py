@@ -161,6 +161,12 @@ def row_reader(modules: Iterable[nn.Module]) -> str | None:
     return min(names, default=None)
 
 
+def unknown_code(modules: Iterable[nn.Module]) -> str | None:
+    """A class among these modules that may mix tokens: one of unknown code, or of torch's that does. Or `None`."""
+    modules = list(modules)
+    return own_class(modules) or row_reader(modules)
+
+
 def zero_weight(modules: Iterable[nn.Module]) -> str | None:
     """
     A weight in a module of unknown code that is still all zero, or `None`. It may be a gate: as long as it is zero, a

@@ -29,16 +29,17 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.layout_choice import depends_on_width, traits
 from trl_fused_grpo.modeling.output_projection import layer_before_head
 
+from .agreement import elsewhere
 from .customisation import MICRO_BATCH_METHODS, micro_batch_reader, replaced_backward, replaced_behind, replaced_method
-from .customised_model import changed_head, gradient_hook, own_class, row_reader
-from .noise import why_forwards_differ
+from .customised_model import changed_head, gradient_hook, unknown_code
+from .noise import why_forwards_differ, why_rows_depend_on_others
 
 
 def replaced_objective(trainer: Any) -> str | None:
@@ -51,13 +52,13 @@ def replaced_objective(trainer: Any) -> str | None:
 
 def why_micro_batches_are_seen(trainer: Any) -> str | None:
     """Why the user's code may read or change a micro-batch between generation and backward, or `None`."""
-    reader = micro_batch_reader(trainer)
+    reader = micro_batch_reader(trainer) or elsewhere(trainer, "micro-batches")
     return f"{reader} may read or change micro-batches" if reader else None
 
 
 def why_generation_is_seen(trainer: Any) -> str | None:
     """Why the user's code may read or change a generation batch before TRL splits it, or `None`."""
-    reader = replaced_method(trainer, ("_generate_and_score_completions",))
+    reader = replaced_method(trainer, ("_generate_and_score_completions",)) or elsewhere(trainer, "generation batches")
     return f"{reader} may read or change generation batches" if reader else None
 
 
@@ -77,7 +78,7 @@ def why_not_fused(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel) ->
     layer = layer_before_head(causal_lm) if trl_compat.LOGPS_FROM_LOGITS else None
     if layer is not None:
         return f"{layer} stands between the model's hidden states and its output projection"
-    reader = changed_head(model, causal_lm, head.modules())
+    reader = changed_head(model, causal_lm, head.modules()) or elsewhere(trainer, "log-probs", model)
     return f"{reader} may read or change what the model returns in TRL's own call" if reader else None
 
 
@@ -120,7 +121,8 @@ def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
 
 def _why_sequences_stay(trainer: Any) -> str | None:
     """Why somebody may see which sequences are in a micro-batch, or what comes of it, or `None`."""
-    hook, backward = gradient_hook(trainer.model), replaced_backward(trainer.accelerator)
+    hook = gradient_hook(trainer.model) or elsewhere(trainer, "gradients")
+    backward = replaced_backward(trainer.accelerator)
     if hook is not None:
         return f"{hook} may see the gradient of each micro-batch"
     if backward is not None:
@@ -147,7 +149,7 @@ def why_padding_is_mixed_in(model: nn.Module) -> str | None:
 
 
 def _why_padding_is_mixed_in(modules: list[nn.Module]) -> str | None:
-    unknown = own_class(modules) or row_reader(modules)
+    unknown = unknown_code(modules)
     if unknown is not None:
         return f"{unknown}, whose code is not known, may read padding"
     if any(map(torch_compat.is_compiled, modules)):
@@ -177,22 +179,18 @@ def why_old_logps_are_needed(trainer: Any) -> str | None:
     reason = (
         why_generation_is_seen(trainer)
         or why_micro_batches_are_seen(trainer)
-        or why_forwards_differ(trainer.model)
-        or _why_rows_depend_on_others(trainer.model)
+        or _why_forwards_differ(trainer)
+        or why_rows_depend_on_others(trainer.model)
     )
     if reason is not None:
         return reason
-    mover = gradient_hook(trainer.model) or replaced_backward(trainer.accelerator)
+    mover = gradient_reader(trainer) or elsewhere(trainer, "gradients")
     return f"{mover} may move weights" if mover is not None else None
 
 
-def _why_rows_depend_on_others(model: nn.Module) -> str | None:
-    """
-    Why log-probs of a sequence depend on which are beside it, or `None`: TRL shuffles the sequences of a generation
-    batch after it has computed them.
-    """
-    configs = [module.config for module in torch_compat.modules_of(model) if isinstance(module, PreTrainedModel)]
-    return next(filter(None, map(architecture.why_rows_depend_on_others, configs)), None)
+def gradient_reader(trainer: Any) -> str | None:
+    """What may read the gradient of each micro-batch, or move weights, or `None`."""
+    return gradient_hook(trainer.model) or replaced_backward(trainer.accelerator)
 
 
 def why_generation_is_out_of_turn(trainer: Any) -> str | None:
@@ -233,11 +231,11 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
     reason = (
         why_generation_is_seen(trainer)
         or why_micro_batches_are_seen(trainer)
-        or _why_rows_depend_on_others(trainer.model)
+        or why_rows_depend_on_others(trainer.model)
     )
     if reason is None and trainer.ref_model is None:
         # TRL shuffles the sequences of a generation batch after the reference's forwards, which draw for each row
-        reason = why_forwards_differ(trainer.model, with_adapters=False)
+        reason = _why_forwards_differ(trainer, with_adapters=False)
     return reason
 
 
@@ -282,3 +280,9 @@ def why_not_exchanged(
     if counts_means and not trainers.metrics_count_all_processes(trainer):
         return "this version of TRL logs the means of each process"
     return None
+
+
+def _why_forwards_differ(trainer: Any, with_adapters: bool = True) -> str | None:
+    cause = elsewhere(trainer, "rows") or elsewhere(trainer, "code")
+    reason = f"{cause} may make two forwards differ" if cause else None
+    return why_forwards_differ(trainer.model, with_adapters) or reason

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,9 +28,9 @@ from trl_fused_grpo.modeling.output_projection import output_projection, vocab_s
 from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
 from trl_fused_grpo.ops.kernels import why_not_triton
 
-from .agreement import of_all_processes, widest_batch, with_images_anywhere
+from .agreement import elsewhere, on_any_process, widest_batch, with_images_anywhere
 from .checks import check_token_ids
-from .customised_model import changed_module
+from .customised_model import changed_module, unknown_code
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, multimodal_inputs
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
@@ -155,7 +156,7 @@ class LogpsEngine:
 
     def why_rows_are_seen(self, model: nn.Module) -> str | None:
         """Why the user's own code may see how rows are laid out in a model, or `None`."""
-        reader = changed_module(self._modules_of(model))
+        reader = changed_module(self._modules_of(model)) or elsewhere(self.trainer, "rows", model)
         return f"{reader} may depend on where a token stands" if reader else None
 
     def _refuse(
@@ -272,17 +273,20 @@ class LogpsEngine:
         """Whether a layout stands its trials, each of which a model has once. If not, it is refused from now on."""
         if options.layout == "padded":
             return True
+        on_any = partial(on_any_process, self.trainer.accelerator, "trial of a layout")
         tried = self._tried(causal_lm).by(self._modules_of(call.model), options.processes)
         try:
             if (options.layout, is_multimodal) not in tried:
                 with compiling(causal_lm, is_on=False):  # of other kinds of rows than those that train
-                    could_tell = try_rows(call, options, images, self._on_any_process)
+                    could_tell = try_rows(call, options, images, on_any)
                 if not could_tell:
                     return True  # the batch says nothing of it: the next one may
                 tried.add((options.layout, is_multimodal))
             if "padding" not in tried and not is_multimodal and not options.forces_layout:
                 tried.add("padding")
-                try_layout(causal_lm, self._modules_of(call.model), call, options, self._on_any_process)
+                modules = self._modules_of(call.model)
+                unknown = unknown_code(modules) or elsewhere(self.trainer, "code", call.model)
+                try_layout(causal_lm, modules, unknown, call, options, on_any)
         except PromptsNotSharedError:
             self._unshared_with_images.add(causal_lm)
             return False
@@ -290,6 +294,3 @@ class LogpsEngine:
             self._refuse(causal_lm, options, error, is_multimodal)
             return False
         return True
-
-    def _on_any_process(self, condition: bool) -> bool:
-        return bool(of_all_processes(self.trainer.accelerator, [condition]).any())

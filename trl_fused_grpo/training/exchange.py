@@ -98,7 +98,7 @@ def exchanged_sequences(
     masks = [torch.cat([batch[name] for batch in batches]) for name in ("prompt_mask", "completion_mask")]
     keys = _prompt_keys(torch.cat([batch["prompt_ids"] for batch in batches]), masks[0])
     lengths = torch.stack([mask.sum(1) for mask in masks]).flatten().tolist()
-    table = of_all_processes(accelerator, [*local, *lengths, *keys])  # [R, 3 + 3 * n]
+    table = of_all_processes(accelerator, "sequences", [*local, *lengths, *keys])  # [R, 3 + 3 * n]
     signatures, widths = table[:, 0], table[:, 1:3].amax(0).tolist()
     if signatures[0] == 0 or (signatures != signatures[0]).any():
         return batches

@@ -160,7 +160,7 @@ class MemoryBudget:
             return plan
         all_layers = sys.maxsize
         checkpointed = all_layers if plan.checkpointed is None else plan.checkpointed
-        each = of_all_processes(trainer.accelerator, [plan.attention_bytes, checkpointed])
+        each = of_all_processes(trainer.accelerator, "memory of layers", [plan.attention_bytes, checkpointed])
         (attention_bytes, _), (_, checkpointed) = each.amin(0).tolist(), each.amax(0).tolist()
         plan.attention_bytes, plan.checkpointed = attention_bytes, None if checkpointed == all_layers else checkpointed
         return plan
@@ -240,7 +240,9 @@ def token_limits(engine: Any, layout: LayoutName, has_images: bool) -> Callable[
     gradients = GradientMemory()
     if engine.memory is None and not has_images:  # what a vision tower takes for an image is not known
         gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), layout)
-    gradients = replace(gradients, free=int(of_all_processes(trainer.accelerator, [gradients.free]).amin()))
+    gradients = replace(
+        gradients, free=int(of_all_processes(trainer.accelerator, "free memory", [gradients.free]).amin())
+    )
 
     def limits(padded: int) -> TokenLimits:
         others, more = min(padded, MAX_TOKENS), gradients.tokens(padded)

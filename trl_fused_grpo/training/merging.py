@@ -120,7 +120,7 @@ class MicroBatchMerger:
             in_one_width = needs_last_column or processes > 1
             plans = plan_merges(batches, limits, shares_prompts, layout, needs_last_column, in_one_width)
             # All must call the model at the same steps
-            agreed = of_all_processes(trainer.accelerator, sum(plans, [])).amin(0)  # noqa: RUF017 - two lists
+            agreed = of_all_processes(trainer.accelerator, "which share forwards", sum(plans, [])).amin(0)  # noqa: RUF017 - two lists
             ends_of_first, ends = agreed.view(2, -1).tolist()
         self.set_plan(batches, ends, layout, with_images, ends_of_first)
         return batches
@@ -191,7 +191,7 @@ class MicroBatchMerger:
         reason = why_memory_is_taken(self.trainer, self.engine.causal_lm(self.trainer.model))
         if reason is not None:
             logger.warning_once(f"The first forward of a window has no more tokens than others, because {reason}.")
-        return bool(of_all_processes(self.trainer.accelerator, [reason is None]).all())
+        return bool(of_all_processes(self.trainer.accelerator, "memory of gradients", [reason is None]).all())
 
     def joined(self, parts: list[LogpsRequest], begins_window: bool) -> LogpsRequest:
         """The request of micro-batches that share a forward: where memory runs out in it, all processes hear of it."""

@@ -1,8 +1,9 @@
-"""Finds what draws random numbers in a model, so that two forwards of the same rows give different ones."""
+"""Finds why two forwards of a sequence may give other log-probs: random numbers, or the rows beside it."""
 
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
@@ -44,6 +45,15 @@ def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | N
     config = getattr(model, "config", None)
     option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
     return f"dropout ({option}) makes two forwards differ" if option else None
+
+
+def why_rows_depend_on_others(model: nn.Module) -> str | None:
+    """
+    Why log-probs of a sequence depend on which are beside it, or `None`: TRL shuffles the sequences of a generation
+    batch after it has computed them.
+    """
+    configs = [module.config for module in torch_compat.modules_of(model) if isinstance(module, PreTrainedModel)]
+    return next(filter(None, map(architecture.why_rows_depend_on_others, configs)), None)
 
 
 def _drops_out(module: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, uninst
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
 from . import checks
+from .anywhere import FoundAnywhere
 from .customisation import replaced_behind, replaced_method
 from .deferral import LogpsDeferral
 from .deferred_ratio import DeferredRatio
@@ -53,6 +54,7 @@ class FusedState:
         merger ([`MicroBatchMerger`]): micro-batches that share a forward.
         deferral ([`LogpsDeferral`]): log-probs that generation leaves out.
         ratio ([`DeferredRatio`]): what follows from old log-probs that generation leaves out.
+        anywhere ([`FoundAnywhere`]): the user's code that any process has.
         verification ([`Verification`]): compares micro-batches with TRL's own path.
         window ([`AccumulationWindow`]): the training steps between two optimizer steps.
         stats (`list[FusedStats]`): of the last loss forward, one for each sub-batch.
@@ -65,6 +67,7 @@ class FusedState:
         self.engine = LogpsEngine(trainer, defaults)
         self.merger, self.deferral = MicroBatchMerger(trainer, self.engine), LogpsDeferral(trainer, self.engine)
         self.ratio = DeferredOldLogps(trainer) if trainers.is_rloo(trainer) else DeferredRatio(trainer)
+        self.anywhere = FoundAnywhere(trainer)
         self.verification, self.window = Verification(trainer, self.engine), AccumulationWindow(trainer)
         self.stats: list[FusedStats] = []
         self.micro_batch: dict[str, Any] = {}
@@ -133,6 +136,7 @@ class FusedState:
     def generation(self) -> Generator[None, None, None]:
         """While it lasts, TRL generates: some log-probs are left out."""
         self.engine.list_modules_anew()
+        self.anywhere.look()
         if self._has_summary_to_print and self.trainer.model.training:
             print_summary(self.engine)  # by now the model is in its wrappers
             self._has_summary_to_print = False
@@ -169,6 +173,8 @@ class FusedState:
             temporary_attr(accelerator, "backward", backward_of_forward),
             temporary_attr(self.window, "is_in_step", True),
         ):
+            if self.window.begins:
+                self.anywhere.look()
             yield
         if not self._is_asked:
             checks.log_that_nothing_is_fused(self.trainer)

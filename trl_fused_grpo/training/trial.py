@@ -19,7 +19,7 @@ from trl_fused_grpo.modeling.layout import Layout
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 
 from .buffers import Buffers, buffers_kept
-from .customised_model import code_of, modules_of_unknown_code, own_class, row_reader, zero_weight
+from .customised_model import code_of, modules_of_unknown_code, zero_weight
 from .logps import PromptsNotSharedError, RowsRefusedError, RowsWithImages, compute_logps, lay_out, run_model
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 from .random_states import random_states_kept
@@ -220,6 +220,7 @@ def _in_evaluation(modules: Sequence[nn.Module]) -> Generator[None, None, None]:
 def try_layout(
     causal_lm: PreTrainedModel,
     modules: Sequence[nn.Module],
+    unknown: str | None,
     call: LogpsArgs,
     options: LogpsOptions,
     on_any_process: Callable[[bool], bool],
@@ -231,6 +232,7 @@ def try_layout(
     Args:
         causal_lm (`PreTrainedModel`): the causal language model.
         modules (`Sequence[nn.Module]`): those of the model, wrappers included.
+        unknown (`str`, *optional*): what of their code is not known, on any process.
         call ([`LogpsArgs`]): whose first rows are tried.
         options ([`LogpsOptions`]): with the layout to try.
         on_any_process (`Callable`): whether a condition holds on any process, so that all decide alike.
@@ -238,7 +240,6 @@ def try_layout(
     Raises:
         [`RowsRefusedError`]: when they differ, or when a difference could not be seen yet.
     """
-    unknown = own_class(modules) or row_reader(modules)
     if unknown is None:
         return
     gate = zero_weight(modules)

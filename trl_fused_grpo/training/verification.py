@@ -24,6 +24,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.output_projection import has_adapter, output_projection
 
+from .agreement import on_any_process
 from .checks import is_possible
 from .customisation import replaced_behind, replaced_method
 from .customised_model import gradient_hook, row_reader
@@ -73,9 +74,7 @@ def why_not_verified(trainer: Any, model: nn.Module, causal_lm: PreTrainedModel)
     if reader is not None:
         return f"{reader} may keep what it has seen"
     hook = gradient_hook(model)
-    if hook is not None:
-        return f"{hook} would see the gradient of TRL's own path"
-    return why_forwards_differ(model)
+    return f"{hook} would see the gradient of TRL's own path" if hook is not None else why_forwards_differ(model)
 
 
 class HeadGradients(NamedTuple):
@@ -164,7 +163,8 @@ class Verification:
         trained, self._trained = self._trained, None
         model, causal_lm = engine.unwrapped(trainer.model), engine.causal_lm(trainer.model)
         reason = why_not_verified(trainer, model, causal_lm)
-        if not is_possible(f"fused_verify={engine.options.fused_verify}", reason) or trained is None:
+        is_left = not is_possible(f"fused_verify={engine.options.fused_verify}", reason) or trained is None
+        if on_any_process(trainer.accelerator, "verification", is_left) or trained is None:
             return
         before, trl_loss, loss = trained
         micro_batch = before.micro_batch
