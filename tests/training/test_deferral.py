@@ -1,5 +1,6 @@
 """Log-probs that generation leaves out. Computed later, the reference's equal those of an equal policy to the bit."""
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -91,6 +92,33 @@ def test_log_probs_of_rows_that_depend_on_one_another_come_from_generation(tmp_p
         assert relative_error(weights[name], weight) < 1e-5, name
     for entry, stock_entry in zip(log, stock_log, strict=True):
         assert entry["loss"] == pytest.approx(stock_entry["loss"], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("options", [{"num_iterations": 2, "beta": 0.0}, {"beta": 0.5}], ids=["old", "reference"])
+def test_log_probs_come_from_generation_once_a_reward_function_moves_weights(tmp_path, caplog, options):
+    """In the first generation it writes what is there already, so that all can be compared with stock's."""
+    results = []
+    for cls in (GRPOTrainer, FusedGRPOTrainer):
+        holder: list[GRPOTrainer] = []
+        generations = itertools.count()
+
+        def moves(completions, holder=holder, generations=generations, **_):
+            (trainer,), factor = holder, 1.0 if next(generations) == 0 else 0.9
+            with torch.no_grad():
+                for model in filter(None, (trainer.model, trainer.ref_model)):
+                    model.get_output_embeddings().weight.mul_(factor)
+            return [float(len(completion) % 5) for completion in completions]
+
+        own = {"max_steps": 4, "gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.1, **options}
+        trainer = make_trainer(tmp_path, cls, **own)
+        trainer.reward_funcs = [moves]
+        holder.append(trainer)
+        caplog.clear()
+        trainer.train()
+        results.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    stock, fused = results
+    assert max(relative_error(fused[name], weight) for name, weight in stock.items()) < 1e-5
+    assert caplog.text.count("A reward function has moved weights") == 1
 
 
 def projected_for_the_reference(trainer) -> tuple[list[int], list[int]]:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 
 from .checks import check_on_policy
@@ -34,11 +35,20 @@ logger = logging.get_logger(__name__)
 
 
 class _LeftOut(NamedTuple):
-    """A call of TRL's generation that is answered later: its arguments, the adapters that were on, TRL's method."""
+    """
+    A call of TRL's generation that is answered later: its arguments, the adapters that were on, TRL's method, and how
+    often each weight was written.
+    """
 
     call: LogpsArgs
     adapters: Any
     trl_method: Callable
+    written: list[int]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the weights are others by now."""
+        return self.written != _times_written(self.call.model)
 
 
 class LogpsDeferral:
@@ -62,6 +72,7 @@ class LogpsDeferral:
         self._policy_state: Any = None
         self._old: _LeftOut | None = None
         self._reference: _LeftOut | None = None
+        self._are_weights_moved = False  # by a reward function
 
     @property
     def has_left_out_old(self) -> bool:
@@ -92,6 +103,7 @@ class LogpsDeferral:
         if is_planned and (reason := why_generation_is_out_of_turn(trainer)) is not None:
             logger.warning_once(f"Old log-probs are computed where TRL does, because {reason}.")
             may_leave_out_old = False
+        is_planned = is_planned and not self._are_weights_moved
         self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer) is None
         self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
         self._policy_state = model_compat.adapter_state(trainer.model)
@@ -99,11 +111,21 @@ class LogpsDeferral:
         self._old = self._reference = None
         try:
             yield
+            self._look_for_moved_weights()
         finally:
             if is_nested:
                 vars(self).update(before)
             else:
                 self.is_generating = self._defers_old = self._defers_reference = False
+
+    def _look_for_moved_weights(self) -> None:
+        """Leave no log-probs out any more where something that runs after them in a generation has moved weights."""
+        if any(left_out is not None and left_out.is_late for left_out in (self._old, self._reference)):
+            self._are_weights_moved = True
+            logger.warning(
+                "A reward function has moved weights. Log-probs of this generation batch, which were to come from its "
+                "training, are those of the new weights; from now on TRL computes them before it asks for rewards."
+            )
 
     def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
         """
@@ -118,7 +140,7 @@ class LogpsDeferral:
         if not self.is_generating or not trl_compat.is_asked_by_generation():
             return False
         trainer = self.trainer
-        left_out = _LeftOut(call, model_compat.adapter_state(call.model), trl_method)
+        left_out = _LeftOut(call, model_compat.adapter_state(call.model), trl_method, _times_written(call.model))
         is_fused = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model)) is None
         if call.model is not trainer.ref_model and left_out.adapters == self._policy_state:
             # Where the weights stay, the training forward gives all of them, be it TRL's own
@@ -185,3 +207,9 @@ class LogpsDeferral:
                 sizes = [len(batch["completion_ids"]) for batch in group]
                 results += zip(group, result.logps.split(sizes), strict=True)
         return results
+
+
+def _times_written(model: Any) -> list[int]:
+    """How often each weight that is trained was written, or each of a model that is not trained."""
+    weights = torch_compat.parameters_of(model)
+    return [weight._version for weight in [w for w in weights if w.requires_grad] or weights]
