@@ -80,11 +80,22 @@ def _hook_later(trainer: Any) -> None:
     trainer.add_callback(Later())
 
 
+def _hook_wrapper(trainer: Any) -> None:
+    """On what Accelerate makes of the model, DDP's module for example."""
+
+    class Wrapped(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            trainer.model_wrapped.register_forward_hook(lambda module, args, output: None)
+
+    trainer.add_callback(Wrapped())
+
+
 CUSTOMISATIONS: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda trainer: None,
     "gradients": _hook_gradients,
     "gradients-later": _hook_later,
     "module": lambda trainer: _layer(trainer).register_forward_hook(lambda module, args, output: None),
+    "wrapper": _hook_wrapper,
     "head": lambda trainer: trainer.model.lm_head.register_forward_hook(lambda module, args, output: None),
     "reference": lambda trainer: trainer.ref_model.register_forward_hook(lambda module, args, output: None),
     "callback": lambda trainer: trainer.add_callback(Watching()),

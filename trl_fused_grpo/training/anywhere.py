@@ -54,10 +54,10 @@ LOOKED_FOR: dict[str, Callable[[Any], str | None]] = {
     "micro-batches": micro_batch_reader,
     "generation batches": why_generation_is_seen,
     "gradients": gradient_reader,
-    "log-probs": lambda trainer: _why_not_fused(trainer, trainer.model),
+    "log-probs": lambda trainer: _why_not_fused(trainer, trainer.model_wrapped),
     "log-probs of the reference": lambda trainer: _why_not_fused(trainer, trainer.ref_model),
-    "rows": lambda trainer: changed_module(_modules(trainer.model)),
+    "rows": lambda trainer: changed_module(_modules(trainer.model_wrapped)),
     "rows of the reference": lambda trainer: changed_module(_modules(trainer.ref_model)),
-    "code": lambda trainer: unknown_code(_modules(trainer.model)),
+    "code": lambda trainer: unknown_code(_modules(trainer.model_wrapped)),
     "code of the reference": lambda trainer: unknown_code(_modules(trainer.ref_model)),
 }
