@@ -223,8 +223,9 @@ def provenance(commit: str | None) -> dict[str, Any]:
 def child(kind: str, checkpoint: Path, setup: Setup, output: Path) -> None:
     """One engine's process: the free run and, for stock, the shared batches after it."""
     if setup.device == "cpu":
-        # Otherwise vLLM drops its linear weights after packing them for oneDNN, and TRL has nothing to sync into.
+        # Otherwise vLLM drops its linear weights after packing them, and TRL has nothing to sync into.
         vars(import_module("vllm._custom_ops"))["_supports_onednn"] = False
+        vars(import_module("vllm.model_executor.layers.utils"))["check_cpu_sgl_kernel"] = lambda *_: False
     trainers = {}
     if kind == "stock":
         # Before the engine, because its environment variables make accelerate wrap models for distributed training.

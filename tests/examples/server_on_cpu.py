@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.vllm_weights import keep_linear_weights
+
 
 BACKEND = "store"
 
@@ -34,13 +36,11 @@ def install(folder: Path) -> None:
 def register() -> None:
     """Called in each process of vLLM's server."""
     import torch
-    import vllm._custom_ops
     from vllm.distributed.utils import StatelessProcessGroup
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    # Otherwise vLLM drops its linear weights after packing them for oneDNN, and none can be loaded into them
-    vllm._custom_ops._supports_onednn = False
+    keep_linear_weights()
 
     class StoreEngine(NCCLWeightTransferEngine):
         def init_transfer_engine(self, init_info: Any) -> None:

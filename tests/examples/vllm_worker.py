@@ -9,11 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-import vllm._custom_ops
+
+from tests.vllm_weights import keep_linear_weights
 
 
-# Before TRL is imported. Otherwise vLLM drops its linear weights after packing them for oneDNN
-vllm._custom_ops._supports_onednn = False
+keep_linear_weights()  # before TRL is imported
 
 from . import server_on_cpu, small  # noqa: E402
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.vllm_weights import keep_linear_weights
+
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -122,10 +124,7 @@ def trained(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        import vllm._custom_ops
-
-        # Otherwise vLLM drops its linear weights after packing them for oneDNN, and TRL cannot sync into them
-        patch.setattr(vllm._custom_ops, "_supports_onednn", False)
+        keep_linear_weights(patch.setattr)
 
         from transformers import TrainerCallback
 
