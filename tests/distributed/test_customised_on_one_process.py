@@ -63,6 +63,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], tuple[l
         if not end.exists() or any(json.loads(end.read_text())["codes"]):
             place = printed.find(f"=== {run.name}\n")
             pytest.fail(f"{run.name} failed:\n{printed[place : place + 6000]}")
+        assert "A reward function has moved weights" not in printed  # an engine that gathers them has not moved any
         ranks = [json.loads((folder / f"{run.name}.{rank}.json").read_text()) for rank in range(RANKS)]
         return ranks, load_file(folder / f"{run.name}.safetensors")
 
