@@ -206,7 +206,7 @@ def why_rows_depend_on_others(config: Any) -> str | None:
     """Why what a model of this configuration computes of a row depends on the others in its batch, or `None`."""
     if config.model_type != "doge":
         return None
-    if config.is_moe:
+    if getattr(config, "is_moe", False):  # code of a checkpoint's own may have no such option
         return "its router mixes the tokens of a batch"
     return "its attention looks ahead where a batch has no padding" if _DOGE_LOOKS_AHEAD else None
 

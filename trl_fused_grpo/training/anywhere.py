@@ -12,7 +12,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 
 from .agreement import of_all_processes
 from .customisation import micro_batch_reader
-from .customised_model import changed_module, unknown_code
+from .customised_model import changed_module
 from .eligibility import gradient_reader, why_generation_is_seen, why_not_fused
 
 
@@ -38,16 +38,17 @@ class FoundAnywhere:
         if trainer.accelerator.num_processes == 1:
             return
         own = [find(trainer) is not None for find in LOOKED_FOR.values()]
-        on_any = of_all_processes(trainer.accelerator, "code of yours", own).any(0).tolist()
+        on_any = of_all_processes(trainer.accelerator, "hooks and methods", own).any(0).tolist()
         self.found = frozenset(name for name, is_found in zip(LOOKED_FOR, on_any, strict=True) if is_found)
 
 
-def _why_not_fused(trainer: Any, model: nn.Module | None) -> str | None:
-    return None if model is None else why_not_fused(trainer, model, trainer._fused.engine.causal_lm(model))
+def _why_not_fused(trainer: Any, model: nn.Module) -> str | None:
+    return why_not_fused(trainer, model, trainer._fused.engine.causal_lm(model))
 
 
-def _modules(model: nn.Module | None) -> list[nn.Module]:
-    return [] if model is None else torch_compat.modules_of(model)
+def _of_reference(find: Callable[[Any, nn.Module], str | None]) -> Callable[[Any], str | None]:
+    """What finds something in a model, for the reference, if there is one."""
+    return lambda trainer: None if trainer.ref_model is None else find(trainer, trainer.ref_model)
 
 
 LOOKED_FOR: dict[str, Callable[[Any], str | None]] = {
@@ -55,9 +56,9 @@ LOOKED_FOR: dict[str, Callable[[Any], str | None]] = {
     "generation batches": why_generation_is_seen,
     "gradients": gradient_reader,
     "log-probs": lambda trainer: _why_not_fused(trainer, trainer.model_wrapped),
-    "log-probs of the reference": lambda trainer: _why_not_fused(trainer, trainer.ref_model),
-    "rows": lambda trainer: changed_module(_modules(trainer.model_wrapped)),
-    "rows of the reference": lambda trainer: changed_module(_modules(trainer.ref_model)),
-    "code": lambda trainer: unknown_code(_modules(trainer.model_wrapped)),
-    "code of the reference": lambda trainer: unknown_code(_modules(trainer.ref_model)),
+    "log-probs of the reference": _of_reference(_why_not_fused),
+    "rows": lambda trainer: changed_module(torch_compat.modules_of(trainer.model_wrapped)),
+    "rows of the reference": _of_reference(lambda trainer, model: trainer._fused.engine.why_rows_are_seen(model)),
+    "code": lambda trainer: trainer._fused.engine.unknown_code(trainer.model),
+    "code of the reference": _of_reference(lambda trainer, model: trainer._fused.engine.unknown_code(model)),
 }

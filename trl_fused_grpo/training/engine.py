@@ -159,6 +159,10 @@ class LogpsEngine:
         reader = changed_module(self._modules_of(model)) or elsewhere(self.trainer, "rows", model)
         return f"{reader} may depend on where a token stands" if reader else None
 
+    def unknown_code(self, model: nn.Module) -> str | None:
+        """What of a model's code is not known, on any process, or `None`."""
+        return unknown_code(self._modules_of(model)) or elsewhere(self.trainer, "code", model)
+
     def _refuse(
         self, causal_lm: PreTrainedModel, options: LogpsOptions, error: RuntimeError, is_multimodal: bool
     ) -> None:
@@ -284,9 +288,8 @@ class LogpsEngine:
                 tried.add((options.layout, is_multimodal))
             if "padding" not in tried and not is_multimodal and not options.forces_layout:
                 tried.add("padding")
-                modules = self._modules_of(call.model)
-                unknown = unknown_code(modules) or elsewhere(self.trainer, "code", call.model)
-                try_layout(causal_lm, modules, unknown, call, options, on_any)
+                unknown = self.unknown_code(call.model)
+                try_layout(causal_lm, self._modules_of(call.model), unknown, call, options, on_any)
         except PromptsNotSharedError:
             self._unshared_with_images.add(causal_lm)
             return False

@@ -120,7 +120,7 @@ class MicroBatchMerger:
             in_one_width = needs_last_column or processes > 1
             plans = plan_merges(batches, limits, shares_prompts, layout, needs_last_column, in_one_width)
             # All must call the model at the same steps
-            agreed = of_all_processes(trainer.accelerator, "which share forwards", sum(plans, [])).amin(0)  # noqa: RUF017 - two lists
+            agreed = of_all_processes(trainer.accelerator, "shared forwards", sum(plans, [])).amin(0)  # noqa: RUF017 - two lists
             ends_of_first, ends = agreed.view(2, -1).tolist()
         self.set_plan(batches, ends, layout, with_images, ends_of_first)
         return batches

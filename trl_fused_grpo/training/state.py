@@ -136,7 +136,8 @@ class FusedState:
     def generation(self) -> Generator[None, None, None]:
         """While it lasts, TRL generates: some log-probs are left out."""
         self.engine.list_modules_anew()
-        self.anywhere.look()
+        if not self.window.begins:  # then the training step has looked
+            self.anywhere.look()
         if self._has_summary_to_print and self.trainer.model.training:
             print_summary(self.engine)  # by now the model is in its wrappers
             self._has_summary_to_print = False
