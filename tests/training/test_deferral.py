@@ -121,6 +121,17 @@ def test_log_probs_come_from_generation_once_a_reward_function_moves_weights(tmp
     assert caplog.text.count("A reward function has moved weights") == 1
 
 
+@pytest.mark.parametrize("adapters", [["default"], ["default", "ref"]], ids=["base", "adapter"])
+def test_adapters_that_are_off_for_the_reference_are_not_taken_for_moved_weights(tmp_path, caplog, adapters):
+    """Each of PEFT's switches decides anew which weights ask for gradients."""
+    trainer = make_trainer(tmp_path, max_steps=3, beta=0.5, num_iterations=2, peft_config=lora())
+    for name in set(adapters) - set(trainer.model.peft_config):
+        trainer.model.add_adapter(name, lora())
+    trainer.train()
+    assert "A reward function has moved weights" not in caplog.text
+    assert not trainer._fused.deferral._are_weights_moved
+
+
 def projected_for_the_reference(trainer) -> tuple[list[int], list[int]]:
     """
     Train on-policy, so that forwards without gradient are the reference's. The tokens that count in each generation

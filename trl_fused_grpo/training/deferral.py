@@ -36,19 +36,19 @@ logger = logging.get_logger(__name__)
 
 class _LeftOut(NamedTuple):
     """
-    A call of TRL's generation that is answered later: its arguments, the adapters that were on, TRL's method, and how
-    often each weight was written.
+    A call of TRL's generation that is answered later: its arguments, the adapters that were on, TRL's method, and the
+    weights that may move, with how often each was written.
     """
 
     call: LogpsArgs
     adapters: Any
     trl_method: Callable
-    written: list[int]
+    written: dict[Tensor, int]
 
     @property
     def is_late(self) -> bool:
         """Whether the weights are others by now."""
-        return self.written != _times_written(self.call.model)
+        return any(weight._version != times for weight, times in self.written.items())
 
 
 class LogpsDeferral:
@@ -209,7 +209,7 @@ class LogpsDeferral:
         return results
 
 
-def _times_written(model: Any) -> list[int]:
+def _times_written(model: Any) -> dict[Tensor, int]:
     """How often each weight that is trained was written, or each of a model that is not trained."""
     weights = torch_compat.parameters_of(model)
-    return [weight._version for weight in [w for w in weights if w.requires_grad] or weights]
+    return {weight: weight._version for weight in [w for w in weights if w.requires_grad] or weights}
