@@ -106,7 +106,10 @@ def _draw_window(drawing: Draw) -> None:
 
 
 def _draw_objective(drawing: Draw) -> None:
-    """No bound is one that every on-policy token lies on: there its clipping is a matter of rounding."""
+    """
+    No bound is one that every on-policy token, or every drifted sequence, lies on: there clipping and masks are a
+    matter of rounding.
+    """
     options = drawing.options
     if drawing.chance(0.75):
         options["loss_type"], needed = drawing.generator.choice(LOSS_TYPES)
@@ -119,7 +122,7 @@ def _draw_objective(drawing: Draw) -> None:
     if drawing.maybe(0.35, "beta", 0.04, 0.1, 0.001, 1.0):
         drawing.maybe(0.3, "use_bias_correction_kl", True)
     drawing.maybe(0.15, "top_entropy_quantile", 0.2, 0.37, 0.5, 0.8)
-    drawing.maybe(0.15, "off_policy_mask_threshold", 0.1, 0.05, 0.5)
+    drawing.maybe(0.15, "off_policy_mask_threshold", 0.1, 0.05, 0.45)
     if drawing.maybe(0.12, "entropy_coef", 0.1, 0.01) and drawing.maybe(0.4, "use_adaptive_entropy", True):
         options["entropy_target"] = drawing.generator.choice((0.5, 100.0))
     if options.get("loss_type") == "sapo":
