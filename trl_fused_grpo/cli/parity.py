@@ -148,6 +148,8 @@ def _run_parity(
             for result in run_cases(selected, settings, jobs, _silence):
                 results.append(result)
                 progress.update(task, description=result.name, advance=1)
+    places = {case.name: place for place, case in enumerate(selected)}
+    results.sort(key=lambda result: places[result.name])
     if cases is ISSUE_1082_CASES:
         report.print_issue_1082(results, settings, console)
     else:
@@ -180,6 +182,7 @@ def _run_random(
                 progress.update(task, description=result.name, advance=1)
                 if json_file and len(results) % WRITTEN_EVERY == 0:
                     report.write_json(results, settings, json_file)
+        results.sort(key=lambda result: int(result.name.rpartition(":")[2]))
         print_summary(results, count, settings, console)
         if json_file:
             report.write_json(results, settings, json_file)

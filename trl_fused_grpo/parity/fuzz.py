@@ -34,7 +34,7 @@ def fuzz(
     trainings: bool = False,
 ) -> Iterator[Result]:
     """
-    Run cases in the order in which they are drawn.
+    Run cases, begun in the order in which they are drawn.
 
     Args:
         count (`int`):

@@ -5,7 +5,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,7 +29,8 @@ def run_cases(
     until: float = math.inf,
 ) -> Generator[Result, None, None]:
     """
-    Run cases and yield their results in order. None follows one that lost the device.
+    Run cases and yield their results, with several processes in the order in which they end: a case that takes minutes
+    does not withhold the others. None follows one that lost the device.
 
     Args:
         cases (`Sequence[Case]`):
@@ -54,9 +55,12 @@ def run_cases(
         case.name if case.drawn else next(i for i, known in enumerate(everything) if known is case) for case in cases
     ]
     with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (prepare,)) as pool:
-        results = pool.map(_compare, places, [settings] * len(places), [until] * len(places))
-        yield from _until_lost(result for result in results if result is not None)
-        pool.shutdown(cancel_futures=True)
+        ended = as_completed([pool.submit(_compare, place, settings, until) for place in places])
+        results = (future.result() for future in ended)
+        try:
+            yield from _until_lost(result for result in results if result is not None)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _until_lost(results: Iterable[Result]) -> Generator[Result, None, None]:
