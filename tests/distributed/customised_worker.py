@@ -90,6 +90,19 @@ def _hook_wrapper(trainer: Any) -> None:
     trainer.add_callback(Wrapped())
 
 
+def _write_weights(trainer: Any) -> None:
+    """In the reward function, what is there already: equal weights are to be compared with stock's."""
+    [reward] = trainer.reward_funcs
+
+    def writes(**kwargs: Any) -> list[float]:
+        with torch.no_grad():
+            for weight in trainer.model.parameters():
+                weight.mul_(1.0)
+        return reward(**kwargs)
+
+    trainer.reward_funcs = [writes]
+
+
 CUSTOMISATIONS: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda trainer: None,
     "gradients": _hook_gradients,
@@ -103,6 +116,7 @@ CUSTOMISATIONS: dict[str, Callable[[Any], Any]] = {
     "generation": _replace_generation,
     "log-probs": _replace_log_probs,
     "own-class": _own_class,
+    "weights": _write_weights,
 }
 
 
@@ -147,9 +161,11 @@ class Run:
         return self.beta == 0.0 and self.backend == "ddp"
 
 
-_WITH_REFERENCE = (*CUSTOMISATIONS, "gradients@1", "module@1")
-_EVERY = tuple(case for case in _WITH_REFERENCE if case != "reference")
+_ANY = (*CUSTOMISATIONS, "gradients@1", "module@1")
+_EVERY = tuple(case for case in _ANY if case != "reference")
+_WITH_REFERENCE = tuple(case for case in _ANY if case != "weights")  # these have one generation alone
 _FEW = ("nothing", "gradients", "module", "callback", "own-class")
+_QUICK = (*_FEW, "weights")
 
 
 def _runs(backend: str, beta: float, cases: tuple[str, ...] = _EVERY) -> list[Run]:
@@ -158,8 +174,8 @@ def _runs(backend: str, beta: float, cases: tuple[str, ...] = _EVERY) -> list[Ru
 
 QUICK = "quick"  # the launch that every `make test` has
 LAUNCHES = {
-    QUICK: _runs("ddp", 0.0, _FEW),
-    "ddp": _runs("ddp", 0.0, tuple(case for case in _EVERY if case not in _FEW)),
+    QUICK: _runs("ddp", 0.0, _QUICK),
+    "ddp": _runs("ddp", 0.0, tuple(case for case in _EVERY if case not in _QUICK)),
     "ddp-beta": _runs("ddp", 0.05, _WITH_REFERENCE),
     **{f"{backend}-beta": _runs(backend, 0.05, (*_FEW, "reference")) for backend in ("fsdp2", "zero3")},
     **{backend: _runs(backend, 0.0) for backend in ("fsdp2", "zero3")},
@@ -218,6 +234,7 @@ def work(run: Run, folder: Path, rank: int) -> None:
         "logs": [entry for entry in trainer.state.log_history if "grad_norm" in entry],
         "forwards": forwards,
         "layout": trainer.fused_layout() if run.trainer == "fused" else "",
+        "moved_by": trainer._fused.deferral.moved_by if run.trainer == "fused" else None,
     }
     (folder / f"{run.name}.{rank}.json").write_text(json.dumps(seen))
     if rank == 0:

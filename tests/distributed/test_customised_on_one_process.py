@@ -63,7 +63,6 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], tuple[l
         if not end.exists() or any(json.loads(end.read_text())["codes"]):
             place = printed.find(f"=== {run.name}\n")
             pytest.fail(f"{run.name} failed:\n{printed[place : place + 6000]}")
-        assert "A reward function has moved weights" not in printed  # an engine that gathers them has not moved any
         ranks = [json.loads((folder / f"{run.name}.{rank}.json").read_text()) for rank in range(RANKS)]
         return ranks, load_file(folder / f"{run.name}.safetensors")
 
@@ -103,3 +102,19 @@ def test_no_process_shares_the_forward_of_a_micro_batch_that_one_may_see(run: Ru
     ranks, _ = outcome(run)
     verified = run.windows if run.verifies and run.customisation != "gradients" else 0  # whose backward it would see
     assert sum(ranks[0]["forwards"]) == run.windows * ACCUMULATION + verified
+
+
+@_each()
+def test_an_engine_that_gathers_weights_is_not_taken_for_a_reward_function_that_moves_them(run: Run, outcome):
+    ranks, _ = outcome(run)
+    moves = [run.customisation == "weights" and rank == run.customised_rank for rank in range(RANKS)]
+    assert [seen["moved_by"] is not None for seen in ranks] == moves
+
+
+@_each("weights")
+def test_all_processes_compute_log_probs_in_generation_once_a_reward_function_of_one_moves_weights(run: Run, outcome):
+    ranks, _ = outcome(run)
+    others, _ = outcome(replace(run, case="nothing"))
+    for seen, plain in zip(ranks, others, strict=True):
+        # In each micro-batch, instead of in the one forward of those that are trained on with other weights
+        assert seen["forwards"].count(False) == plain["forwards"].count(False) + 2 * ACCUMULATION - 1

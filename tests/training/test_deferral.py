@@ -129,7 +129,7 @@ def test_adapters_that_are_off_for_the_reference_are_not_taken_for_moved_weights
         trainer.model.add_adapter(name, lora())
     trainer.train()
     assert "A reward function has moved weights" not in caplog.text
-    assert not trainer._fused.deferral._are_weights_moved
+    assert trainer._fused.deferral.moved_by is None
 
 
 def projected_for_the_reference(trainer) -> tuple[list[int], list[int]]:

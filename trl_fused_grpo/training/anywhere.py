@@ -54,6 +54,7 @@ def _of_reference(find: Callable[[Any, nn.Module], str | None]) -> Callable[[Any
 LOOKED_FOR: dict[str, Callable[[Any], str | None]] = {
     "micro-batches": micro_batch_reader,
     "generation batches": why_generation_is_seen,
+    "moved weights": lambda trainer: trainer._fused.deferral.moved_by,
     "gradients": gradient_reader,
     "log-probs": lambda trainer: _why_not_fused(trainer, trainer.model_wrapped),
     "log-probs of the reference": _of_reference(_why_not_fused),

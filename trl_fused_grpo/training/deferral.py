@@ -18,6 +18,7 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 
+from .agreement import elsewhere
 from .checks import check_on_policy
 from .eligibility import (
     why_generation_is_out_of_turn,
@@ -62,6 +63,7 @@ class LogpsDeferral:
 
     Attributes:
         is_generating (`bool`): whether TRL generates.
+        moved_by (`str`, *optional*): what has moved weights in a generation of this process, behind the log-probs.
     """
 
     def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
@@ -72,7 +74,7 @@ class LogpsDeferral:
         self._policy_state: Any = None
         self._old: _LeftOut | None = None
         self._reference: _LeftOut | None = None
-        self._are_weights_moved = False  # by a reward function
+        self.moved_by: str | None = None
 
     @property
     def has_left_out_old(self) -> bool:
@@ -103,7 +105,7 @@ class LogpsDeferral:
         if is_planned and (reason := why_generation_is_out_of_turn(trainer)) is not None:
             logger.warning_once(f"Old log-probs are computed where TRL does, because {reason}.")
             may_leave_out_old = False
-        is_planned = is_planned and not self._are_weights_moved
+        is_planned = is_planned and not (self.moved_by or elsewhere(trainer, "moved weights"))
         self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer) is None
         self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
         self._policy_state = model_compat.adapter_state(trainer.model)
@@ -121,7 +123,7 @@ class LogpsDeferral:
     def _look_for_moved_weights(self) -> None:
         """Leave no log-probs out any more where something that runs after them in a generation has moved weights."""
         if any(left_out is not None and left_out.is_late for left_out in (self._old, self._reference)):
-            self._are_weights_moved = True
+            self.moved_by = "a reward function"
             logger.warning(
                 "A reward function has moved weights. Log-probs of this generation batch, which were to come from its "
                 "training, are those of the new weights; from now on TRL computes them before it asks for rewards."
