@@ -31,6 +31,7 @@ from .engines import launcher_options, whole_parameters
 ACCUMULATION = 2
 ROWS = 2  # completions to a micro-batch of one rank
 STEPS = 6
+LEARNING_RATE = 1e-3
 QUICK = "quick"  # the launch that every `make test` has
 
 
@@ -188,7 +189,7 @@ def _build(run: Run, folder: Path) -> Any:
         max_steps=STEPS,
         max_completion_length=8,
         bf16=False,
-        learning_rate=1e-3,
+        learning_rate=LEARNING_RATE,
         logging_steps=1,
         save_steps=case.checkpoint if run.mode == "killed" else 1,
         seed=3,

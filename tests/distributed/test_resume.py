@@ -16,7 +16,7 @@ from trl_fused_grpo.parity.tiny import save_checkpoint
 
 from .batches import Batch
 from .forked import launch
-from .resume_worker import CASES, LAUNCHES, QUICK, SHARED, STEPS, Run
+from .resume_worker import CASES, LAUNCHES, LEARNING_RATE, QUICK, SHARED, STEPS, Run
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
@@ -123,5 +123,6 @@ def test_a_resumed_training_is_stocks_resumed_training(run: Run, outcome):
     for mine, stocks in zip(fused.logs, stock.logs, strict=True):
         assert {name: mine[name] for name in stocks} == pytest.approx(stocks, rel=1e-4, abs=1e-5)
     for name, value in stock.parameters.items():
-        # Adam makes steps of one size from gradients of any: where these are rounding, so is their sign
-        torch.testing.assert_close(fused.parameters[name], value, rtol=1e-4, atol=1e-5)
+        # Adam makes steps of one size from gradients of any: where those of one weight are rounding, so are its steps
+        longest_way = LEARNING_RATE * STEPS * value.numel() ** 0.5
+        assert (fused.parameters[name] - value).norm() < 1e-4 * longest_way, name
