@@ -215,8 +215,6 @@ def build(run: Run, folder: Path) -> Any:
 def work(run: Run, folder: Path, rank: int) -> None:
     """Train one run."""
     trainer = build(run, folder)
-    # So that what processes exchange is padded to another width than they generated
-    trainer.generation_config.max_new_tokens -= 3 * rank
     start = whole_parameters(trainer)
     if rank == run.customised_rank:
         CUSTOMISATIONS[run.customisation](trainer)
