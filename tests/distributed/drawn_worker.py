@@ -113,6 +113,8 @@ def _generate(trainer: Any, rank: int, samples: bool) -> None:
     def sample(prompts: list[Any], *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]] | None]:
         lengths = torch.randint(1, 12 - 5 * rank, (len(prompts),)).tolist()
         completions = [torch.randint(FIRST_WORD_ID, VOCAB_SIZE, (n,)).tolist() for n in lengths]
+        for i in torch.randperm(len(completions))[: len(completions) // 2].tolist():  # the others are truncated
+            completions[i][-1] = trainer.processing_class.eos_token_id
         logps = [(-6.9 + 0.3 * torch.randn(n)).tolist() for n in lengths]
         return completions, logps if samples else None
 

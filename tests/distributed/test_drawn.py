@@ -76,6 +76,7 @@ def test_it_trains_and_logs_as_stock(run: Run, outcome):
         torch.stack([value.norm() for value in values]).norm()
         for values in ([moved[name] - value for name, value in stock_moved.items()], stock_moved.values())
     )
+    assert way > 0
     assert distance < TOLERANCE * way, draw(run.index)
     for logs, stock_logs in zip(ranks, stock_ranks, strict=True):
         assert len(logs) == len(stock_logs) > 0
