@@ -182,7 +182,7 @@ def _run_random(
                 progress.update(task, description=result.name, advance=1)
                 if json_file and len(results) % WRITTEN_EVERY == 0:
                     report.write_json(results, settings, json_file)
-        results.sort(key=lambda result: int(result.name.rpartition(":")[2]))
+        results.sort(key=lambda result: (len(result.name), result.name))  # random:<seed>:<index>, so by index
         print_summary(results, count, settings, console)
         if json_file:
             report.write_json(results, settings, json_file)
