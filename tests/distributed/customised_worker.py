@@ -23,6 +23,7 @@ from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import tokenizer
 
 from .engines import launcher_options, plain_sgd, whole_parameters
+from .forked import QUICK
 from .rollouts import drawn
 
 
@@ -172,7 +173,6 @@ def _runs(backend: str, beta: float, cases: tuple[str, ...] = _EVERY) -> list[Ru
     return [Run(backend, "nothing", "stock", beta), *(Run(backend, case, "fused", beta) for case in cases)]
 
 
-QUICK = "quick"  # the launch that every `make test` has
 LAUNCHES = {
     QUICK: _runs("ddp", 0.0, _QUICK),
     "ddp": _runs("ddp", 0.0, tuple(case for case in _EVERY if case not in _QUICK)),

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,17 +17,18 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.training.sampler import expect_sampler
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo.parity.drawing import Draw
 from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, VOCAB_SIZE, tokenizer
 
 from .adapters import adapter
 from .engines import launcher_options, plain_sgd, whole_parameters
+from .forked import QUICK
+from .runs import RANKS
 
 
-RANKS = 2
 SEED = int(os.environ.get("DRAWN_SEED", "1"))  # another one draws other trainings
-QUICK = "quick"  # the launch that every `make test` has
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,7 @@ def _generate(trainer: Any, rank: int, samples: bool) -> None:
 
     trainer._generate_single_turn = sample
     if samples:
-        trainer.use_vllm = True  # the constructor would start vLLM
-        trainer._last_loaded_step = 0
-        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+        expect_sampler(trainer)
 
 
 def build(run: Run, folder: Path, rank: int) -> Any:
@@ -156,6 +154,8 @@ def build(run: Run, folder: Path, rank: int) -> Any:
 
 def work(run: Run, folder: Path, rank: int) -> None:
     """Train one run."""
+    if rank == 0:
+        print(draw(run.index), flush=True)
     trainer = build(run, folder, rank)
     start = whole_parameters(trainer)
     trainer.train()

@@ -16,6 +16,7 @@ from typing import Any
 from .launching import ROOT, free_port, worker_environment
 
 
+QUICK = "quick"  # a launch that every `make test` has
 RUN_SECONDS = 180  # a run that takes longer hangs, and is ended
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from trl_fused_grpo.parity.tiny import save_checkpoint
 
-from . import architectures, batches
+from . import architectures, batches, forked
 from .batches import Batch
 from .launching import launch
 from .runs import ARCHITECTURES, LAUNCHES, RANKS, REFUSED, Run
@@ -72,6 +72,52 @@ def outcomes(launches: dict[str, list[Run]], folder: Path) -> Callable[..., Outc
         if not (folder / f"{run.name}.json").exists():
             pytest.fail(f"{run.name} did not finish:\n{printed[-6000:]}")
         return Outcome(folder, run)
+
+    return of
+
+
+def each_forked(launches: dict[str, list[Any]], where: Callable[[Any], bool] = lambda _: True) -> pytest.MarkDecorator:
+    """Once for every fused run of a worker of [`forked`] where a condition holds: nightly, but for the quick launch."""
+    return pytest.mark.parametrize(
+        "run",
+        [
+            pytest.param(
+                run,
+                id=run.name,
+                marks=[
+                    *([] if name == forked.QUICK else [pytest.mark.nightly]),
+                    *([NEEDS_DEEPSPEED] if run.backend.startswith("zero") else []),
+                ],
+            )
+            for name, runs in launches.items()
+            for run in runs
+            if run.trainer == "fused" and (where is None or where(run))
+        ],
+    )
+
+
+def forked_outcomes(
+    worker: str, launches: dict[str, list[Any]], folder: Path, seconds: float
+) -> Callable[[Any], tuple[list[dict[str, Any]], Batch]]:
+    """
+    What each rank of a run saw, and how far parameters moved. The first run of a launch starts all of them.
+
+    Args:
+        worker, launches: see [`forked.launch`].
+        folder (`Path`): gets the checkpoint `llama`, and what runs leave.
+        seconds (`float`): after which a launch is ended.
+    """
+    save_checkpoint("llama", folder, torch.float32).rename(folder / "llama")
+    start = cache(lambda name: forked.launch(worker, name, folder, seconds))
+
+    def of(run: Any) -> tuple[list[dict[str, Any]], Batch]:
+        printed = start(next(name for name, runs in launches.items() if run in runs))
+        end = folder / f"{run.name}.exit.json"
+        if not end.exists() or any(json.loads(end.read_text())["codes"]):
+            place = printed.find(f"=== {run.name}\n")
+            pytest.fail(f"{run.name} failed:\n{printed[place : place + 6000]}")
+        ranks = [json.loads((folder / f"{run.name}.{rank}.json").read_text()) for rank in range(RANKS)]
+        return ranks, load_file(folder / f"{run.name}.safetensors")
 
     return of
 

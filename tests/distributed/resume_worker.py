@@ -11,7 +11,6 @@ import signal
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.training.sampler import expect_sampler
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, VOCAB_SIZE, tokenizer
 from trl_fused_grpo.training.exchange_plan import GENERATED_BY
@@ -26,13 +26,13 @@ from trl_fused_grpo.training.exchange_plan import GENERATED_BY
 from .adapters import adapter
 from .compiled import compiled_calls
 from .engines import launcher_options, whole_parameters
+from .forked import QUICK
 
 
 ACCUMULATION = 2
 ROWS = 2  # completions to a micro-batch of one rank
 STEPS = 6
 LEARNING_RATE = 1e-3
-QUICK = "quick"  # the launch that every `make test` has
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,7 @@ def _sample(prompts: list, *args: Any, **kwargs: Any) -> tuple[list, list, list,
 
 
 def _use_sampler(trainer: Any) -> None:
-    trainer.use_vllm = True  # the constructor would start vLLM
-    trainer._last_loaded_step = 0
-    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
-    trainer._move_model_to_vllm = lambda: None
+    expect_sampler(trainer)
     names = ("prompt_ids", "completion_ids", "logprobs")
     trainer.rollout_func = lambda prompts, trainer: dict(zip(names, _sample(prompts), strict=False))
     trainer._generate_single_turn = _sample

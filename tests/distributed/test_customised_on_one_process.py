@@ -3,22 +3,15 @@ A hook, a callback or a method of one process alone: all processes leave the fas
 the other does not do, and they train what stock trains.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from trl_fused_grpo.parity.tiny import save_checkpoint
-
-from .customised_worker import ACCUMULATION, LAUNCHES, QUICK, RANKS, Run
+from .customised_worker import ACCUMULATION, LAUNCHES, RANKS, Run
 from .engines import wrapper_and_parameters
-from .forked import launch
-from .outcomes import NEEDS_DEEPSPEED, distances_between
+from .outcomes import distances_between, each_forked, forked_outcomes
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -32,41 +25,12 @@ _ADDED = ("fused/rows_recomputed", "fused/verify_loss", "fused/verify_head_grad"
 
 def _each(*cases: str) -> pytest.MarkDecorator:
     """Once for every fused run with these customisations, or with any."""
-    return pytest.mark.parametrize(
-        "run",
-        [
-            pytest.param(
-                run,
-                id=run.name,
-                marks=[
-                    *([] if name == QUICK else [pytest.mark.nightly]),
-                    *([NEEDS_DEEPSPEED] if run.backend.startswith("zero") else []),
-                ],
-            )
-            for name, runs in LAUNCHES.items()
-            for run in runs
-            if run.trainer == "fused" and run.customisation in (cases or (run.customisation,))
-        ],
-    )
+    return each_forked(LAUNCHES, lambda run: run.customisation in (cases or (run.customisation,)))
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], tuple[list[dict[str, Any]], Any]]:
-    """What each rank of a run saw, and how far parameters moved. The first run of a launch starts all of them."""
-    folder = tmp_path_factory.mktemp("customised")
-    save_checkpoint("llama", folder, torch.float32).rename(folder / "llama")
-    start = cache(lambda name: launch("customised_worker", name, folder, LAUNCH_SECONDS))
-
-    def of(run: Run) -> tuple[list[dict[str, Any]], Any]:
-        printed = start(next(name for name, runs in LAUNCHES.items() if run in runs))
-        end = folder / f"{run.name}.exit.json"
-        if not end.exists() or any(json.loads(end.read_text())["codes"]):
-            place = printed.find(f"=== {run.name}\n")
-            pytest.fail(f"{run.name} failed:\n{printed[place : place + 6000]}")
-        ranks = [json.loads((folder / f"{run.name}.{rank}.json").read_text()) for rank in range(RANKS)]
-        return ranks, load_file(folder / f"{run.name}.safetensors")
-
-    return of
+    return forked_outcomes("customised_worker", LAUNCHES, tmp_path_factory.mktemp("customised"), LAUNCH_SECONDS)
 
 
 @_each()

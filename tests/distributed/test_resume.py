@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from trl_fused_grpo.parity.tiny import save_checkpoint
 
 from .batches import Batch
-from .forked import launch
-from .resume_worker import CASES, LAUNCHES, LEARNING_RATE, QUICK, SHARED, STEPS, Run
+from .forked import QUICK, launch
+from .resume_worker import CASES, LAUNCHES, LEARNING_RATE, SHARED, STEPS, Run
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]

@@ -14,12 +14,17 @@ def sampled(prompts, seed):
     return [[5, 6, 7, 8][: 1 + i % 4] for i in range(len(prompts))], completions, logps
 
 
-def use_sampler(trainer):
-    """Let a trainer, made without vLLM, train as if vLLM had generated its completions."""
+def expect_sampler(trainer):
+    """Let a trainer, made without vLLM, take log-probs of a sampler that come with its completions."""
     trainer.use_vllm = True  # the constructor would start vLLM
     trainer._last_loaded_step = 0
     trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)  # there is no engine to bring up to date
     trainer._move_model_to_vllm = lambda: None
+
+
+def use_sampler(trainer):
+    """Let a trainer, made without vLLM, train as if vLLM had generated its completions."""
+    expect_sampler(trainer)
     seeds = iter(range(100))
 
     def generate(prompts, *args, **kwargs):
