@@ -81,7 +81,7 @@ def layout_of(model: PreTrainedModel, is_multimodal: bool) -> tuple[str, str | N
         return ("around" if any(unpacked_layers(model)) else "packed"), None
     reason = layout_choice.why_padded(model, False)
     if layout == "padded":
-        reason = reason or layout_choice.why_not_aligned(model, is_multimodal)
+        reason = reason or layout_choice.why_not_aligned(is_multimodal)
     return layout, reason or layout_choice.why_not_packed(model)
 
 

@@ -5,8 +5,8 @@ them, then forward and backward of every micro-batch. The sampler's log-probs ar
 vLLM's. Each faster path is also switched off alone. Gradients are compared with stock's, and with `--truth` both are
 compared with stock in float32.
 
-    python benchmarks/window.py --size 0.6b --size 4b --truth --json benchmarks/results/window-h200.json
-    python benchmarks/window.py --size 4b --lora --no-levers --json benchmarks/results/window-lora-h200.json
+    python benchmarks/window.py --size 0.6b --size 4b --truth --json window.json
+    python benchmarks/window.py --size 4b --lora --no-levers --json window-lora.json
     python benchmarks/window.py --size tiny --device cpu
 """
 

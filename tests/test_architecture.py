@@ -69,6 +69,17 @@ def imports_of(path: Path) -> set[str]:
     return imported
 
 
+PARTS = [path for path in sorted(PACKAGE.iterdir()) if (path / "__init__.py").exists()]
+
+
+@pytest.mark.parametrize("folder", [*PARTS, PACKAGE / "ops" / "kernels"], ids=name_of)
+def test_the_map_of_a_folder_names_all_of_its_modules(folder):
+    told = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    named = set(re.findall(r"`(\w+)(?:\.py|/)?`", told or ""))
+    parts = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert parts - {"__init__"} - named == set()
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_part_imports_only_what_lies_below_it(path):
     here = path.relative_to(PACKAGE).with_suffix("").parts

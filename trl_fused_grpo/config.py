@@ -15,7 +15,7 @@ from .loss.objective import KL_ESTIMATORS
 
 
 _FIELD = "use_liger_loss"
-_HELP = "Whether FusedGRPOTrainer computes the loss through the fused linear function, at parity with TRL's own path."
+_HELP = "Whether the fused trainer computes the loss through the fused linear function, at parity with TRL's own path."
 
 
 def _keep_flag_through_post_init(cls: Any) -> None:
@@ -239,7 +239,7 @@ class FusedGRPOConfig(GRPOConfig):
     )
     fused_share_prompts: bool = field(
         default=FusedOptions.fused_share_prompts,
-        metadata={"help": "Run a prompt through the model once for its completions in a micro-batch."},
+        metadata={"help": "Run a prompt through the model once for its completions in a packed forward."},
     )
     fused_lora: bool = field(
         default=FusedOptions.fused_lora,
@@ -263,7 +263,7 @@ class FusedGRPOConfig(GRPOConfig):
     )
     fused_compile: bool = field(
         default=FusedOptions.fused_compile,
-        metadata={"help": "Compile norms, MLPs and rotary embeddings."},
+        metadata={"help": "Compile norms, MLPs and rotary embeddings, as far as they have no kernel."},
     )
     fused_memory: float | None = field(
         default=FusedOptions.fused_memory,

@@ -69,9 +69,10 @@ class FusedTrainerMixin(_Trainer):
           graph. Here garbage is collected, so that none is left by accident.
         - While rows with TRL's padding are trained on CUDA, transformers' mask functions are replaced as well, and
           cuDNN's attention is off until a mask is built. Undone after each call.
-        - With `fused_compile=True`, while the policy or the reference runs, and while a checkpointed layer is computed
-          again in backward, norms and MLPs have compiled forwards, and so does the function for rotary embeddings in
-          the model's file. Undone after each.
+        - With `fused_kernels=True` on CUDA, or `fused_compile=True`, while the policy or the reference runs, and while
+          a checkpointed layer is computed again in backward, norms, MLPs and projections have other forwards, and so
+          has the function for rotary embeddings in the model's file. With gradients, checkpointed layers call a
+          function of this package, which keeps what there is room for. Undone after each.
         - While a training step runs, the accelerator's `backward` is replaced, and with another `kl_estimator` than
           TRL's the trainer's `beta` is zero within the loss. Undone after each.
         - Of the hooks that transformers adds to the input embeddings at each generation, the last one stays.
@@ -84,8 +85,9 @@ class FusedTrainerMixin(_Trainer):
 
     @property
     def fused_stats(self) -> FusedStats:
-        """What the fused function did in the last loss forward; its backward fills in `recomputed`."""
-        return self._fused.stats[-1] if self._fused.stats else FusedStats()
+        """What the fused function did in the last forward with gradients; its backward fills in `recomputed`."""
+        stats = self._fused.window.stats
+        return stats[-1] if stats else FusedStats()
 
     def fused_layout(self, is_multimodal: bool = False) -> str:
         """
@@ -115,9 +117,10 @@ class FusedTrainerMixin(_Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _prepare_inputs(self, generation_batch):
-        before = self._buffered_inputs
+        # A reward function may leave the model in evaluation
+        before, is_training = self._buffered_inputs, self.model.training
         inputs = super()._prepare_inputs(generation_batch)
-        if not self.use_liger_loss or not self.model.training:
+        if not self.use_liger_loss or not is_training:
             return inputs
         if self._buffered_inputs is not before:
             batches: Any = self._buffered_inputs

@@ -92,6 +92,13 @@ def test_cuda_without_a_device_is_a_bad_argument(parity):
     assert "CUDA" in result.output
 
 
+@pytest.mark.parametrize("option", [("--list",), ("--case", "dapo"), ("--plot", "errors.png")], ids=lambda o: o[0])
+def test_what_does_not_go_with_drawn_cases_is_a_bad_argument(parity, option):
+    result = parity("--random", "1", *option)
+    assert result.exit_code == 2
+    assert "--random draws its cases" in result.output
+
+
 def test_list_names_every_case(parity):
     result = parity("--list")
     assert result.exit_code == 0

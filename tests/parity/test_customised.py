@@ -29,6 +29,13 @@ def test_whole_trainings_are_equal(parity, tmp_path):
     assert all(case["gradient_error"] <= 1e-5 for case in json.loads(file.read_text())["cases"])
 
 
+def test_rows_of_an_objective_of_ones_own_count_as_recomputed(parity, tmp_path):
+    file = tmp_path / "parity.json"
+    assert parity("--customised", "--case", "own-loss", "--case", "control", "--json", str(file)).exit_code == 0
+    of_case = {case["name"]: case["recomputed"] for case in json.loads(file.read_text())["cases"]}
+    assert of_case == {"own-loss": 1.0, "control": 0.0}
+
+
 def test_trainings_are_compared_in_float32_only(parity):
     result = parity("--customised", "--case", "control", "--dtype", "bfloat16")
     assert result.exit_code == 0

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from trl_fused_grpo.parity import CASES, CUSTOMISED_CASES, Settings, compare, jobs
+from trl_fused_grpo.parity import CASES, CUSTOMISED_CASES, ISSUE_1082_CASES, MODEL_CASES, Settings, compare, jobs
 from trl_fused_grpo.parity.jobs import run_cases
 from trl_fused_grpo.parity.result import Result
 
@@ -26,6 +26,18 @@ def test_processes_give_the_same_results(tmp_path):
     here, there = ({r.name: figures(r) for r in run_cases(cases, Settings(tmp_path), jobs)} for jobs in (1, 2))
     assert there == here
     assert [result.verdict for result in there.values()] == ["equal", "equal"]
+
+
+def test_every_set_of_cases_may_be_shared():
+    for cases in (CASES, MODEL_CASES, CUSTOMISED_CASES, ISSUE_1082_CASES):
+        assert {id(case) for case in cases} <= {id(case) for case in jobs._all_cases()}
+
+
+def test_a_report_of_issue_1082_may_be_shared(parity, tmp_path):
+    file = tmp_path / "results.json"
+    names = [case.name for case in ISSUE_1082_CASES[:2]]
+    parity("--issue-1082", "--jobs", "2", *(word for name in names for word in ("--case", name)), "--json", str(file))
+    assert [case["name"] for case in json.loads(file.read_text())["cases"]] == names
 
 
 def first_is_slow():

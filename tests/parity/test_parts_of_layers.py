@@ -36,6 +36,7 @@ def test_a_training_is_stock_s(name, tmp_path, monkeypatch):
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the tests above run without it")
 def test_trainings_are_stock_s_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-o", "addopts=", "--import-mode=importlib"]
+    command += ["--timeout", "900"]  # each takes minutes
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from packaging.version import Version
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.distributed.rollouts import drawn
 from tests.layout_pairs import SHAPE, from_config
@@ -17,6 +17,7 @@ from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.ops import linear_logps
 
 
 def train(tmp_path, cls=FusedGRPOTrainer, reward=None, **options):
@@ -35,7 +36,7 @@ def lora(**options):
     pytest.importorskip("peft")
     from peft import LoraConfig
 
-    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+    return LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj", "v_proj"], **options})
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["reference-model", "lora"])
@@ -57,6 +58,40 @@ def test_a_policy_that_is_its_reference_does_not_move_without_advantages(tmp_pat
     start, weights, log = train(tmp_path, reward=lambda completions, **_: [1.0] * len(completions), **options, **config)
     assert all(torch.equal(weights[name], start[name]) for name in start)
     assert [entry["kl"] for entry in log] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"importance_sampling_level": "sequence"},
+        {"fused_backward": "recompute"},
+        {"loss_type": "vespo"},
+        {"fused_max_tokens_per_forward": 0},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "dapo",
+)
+@pytest.mark.parametrize("adapter", [None, ["q_proj"], ["q_proj", "lm_head"]], ids=["model", "lora", "lora-head"])
+def test_the_reference_has_the_policys_chunks(tmp_path, monkeypatch, options, adapter):
+    """On CUDA their size depends on which gradients there are to build."""
+    if "loss_type" in options and not hasattr(GRPOConfig, "vespo_k_pos"):
+        pytest.skip("this TRL has no VESPO")
+    sizes = {"forecast": 0.004, "frozen": 0.003}
+    monkeypatch.setattr(linear_logps, "default_logits_mib", lambda _, head, mode, dtype: sizes.get(mode, 0.002))
+    plans, plan_blocks = [], linear_logps.plan_blocks
+
+    def plan(*args):
+        blocks = plan_blocks(*args)
+        plans.append((torch.is_grad_enabled(), [part for block in blocks for part in block.parts]))
+        return blocks
+
+    monkeypatch.setattr(linear_logps, "plan_blocks", plan)
+    config = {} if adapter is None else {"peft_config": lora(target_modules=adapter)}
+    train(tmp_path, max_steps=1, **options, **config)
+    of_reference, of_policy = ([parts for has_grad, parts in plans if has_grad is mode] for mode in (False, True))
+    assert of_policy == of_reference
+    # With a ratio for each sequence all of them fit into one block here
+    assert any(len(parts) > 1 for parts in of_policy) or (of_policy and "importance_sampling_level" in options)
 
 
 @pytest.mark.parametrize("iterations", [1, 2])

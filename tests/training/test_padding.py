@@ -107,6 +107,10 @@ def test_padding_stays_masked_where_it_may_reach_a_sequence(tmp_path):
     trainer = make_trainer(tmp_path, fused_layout="padded")
     assert why_padding_is_mixed_in(trainer.model) is None
     assert "Unknown" in why_padding_is_mixed_in(torch.nn.Sequential(trainer.model, Unknown()))
+    layer = trainer.model.model.layers[0].mlp
+    layer.__class__ = type("OwnMlp", (type(layer),), {"forward": lambda self, hidden: hidden})
+    trainer._fused.engine.list_modules_anew()  # as every generation does
+    assert "OwnMlp" in why_padding_is_mixed_in(trainer.model)
     stateful = make_trainer(tmp_path, kind="falcon-h1", fused_layout="padded")
     with mock.patch.object(model_compat, "masks_state", return_value=False):
         assert "state" in why_padding_is_mixed_in(stateful.model)

@@ -4,6 +4,7 @@ builds upon.
 
 `required` checks these names at import. `trl`, `trl_images` and `trl_cli` have what depends on TRL or accelerate,
 `trainers` the trainers of TRL that have a fused subclass, `models` what depends on transformers or PEFT, `peft` what
-PEFT's LoRA layer computes, `architecture` what a model of transformers is made of, `torch` private names of torch.
-`libraries` tells whose a function is. `dataclass_fields` adds a field to a class of TRL's options.
+PEFT's LoRA layer computes and which adapters are on, `architecture` what a model of transformers is made of, `torch`
+private names of torch. `libraries` tells whose a function is, `repeated_hooks` takes away hooks that transformers adds
+again. `dataclass_fields` adds a field to a class of TRL's options.
 """

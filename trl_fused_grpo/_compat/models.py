@@ -6,8 +6,6 @@ when; it can be removed when the oldest supported version has passed that.
 
 import inspect
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,10 +15,8 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from trl.trainer.utils import use_adapter
 
 from .required import TRANSFORMERS as TRANSFORMERS
-from .torch import modules_of
 
 
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
@@ -121,37 +117,6 @@ def is_prompt_learning(model: nn.Module) -> bool:
     """Whether PEFT puts virtual tokens before each row."""
     config: Any = getattr(model, "active_peft_config", None)
     return is_peft_model(model) and bool(config.is_prompt_learning)
-
-
-def _tuner_layer(modules: list[nn.Module]) -> Any:
-    """The first of these modules that PEFT adapts, or `None`."""
-    # Transformers' models have methods of this name
-    named = (module for module in modules if hasattr(type(module), "disable_adapters"))
-    return next((module for module in named if isinstance(module.disable_adapters, bool)), None)
-
-
-def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
-    """Whether PEFT's adapters are switched off, and which are active otherwise; `None` without adapters."""
-    modules = modules_of(model)
-    wrappers = (module for module in modules if hasattr(type(module), "get_base_model"))
-    peft_model: Any = next(filter(is_peft_model, wrappers), None)
-    if peft_model is not None and is_prompt_learning(peft_model):
-        # It adapts no layer. Switched off, PEFT calls the model inside; its flag for that is newer than PEFT 0.17
-        return peft_model.forward == peft_model.base_model.forward, tuple(peft_model.active_adapters)
-    layer = _tuner_layer(modules)
-    return None if layer is None else (bool(layer.disable_adapters), tuple(layer.active_adapters))
-
-
-@contextmanager
-def adapters_as(model: nn.Module, state: tuple[bool, tuple[str, ...]] | None) -> Generator[None, None, None]:
-    """While it lasts, a model's adapters are as [`adapter_state`] has found them at another time."""
-    if state is None or state == adapter_state(model):
-        yield
-        return
-    disabled, active = state
-    peft_model: Any = next(module for module in model.modules() if is_peft_model(module))
-    with use_adapter(peft_model, None if disabled else active[0]):
-        yield
 
 
 # PEFT methods under which a token's result depends on that token alone. Others read whole rows (virtual tokens, tasks,

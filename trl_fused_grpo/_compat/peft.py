@@ -1,12 +1,15 @@
-"""What is known of PEFT's LoRA layer for `nn.Linear`, which need not be installed."""
+"""What is known of PEFT, which need not be installed: its LoRA layer for `nn.Linear`, and which adapters are on."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from trl.trainer.utils import use_adapter
 
 from . import torch as torch_compat
+from .models import is_peft_model, is_prompt_learning
 
 
 # What PEFT 0.17 to 0.21 look at in the layer's forward. A release whose forward looks at more may compute more
@@ -43,3 +46,43 @@ def dropouts_of_adapters(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Of some modules the dropouts of LoRA, which a disabled adapter does not call."""
     found = [module._modules.get("lora_dropout") for module in modules]
     return {dropout for dropouts in found if dropouts is not None for dropout in dropouts.children()}
+
+
+def _tuner_layer(modules: list[nn.Module]) -> Any:
+    """The first of these modules that PEFT adapts, or `None`."""
+    # Transformers' models have methods of this name
+    named = (module for module in modules if hasattr(type(module), "disable_adapters"))
+    return next((module for module in named if isinstance(module.disable_adapters, bool)), None)
+
+
+def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
+    """Whether PEFT's adapters are switched off, and which are active otherwise; `None` without adapters."""
+    modules = torch_compat.modules_of(model)
+    wrappers = (module for module in modules if hasattr(type(module), "get_base_model"))
+    peft_model: Any = next(filter(is_peft_model, wrappers), None)
+    if peft_model is not None and is_prompt_learning(peft_model):
+        # It adapts no layer. Switched off, PEFT calls the model inside; its flag for that is newer than PEFT 0.17
+        return peft_model.forward == peft_model.base_model.forward, tuple(peft_model.active_adapters)
+    layer = _tuner_layer(modules)
+    return None if layer is None else (bool(layer.disable_adapters), tuple(layer.active_adapters))
+
+
+@contextmanager
+def adapters_as(model: nn.Module, state: tuple[bool, tuple[str, ...]] | None) -> Generator[None, None, None]:
+    """While it lasts, a model's adapters are as [`adapter_state`] has found them at another time."""
+    if state is None or state == adapter_state(model):
+        yield
+        return
+    disabled, active = state
+    peft_model: Any = next(module for module in model.modules() if is_peft_model(module))
+    now = list(peft_model.active_adapters)
+    if disabled or len(active) == len(now) == 1:
+        with use_adapter(peft_model, None if disabled else active[0]):
+            yield
+        return
+    tuner = peft_model.base_model  # whose method takes several names, which TRL's way back does not
+    tuner.set_adapter(list(active))
+    try:
+        yield
+    finally:
+        tuner.set_adapter(now)

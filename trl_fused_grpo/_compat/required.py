@@ -76,7 +76,8 @@ OPTIONS = {
 # Not listed, because they are looked for where they are used: accelerate's `_find_final_norm` (>= 1.14), TRL's
 # `add_fused_lm_head` and `BaseTunerLayer` (>= 1.15), transformers' `remap_positions_for_packed_sequence` (>= 5.22),
 # Liger's `_apply_liger_kernel_to_instance` (imported with transformers < 5 alone, for `use_liger_kernel=True`),
-# `launch_command` and `launch_training_script` of TRL's command line (imported by `trl-fused-grpo grpo` alone)
+# `launch_command` and `launch_training_script` of TRL's command line (imported by `trl-fused-grpo grpo` alone), what
+# `torch.compile` knows of donated buffers (imported with it), `_in_backward_optimizers` (a parameter has it, or not)
 NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "Accelerator": (
         Accelerator,
@@ -115,7 +116,7 @@ NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
         nn.Module(),
         ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"),
     ),
-    "torch._C": (torch._C, ("_len_torch_dispatch_stack",)),
+    "torch._C": (torch._C, ("_len_torch_dispatch_stack", "_len_torch_function_stack")),
     "torch._C._nn": (torch._C._nn, ("linear", "scaled_dot_product_attention")),
     "torch.Tensor": (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks")),
 }

@@ -197,6 +197,11 @@ def matmuls_are_tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
+def dtype_of_products(accelerator: Any, model: Any) -> torch.dtype:
+    """In what a model's products are computed in a training: in Accelerate's mixed precision, or in the model's own."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, model.dtype)
+
+
 def convolutions_are_tf32() -> bool:
     """Whether float32 convolutions on CUDA are rounded to TF32, as torch lets cuDNN do."""
     cudnn: Any = torch.backends.cudnn

@@ -4,7 +4,7 @@ The `trl-fused-grpo` command, with a module for each of its commands:
 - `doctor` says which paths a training would take, and why not a faster one.
 - `grpo` is `trl grpo` with the fused trainer; `grpo_script` is what its processes run.
 - `parity` compares the fused trainer with stock TRL.
-- `run` runs a script that nobody edits, with every `GRPOTrainer` of it fused.
+- `run` runs a script that nobody edits, with every `GRPOTrainer` and `RLOOTrainer` of it fused.
 """
 
 from typing import Any

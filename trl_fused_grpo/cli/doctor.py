@@ -28,7 +28,6 @@ from .parity import _quiet
 # What each package is for, beside those that this one needs
 _OPTIONAL = {
     "peft": "LoRA",
-    "liger-kernel": "use_liger_kernel=True, and FusedLinearGRPOLoss",
     "vllm": "generation with use_vllm=True",
 }
 # Options that would start processes, write files or report to a service

@@ -52,7 +52,10 @@ def parity(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            "--case", metavar="NAME", help="Run this case only; may be repeated. random:SEED:INDEX is a drawn one."
+            "--case",
+            metavar="NAME",
+            help="Run this case only; may be repeated. random:SEED:INDEX is a drawn one, random:training:SEED:INDEX a "
+            "drawn training.",
         ),
     ] = None,
     models: Annotated[
@@ -95,16 +98,14 @@ def parity(
     Both get the same weights and batches, as does stock TRL's Liger loss where the installed TRL has one. Exits with 1
     when anything is out of tolerance.
     """
-    for path in filter(None, (json_file, plot_file)):
-        if not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"the folder of {path} does not exist.")
-    if plot_file and not find_spec("matplotlib"):
-        raise typer.BadParameter("--plot needs matplotlib: pip install 'trl-fused-grpo[plot]'.")
+    _check_files(json_file, plot_file)
     if models + customised + issue_1082 > 1 or (random is not None and (models or issue_1082)):
         raise typer.BadParameter(
             "--models, --customised, --issue-1082 and --random are sets of cases: choose one. --random goes with "
             "--customised alone, and draws whole trainings then."
         )
+    if random is not None and (case or list_cases or plot_file):
+        raise typer.BadParameter("--random draws its cases: --case, --list and --plot do not go with it.")
     cases = MODEL_CASES if models else CUSTOMISED_CASES if customised else CASES
     if issue_1082:
         cases = ISSUE_1082_CASES
@@ -113,6 +114,14 @@ def parity(
             raise typer.Exit(_run_random(random, customised, seed, minutes, device, dtype, jobs, json_file))
         code = _run_parity(cases, case or [], list_cases, device, dtype, jobs, json_file, plot_file)
     raise typer.Exit(code)
+
+
+def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
+    for path in filter(None, (json_file, plot_file)):
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"the folder of {path} does not exist.")
+    if plot_file and not find_spec("matplotlib"):
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'trl-fused-grpo[plot]'.")
 
 
 def _run_parity(

@@ -1,4 +1,4 @@
-"""`trl-fused-grpo run` runs a script or a module with every `GRPOTrainer` of it fused."""
+"""`trl-fused-grpo run` runs a script or a module with every `GRPOTrainer` and `RLOOTrainer` of it fused."""
 
 import os
 import runpy
@@ -17,7 +17,7 @@ from trl_fused_grpo.patching import VARIABLE
 
 def run(context: typer.Context) -> None:
     """
-    Run a script of yours with the fused loss in every GRPOTrainer, unchanged: run [OPTIONS] [-m] SCRIPT [ARGUMENTS].
+    Run a script of yours, unchanged, with the fused loss in all its trainers: run [OPTIONS] [-m] SCRIPT [ARGUMENTS].
 
     What follows the script is the script's. With several processes: accelerate launch -m trl_fused_grpo run SCRIPT.
     """
@@ -43,7 +43,7 @@ def command_line() -> ArgumentParser:
     parser = ArgumentParser(
         "trl-fused-grpo run",
         allow_abbrev=False,
-        description="Run a script with the fused loss in every GRPOTrainer. Options stand before the script.",
+        description="Run a script with the fused loss in all its trainers. Options stand before the script.",
     )
     for name in vars(FusedOptions()):
         told = FusedGRPOConfig.__dataclass_fields__[name].metadata["help"]

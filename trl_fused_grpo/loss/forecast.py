@@ -8,7 +8,7 @@ their numbers, and the [`RowForecast`] that it returns gives the fused head a ch
 log-probabilities exist.
 
 Read on in `objective.py` (the formulas), `reduction.py` (the weight of a token) and `ops/linear_logps.py` (who calls a
-forecast). `importance_sampling.py` has the forecast whose importance ratio is computed in training.
+forecast). `deferred_forecast.py` has the forecast whose importance ratio is computed in training.
 """
 
 from dataclasses import dataclass, fields, replace

@@ -6,7 +6,7 @@ the folder:
   others, into modules and takes it out again.
 - `output_projection` finds a model's head and reads it as an `LMHead`; `moe` computes its auxiliary loss.
 - `layout` makes packed and aligned rows; `layout_choice` says which of them a model allows. `multimodal` has what
-  belongs to images.
+  belongs to images. `layer_memo` keeps what was found out about a model as long as its layers are the same.
 - `packed_attention` puts the attention for packed rows where models look for theirs (`attention_places`), and
   `attention_watch` looks at what the model asks of it.
 - `varlen_attention` computes it with `attention_kernels`; for models that load as `"eager"` it is `eager_attention`,
@@ -14,7 +14,8 @@ the folder:
 - `sequence_masks` has masks of more than causality, one for each packed sequence; `padded_attention` keeps padded rows
   safe from NaN gradients.
 - `unpacked_layers` runs layers that carry a state, and some attention, on rows of their own (`sequence_rows`).
-- `compiled_modules` runs norms, MLPs and rotary embeddings compiled (`compiled_parts`): `module_functions` makes
+- `compiled_modules` runs norms, MLPs and rotary embeddings in a kernel (`fused_kernels`) or compiled
+  (`fused_compile`), part by part (`compiled_parts`): `module_functions` makes
   functions of modules, `mlp_activations` of what MLPs compute between projections, `as_read` tells when these hold no
   longer. `layer_kernels` knows which functions have a kernel, `compiled_functions` compiles the others. `shared_casts`
   has projections of one input cast it once.

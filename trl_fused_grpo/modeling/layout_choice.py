@@ -98,7 +98,7 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
     return why_replaced(model_compat.attention_implementation(config))
 
 
-def why_not_aligned(causal_lm: PreTrainedModel, is_multimodal: bool) -> str | None:
+def why_not_aligned(is_multimodal: bool) -> str | None:
     """Why rows that do not need TRL's padding may not be shifted to the left, or `None`."""
     return "its inputs are multimodal" if is_multimodal else None
 
@@ -187,7 +187,7 @@ def layout_of_width(
     if is_forced:
         raise ValueError(f"fused_layout={layout!r} does not fit this batch: {reason}. Use 'auto'.")
     logger.warning_once(f"Wide rows keep more of TRL's padding, because {reason}.")
-    may_align = why_not_aligned(causal_lm, is_multimodal) is None
+    may_align = why_not_aligned(is_multimodal) is None
     return "aligned" if may_align and why_wide_rows_differ(causal_lm, "aligned", size, width) is None else "padded"
 
 
@@ -211,7 +211,7 @@ def why_layouts_are_refused(
     """For each layout, why the rows of a model may not have it, or `None`. The arguments are those of [`choose`]."""
     padded = why_padded(model, reads_padding)
     reasons: dict[LayoutName, str | None] = {"packed": padded or why_not_packed(causal_lm)}
-    reasons |= {"aligned": padded or why_not_aligned(causal_lm, is_multimodal), "padded": None}
+    reasons |= {"aligned": padded or why_not_aligned(is_multimodal), "padded": None}
     if refusal is not None:
         reasons["packed"] = reasons["packed"] or refusal.reason
         if refusal.layout == "padded":

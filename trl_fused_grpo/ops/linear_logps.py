@@ -110,6 +110,7 @@ def fused_linear_logps(
     entropy: bool = True,
     entropy_grad: bool = False,
     stats: FusedStats | None = None,
+    head_grad: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """
     Log-probability of each target and entropy of each row under `softmax(head(hidden) / temperature)`.
@@ -142,6 +143,9 @@ def fused_linear_logps(
             logits are computed twice.
         stats ([`FusedStats`], *optional*):
             Filled in by forward and backward.
+        head_grad (`bool`, *optional*):
+            Take the chunks of a head with gradient, or of one without, whatever this one is. A reference with the
+            policy's weights, and the structure of its forecast, then has the policy's values to the bit.
 
     Returns:
         `tuple[Tensor, Tensor | None]`:
@@ -158,14 +162,15 @@ def fused_linear_logps(
 
     inputs, lora_b, bias, common_temperature = head.linear_inputs(hidden, temperature)  # [N, H + r], [V, r], [V]
     head_needs_grad = any(t is not None and t.requires_grad for t in (head.weight, bias, lora_b))
-    planned = choose_backward(head_needs_grad, forecast, entropy_grad) if backward == "auto" else backward
+    planned = backward
+    if backward == "auto":
+        planned = choose_backward(head_needs_grad if head_grad is None else head_grad, forecast, entropy_grad)
     needs_grad = torch.is_grad_enabled() and (inputs.requires_grad or head_needs_grad)
     resolved = planned if needs_grad else "no_grad"
     _check_backward(resolved, head_needs_grad, forecast)
 
-    # With a forecast, chunks are as large without gradient as with it: equal weights then give equal bits for the
-    # policy and its reference
-    mode = resolved if forecast is None else planned
+    # With a forecast, chunks are as large without gradient as with it: the same values then, to the bit
+    mode = resolved if forecast is None and head_grad is None else planned
     chunk_mib = default_logits_mib(inputs, head, mode, compute_dtype) if logits_mib is None else logits_mib
     vocab_size, itemsize = head.weight.shape[0], compute_dtype.itemsize
     head_grad_bytes = vocab_size * inputs.shape[1] * max(itemsize, 4)
@@ -175,7 +180,7 @@ def fused_linear_logps(
     blocks = plan_blocks(len(targets), grad_rows, groups, limits)
     if backward == "auto" and rows_without_assumption(blocks, grad_rows) > grad_rows / 2:
         # Tiles of the vocabulary take less time than a residual of so many rows
-        options = (logits_mib, None, entropy, entropy_grad, stats)
+        options = (logits_mib, None, entropy, entropy_grad, stats, head_grad)
         return fused_linear_logps(hidden, head, targets, temperature, forecast, "recompute", *options)
     stats = FusedStats() if stats is None else stats
     stats.backward, stats.rows, stats.recomputed = resolved, len(targets), 0

@@ -12,8 +12,8 @@ and compares loss, gradients and metrics. A map of the folder:
 - `compare` runs a case on every trainer and gives the verdict, a [`Result`] (`result`); `judge` says which errors are
   too large, `jobs` spreads cases over processes.
 - `random_cases` draws cases at random (`drawing`: how, and what is drawn last), some with a customisation that
-  `stepwise` names, and `random_trainings` whole trainings; `fuzz` runs them (`--random`); `rounding` tells ties and
-  rounding from differences, `shrink` finds what a failure needs.
+  `stepwise` names, and `random_trainings` whole trainings; `fuzz` runs them (`--random`); `rounding` (float32),
+  `chance` and `flips` (bfloat16) tell ties and rounding from differences, `shrink` finds what a failure needs.
 - `report` prints the table and writes the JSON file and the plot.
 """
 

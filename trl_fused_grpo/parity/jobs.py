@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from .case import Case
-from .cases import CASES, CUSTOMISED_CASES, MODEL_CASES
+from .cases import CASES, CUSTOMISED_CASES, ISSUE_1082_CASES, MODEL_CASES
 from .compare import compare
 from .random_cases import random_case
 from .result import Result
@@ -71,7 +71,7 @@ def _until_lost(results: Iterable[Result]) -> Generator[Result, None, None]:
 
 
 def _all_cases() -> tuple[Case, ...]:
-    return (*CASES, *MODEL_CASES, *CUSTOMISED_CASES)
+    return (*CASES, *MODEL_CASES, *CUSTOMISED_CASES, *ISSUE_1082_CASES)
 
 
 def _freeze_imports() -> None:

@@ -42,7 +42,7 @@ class Outcome:
         metrics (`dict[str, list[float]]`):
             By name, what TRL would log after each accumulation window: the average over its micro-batches.
         rows (`int`, *optional*):
-            Rows whose gradient was needed, over all micro-batches; `None` where the trainer does not count them.
+            Rows whose log-probabilities were computed, over all forwards; `None` where the trainer does not count them.
         recomputed (`int`, *optional*):
             How many of these rows backward computed a second time.
         layout (`str`, *optional*):
@@ -206,7 +206,7 @@ def _examples(trainer: Trainer, count: int) -> list[dict[str, str]]:
 
 def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
     args = trainer.args
-    outcome = Outcome()
+    outcome, forwards = Outcome(), {}
     model = trainer.model_wrapped
     generation = _examples(trainer, args.per_device_train_batch_size * args.steps_per_generation)
     for window in range(case.accumulation_windows):
@@ -215,7 +215,7 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
             last = i == args.gradient_accumulation_steps - 1
             trainer.accelerator.gradient_state._set_sync_gradients(last)
             outcome.loss += float(trainer.training_step(model, generation, None))
-            _count_rows(trainer, case, outcome, window)
+            _note_forward(trainer, case, outcome, window, forwards)
             _note_masked(trainer, outcome)
         for name, parameter in trainer.model.named_parameters():
             if parameter.requires_grad:
@@ -224,6 +224,9 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
         _collect_metrics(trainer, "train", outcome)
         if case.update:
             _move_weights(trainer, window, dtype)
+    if forwards:
+        outcome.rows = sum(stats.rows for stats in forwards.values())
+        outcome.recomputed = sum(stats.recomputed for stats in forwards.values())
     return outcome
 
 
@@ -237,12 +240,12 @@ def _move_weights(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
             parameter.copy_(parameter.to(dtype) + step.to(parameter.device, dtype))
 
 
-def _count_rows(trainer: Trainer, case: Case, outcome: Outcome, window: int) -> None:
+def _note_forward(trainer: Trainer, case: Case, outcome: Outcome, window: int, forwards: dict[int, Any]) -> None:
+    """Of the training step that has just run. What several micro-batches share, the backward of the last completes."""
     stats = getattr(trainer, "fused_stats", None)
     if stats is not None:
         outcome.layout = trainer.fused_layout(bool(getattr(case.data, "images", None)))
-        outcome.rows = (outcome.rows or 0) + stats.rows
-        outcome.recomputed = (outcome.recomputed or 0) + stats.recomputed
+        forwards[id(stats)] = stats
         if stats.leaves_out:
             outcome.leaves_out.add(window)
 

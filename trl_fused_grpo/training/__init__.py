@@ -11,8 +11,11 @@ the folder, in the order in which a training comes through it:
 - `exchange` moves sequences between processes; `exchange_plan` decides which.
 - `loss_request` says which positions a loss needs, with which gradients. `logps_request` has the types in between:
   request, arguments, options, result.
-- `engine` chooses the layout and computes log-probs; `agreement` has processes choose alike; `trial` tries each layout
-  out at the first batch, on the sequences that `trial_rows` takes. `logps` runs a batch, `sub_batch` a part of it.
+- `engine` chooses the layout and computes log-probs; `agreement` has processes choose alike, `anywhere` heed what the
+  user changed on one of them. `trial` tries each layout out at the first batch, on the sequences that `trial_rows`
+  takes, in the precision that `trial_precision` finds; `buffers` and `random_states` leave everything else as it was.
+  `logps` runs a batch, `sub_batch` a part of it.
+- `shared_backward` runs the backward of a shared forward, in parts where memory runs out.
 - `memory` has what forwards may take of the device's memory: as much as TRL's, or more for speed.
 - `verification` compares micro-batches with TRL's own path (`fused_verify`).
 - `summary` says what a training does and why not a faster way, in the lines of `summary_table`.

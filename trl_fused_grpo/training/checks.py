@@ -96,14 +96,13 @@ def log_what_has_no_effect(trainer: Any, layout: Callable[[], str]) -> None:
     if options.fused_memory is not None:
         reasons["fused_memory"] = why_no_memory_budget(trainer)
     for option, reason in reasons.items():
-        is_possible(f"{option}={getattr(options, option)}", reason)
+        log_no_effect(f"{option}={getattr(options, option)}", reason)
 
 
-def is_possible(asked_for: str | None, reason: str | None) -> bool:
-    """Whether there is no reason against something. Where there is one, and it was asked for, that is logged once."""
+def log_no_effect(asked_for: str | None, reason: str | None) -> None:
+    """Log once why something has no effect, where there is a reason and it was asked for."""
     if reason is not None and asked_for is not None:
         logger.warning_once(f"{asked_for} has no effect, because {reason}.")
-    return reason is None
 
 
 def check_kl_estimator(trainer: Any) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.modeling.output_projection import output_projection
 
-from .agreement import elsewhere
+from .agreement import elsewhere, on_any_process
 from .checks import check_on_policy
 from .eligibility import (
     why_generation_is_out_of_turn,
@@ -64,6 +65,7 @@ class LogpsDeferral:
     Attributes:
         is_generating (`bool`): whether TRL generates.
         moved_by (`str`, *optional*): what has moved weights in a generation of this process, behind the log-probs.
+        leaves_evaluation (`bool`): whether the last generation has left a module in evaluation that was in training.
     """
 
     def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
@@ -75,6 +77,7 @@ class LogpsDeferral:
         self._old: _LeftOut | None = None
         self._reference: _LeftOut | None = None
         self.moved_by: str | None = None
+        self.leaves_evaluation = False
 
     @property
     def has_left_out_old(self) -> bool:
@@ -108,12 +111,14 @@ class LogpsDeferral:
         is_planned = is_planned and not (self.moved_by or elsewhere(trainer, "moved weights"))
         self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer) is None
         self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
-        self._policy_state = model_compat.adapter_state(trainer.model)
+        self._policy_state = peft_compat.adapter_state(trainer.model)
         self._from_training = steps_left if may_skip_old else 0
         self._old = self._reference = None
+        in_training = [module for module in torch_compat.modules_of(trainer.model) if module.training]
         try:
             yield
             self._look_for_moved_weights()
+            self.leaves_evaluation = not all(module.training for module in in_training)
         finally:
             if is_nested:
                 vars(self).update(before)
@@ -142,7 +147,7 @@ class LogpsDeferral:
         if not self.is_generating or not trl_compat.is_asked_by_generation():
             return False
         trainer = self.trainer
-        left_out = _LeftOut(call, model_compat.adapter_state(call.model), trl_method, _times_written(call.model))
+        left_out = _LeftOut(call, peft_compat.adapter_state(call.model), trl_method, _times_written(call.model))
         is_fused = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model)) is None
         if call.model is not trainer.ref_model and left_out.adapters == self._policy_state:
             # Where the weights stay, the training forward gives all of them, be it TRL's own
@@ -165,9 +170,19 @@ class LogpsDeferral:
             build_request (`Callable`): the request of a micro-batch's loss.
         """
         left_out, self._reference = self._reference, None
-        if left_out is not None:
-            for batch, logps in self._computed(left_out, groups, build_request):
-                batch["ref_per_token_logps"] = logps
+        if left_out is None:
+            return
+        head = output_projection(self.engine.causal_lm(self.trainer.model))
+        head_grad = any(parameter.requires_grad for parameter in head.parameters())
+
+        def build_as_policys(batch: dict[str, Any]) -> LogpsRequest:
+            # With a forecast, of whose numbers nothing is asked: so the head takes the chunks of the training forward
+            unknown = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
+            with torch.enable_grad():
+                return replace(build_request({**batch, "ref_per_token_logps": unknown}), head_grad=head_grad)
+
+        for batch, logps in self._computed(left_out, groups, build_as_policys):
+            batch["ref_per_token_logps"] = logps
 
     def old_logps(
         self, groups: list[list[dict[str, Any]]], build_request: Callable[[dict[str, Any]], LogpsRequest]
@@ -186,11 +201,23 @@ class LogpsDeferral:
         if left_out is None:
             return []
         before, later = 0, []
+        from_training = 0 if self._are_adapters_switched(left_out) else self._from_training
         for group in groups:  # each within one accumulation window
             before += len(group)
-            later += [group] if before > self._from_training else []
+            later += [group] if before > from_training else []
         logps = [logps for _, logps in self._computed(left_out, later, build_request)]
         return list(enumerate(logps, before - len(logps)))
+
+    def _are_adapters_switched(self, left_out: _LeftOut) -> bool:
+        """Whether other adapters are on than when generation asked, on any process: all compute as many forwards."""
+        if left_out.adapters is None:
+            return False
+        is_other = left_out.adapters != peft_compat.adapter_state(left_out.call.model)
+        if is_switched := on_any_process(self.trainer.accelerator, "adapters", is_other):
+            logger.warning_once(
+                "Old log-probs have a forward of their own, because other adapters are on than when TRL asked for them."
+            )
+        return is_switched
 
     @torch.no_grad()
     def _computed(
@@ -201,9 +228,9 @@ class LogpsDeferral:
     ) -> list[tuple[dict[str, Any], Tensor]]:
         """The micro-batches of the groups with log-probs `[B, T]` that generation left out."""
         call, results = replace(left_out.call, batch_size=None), []
-        with model_compat.adapters_as(call.model, left_out.adapters):
+        with peft_compat.adapters_as(call.model, left_out.adapters):
             for group in groups:
-                # The policy's request, so that rows stand in the same order
+                # The positions that the policy's loss asks for
                 logps_request = LogpsRequest.joined([build_request(batch) for batch in group])
                 result = self.engine.compute(logps_request, call.with_batches(group), left_out.trl_method)
                 sizes = [len(batch["completion_ids"]) for batch in group]

@@ -12,11 +12,10 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 
 from .exchange_plan import GENERATED_BY
-from .logps_request import LossCall, PerTokenLogps, prompts_and_completions
+from .logps_request import LossCall, PerTokenLogps, images_of, prompts_and_completions
 
 
 # Marks micro-batches whose old log-probs, and what follows from them, generation left to the training
@@ -151,5 +150,4 @@ class DeferredRatio:
         """Log-probs `[B, T]` of a micro-batch, through the trainer's own method."""
         ids, mask = prompts_and_completions(inputs)
         method, length = self.trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].size(1)
-        images = {name: inputs[name] for name in MULTIMODAL_INPUTS if name in inputs}
-        return method(self.trainer.model, ids, mask, length, **images)[0]
+        return method(self.trainer.model, ids, mask, length, **images_of(inputs))[0]

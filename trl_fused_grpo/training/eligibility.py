@@ -9,7 +9,7 @@ Where there is a reason, that path is left: TRL's slower code trains the same, a
 | --- | --- |
 | log-probs from the fused linear function | [`why_not_fused`] |
 | rows without padding | [`why_padding_may_be_read`], `LogpsEngine.why_rows_are_seen`, `modeling/layout_choice.py` |
-| micro-batches that share a forward | [`why_forwards_are_not_shared`] |
+| micro-batches that share a forward | [`why_forwards_are_not_shared`], [`why_parts_are_in_evaluation`] |
 | more of them in the first of a window | `first_forward.why_not_in_memory_of_gradients`, `why_memory_is_taken` |
 | old log-probs from the training forward | [`why_old_logps_are_needed`], [`why_generation_is_out_of_turn`] |
 | no old log-probs on-policy, left out by TRL | [`why_weights_move`] |
@@ -29,14 +29,14 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
+from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.layout_choice import depends_on_width, traits
 from trl_fused_grpo.modeling.output_projection import layer_before_head
 
-from .agreement import elsewhere
+from .agreement import elsewhere, on_any_process
 from .customisation import MICRO_BATCH_METHODS, micro_batch_reader, replaced_backward, replaced_behind, replaced_method
 from .customised_model import changed_head, gradient_hook, unknown_code
 from .noise import why_forwards_differ, why_rows_depend_on_others
@@ -54,6 +54,12 @@ def why_micro_batches_are_seen(trainer: Any) -> str | None:
     """Why the user's code may read or change a micro-batch between generation and backward, or `None`."""
     reader = micro_batch_reader(trainer) or elsewhere(trainer, "micro-batches")
     return f"{reader} may read or change micro-batches" if reader else None
+
+
+def why_parts_are_in_evaluation(trainer: Any) -> str | None:
+    """Why the next training step may compute something else than those behind it, or `None`. Asked on all processes."""
+    is_left = on_any_process(trainer.accelerator, "mode", trainer._fused.deferral.leaves_evaluation)
+    return "a generation has left the model in evaluation, until the training step behind it" if is_left else None
 
 
 def why_generation_is_seen(trainer: Any) -> str | None:
@@ -130,7 +136,7 @@ def _why_sequences_stay(trainer: Any) -> str | None:
     return why_micro_batches_are_seen(trainer)
 
 
-# By model: a walk over all modules takes as long as a layer
+# By model, until the modules are listed anew: a walk over all of them takes as long as a layer
 _MIXED_IN: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 _MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -148,6 +154,11 @@ def why_padding_is_mixed_in(model: nn.Module) -> str | None:
     return _MIXED_IN[model]
 
 
+def forget_modules() -> None:
+    """Look through the modules of all models again."""
+    _MIXED_IN.clear()
+
+
 def _why_padding_is_mixed_in(modules: list[nn.Module]) -> str | None:
     unknown = unknown_code(modules)
     if unknown is not None:
@@ -157,7 +168,7 @@ def _why_padding_is_mixed_in(modules: list[nn.Module]) -> str | None:
     for module in modules:
         if not isinstance(module, PreTrainedModel):
             continue
-        layers = set(getattr(module.config, "layer_types", None) or ())
+        layers = architecture.layer_types(module.config)
         has_state = model_compat.is_stateful(module) or not layers <= _MASKED_LAYERS
         if (
             has_state and not model_compat.masks_state(module)

@@ -31,6 +31,7 @@ from trl_fused_grpo.ops.kernels import why_not_triton
 from .agreement import elsewhere, on_any_process, widest_batch, with_images_anywhere
 from .checks import check_token_ids
 from .customised_model import changed_module, unknown_code
+from .eligibility import forget_modules
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, multimodal_inputs
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
@@ -98,11 +99,9 @@ class LogpsEngine:
         return model_compat.without_adapter(torch_compat.without_compiler(self.unwrapped(model)))
 
     def list_modules_anew(self) -> None:
-        """
-        Forget which modules the models have, as at every generation batch. The list is kept because a walk over all
-        modules takes as long as a layer.
-        """
+        """Forget which modules the models have, as at each generation batch: to list them takes as long as a layer."""
         self._modules.clear()
+        forget_modules()
 
     def _modules_of(self, model: nn.Module) -> list[nn.Module]:
         unwrapped = self.unwrapped(model)

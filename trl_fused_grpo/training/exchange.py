@@ -19,7 +19,7 @@ from transformers.utils import logging
 from trl_fused_grpo.modeling.layout import LayoutName
 
 from .agreement import of_all_processes
-from .checks import is_possible
+from .checks import log_no_effect
 from .eligibility import why_not_exchanged
 from .engine import LogpsEngine
 from .exchange_plan import GENERATED_BY, Work, balanced_sources, expected_forwards
@@ -60,7 +60,8 @@ def exchanged(
         return batches
     causal_lm = engine.causal_lm(trainer.model)
     reason = why_not_exchanged(trainer, causal_lm, layout, not options.fused_balance, has_images)
-    if not is_possible("fused_balance" if options.fused_balance else None, reason):
+    if reason is not None:
+        log_no_effect("fused_balance" if options.fused_balance else None, reason)
         logger.info_once(f"Processes exchange no sequences, because {reason}.")
         return batches
     hidden_size = causal_lm.config.get_text_config().hidden_size

@@ -214,6 +214,7 @@ def _fused_request(
         tokens=micro_batch * call.input_ids.shape[1],
         entropy=call.compute_entropy,
         entropy_grad=logps_request.entropy_grad,
+        head_grad=logps_request.head_grad,
         watch=None if logps_request.watch is None else logps_request.watch(),
     )
 

@@ -38,6 +38,7 @@ class LogpsRequest:
         micro_batch (`int`, *optional*): sequences in each of the micro-batches that are joined here.
         watch (`Callable`, *optional*): makes a [`MemoryWatch`] for a forward of these.
         begins_window (`bool`): whether an accumulation window begins with this forward.
+        head_grad (`bool`, *optional*): of a reference, whether the policy's head has a gradient.
     """
 
     mask: Tensor
@@ -49,6 +50,7 @@ class LogpsRequest:
     micro_batch: int | None = None
     watch: Callable[[], MemoryWatch] | None = None
     begins_window: bool = False
+    head_grad: bool | None = None
 
     @classmethod
     def joined(cls, parts: list["LogpsRequest"]) -> "LogpsRequest":

@@ -22,7 +22,6 @@ from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, uninstall_attention
-from trl_fused_grpo.ops.linear_logps import FusedStats
 
 from . import checks
 from .anywhere import FoundAnywhere
@@ -57,7 +56,6 @@ class FusedState:
         anywhere ([`FoundAnywhere`]): the user's code that any process has.
         verification ([`Verification`]): compares micro-batches with TRL's own path.
         window ([`AccumulationWindow`]): the training steps between two optimizer steps.
-        stats (`list[FusedStats]`): of the last loss forward, one for each sub-batch.
         micro_batch (`dict`): the inputs of the training step that runs.
         is_in_train (`bool`): whether TRL's `train` runs.
     """
@@ -69,7 +67,6 @@ class FusedState:
         self.ratio = DeferredOldLogps(trainer) if trainers.is_rloo(trainer) else DeferredRatio(trainer)
         self.anywhere = FoundAnywhere(trainer)
         self.verification, self.window = Verification(trainer, self.engine), AccumulationWindow(trainer)
-        self.stats: list[FusedStats] = []
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
         self.is_in_train = self._has_summary_to_print = False
@@ -159,17 +156,17 @@ class FusedState:
     @contextmanager
     def training_step(self) -> Generator[None, None, None]:
         """While it lasts, TRL runs one training step. The backward may wait for other micro-batches."""
-        accelerator = self.trainer.accelerator
-        backward = accelerator.backward
+        accelerator, backward = self.trainer.accelerator, self.trainer.accelerator.backward
 
         @wraps(backward)  # so that `replaced_backward` sees whether the user replaced it
         def backward_of_forward(loss: Tensor, **options: Any) -> None:
             # Checkpointed layers compute their attention again, which must be as in forward
-            is_off = any(stats.leaves_cudnn_off for stats in self.stats)
+            is_off = any(stats.leaves_cudnn_off for stats in self.window.stats)
             with cudnn_attention_off() if is_off else nullcontext():
                 run = partial(backward, **options)
                 self.merger.backward(loss, self.micro_batch, self.window.is_last, run)
 
+        self.window.step_begins(goes_on=self.merger.is_waiting)
         with (
             temporary_attr(accelerator, "backward", backward_of_forward),
             temporary_attr(self.window, "is_in_step", True),
@@ -182,7 +179,7 @@ class FusedState:
         self.window.step_ends()
         if not self.merger.is_waiting:
             self.verification.after_backward(self._loss_of)
-            self.window.count(self.stats)
+            self.window.count()
         if accelerator.sync_gradients:
             self.window.log_recomputed()
         if self.window.is_last:
@@ -256,7 +253,10 @@ class FusedState:
             reason = None  # whoever asks for a layout says that nobody reads padding
         beta = None if self._loss is None else self._loss.beta
         logps_request = build_call_request(self.trainer, call, reason is not None, beta)
-        return self.engine.compute(logps_request, call, trl_method, reason)
+        result = self.engine.compute(logps_request, call, trl_method, reason)
+        if torch.is_grad_enabled() and not self.verification.is_running:
+            self.window.keep_stats(result.stats)
+        return result
 
     def _logps_of_loss(self, loss_call: LossCall, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
         """Log-probs of the micro-batch whose loss TRL computes. Those that share its forward are computed with it."""
@@ -279,7 +279,7 @@ class FusedState:
         group, of_group = self.merger.fitting(sharing, compute)
         results = of_group.split([len(batch["completion_ids"]) for batch in group]) if len(group) > 1 else [of_group]
         self.merger.keep(micro_batch, results)
-        self.stats = results[0].stats
+        self.window.keep_stats(results[0].stats)
         return results[0]
 
     def _sharing_forward(self, loss_call: LossCall, model: nn.Module) -> list[dict[str, Any]]:

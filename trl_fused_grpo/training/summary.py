@@ -30,7 +30,7 @@ from .eligibility import (
     why_reference_is_not_regrouped,
 )
 from .engine import LogpsEngine
-from .first_forward import gradient_memory, why_not_in_memory_of_gradients
+from .first_forward import MOST_OF_FIRST, gradient_memory, why_not_in_memory_of_gradients
 from .forecastable import has_old_logps, why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .loss_request import padding_counts
 from .memory import MAX_TOKENS, why_no_memory_budget
@@ -153,8 +153,7 @@ class _Lines:
             return SummaryLine("attention", f"{name}, as in stock")
         if name in model_compat.flash_implementations():
             return SummaryLine("attention", f"{name}, over all sequences at once")
-        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.trainer.accelerator.mixed_precision)
-        dtype = self.causal_lm.dtype if mixed is None else mixed
+        dtype = torch_compat.dtype_of_products(self.trainer.accelerator, self.causal_lm)
         queries = [torch.empty(1, 1, 1, n, device=device, dtype=dtype) for n in model_compat.head_widths(config)]
         too_wide = [query for query in queries if not flash_takes(query, query)]
         if not too_wide:
@@ -200,7 +199,8 @@ class _Lines:
         asked = self.trainer, self.causal_lm, self.layout
         if (reason := why_not_in_memory_of_gradients(*asked)) is not None:
             return f"; the first of a window no more, because {reason}"
-        return f"; the first of a window up to {gradient_memory(*asked).most_tokens:,} more, where gradients will be"
+        more = f"up to {gradient_memory(*asked).most_tokens:,} more"
+        return f"; the first of a window {more} where gradients will be, at most {MOST_OF_FIRST:,} in all"
 
     def old_logps(self) -> SummaryLine:
         name, computed = "old log-probs", "a forward of their own, where TRL has one"

@@ -24,7 +24,7 @@ from .logps import PromptsNotSharedError, RowsRefusedError, RowsWithImages, comp
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest
 from .random_states import random_states_kept
 from .trial_precision import in_float32, rounding_of, runs_in_float32
-from .trial_rows import ROWS_TRIED, few_sequences, narrowed, prompt_numbers
+from .trial_rows import ROWS_TRIED, few_sequences, narrowed, prompts_of
 
 
 _FIRST_TOKENS = 8  # of a sequence: what leaks into it over a boundary is seen there best
@@ -99,7 +99,7 @@ def try_rows(
         selected = selected[:, : call.logits_to_keep]
     compared = _Compared(call, options, images, selected, tried, count, on_any_process)
     difference = None
-    prompts = prompt_numbers(call) if options.share_prompts else range(len(selected))
+    prompts = prompts_of(call) if options.share_prompts else range(len(selected))
     prompts = [prompts[row] for row in tried]
     if runs_in_float32(call, options):  # in one process: nobody waits for what is left out
         exact = in_float32(compared.errors, options.causal_lm, call.input_ids.device.type)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from trl_fused_grpo.modeling.layout import Rows
 
 from .logps_request import LogpsArgs
+from .partitioning import prompt_group_ids
 
 
 ROWS_TRIED = 5
@@ -26,17 +26,15 @@ def few_sequences(call: LogpsArgs, selected: Tensor, among: Sequence[int] = ()) 
     lengths = (mask.sum(1) * selected.any(1)).masked_fill(padded.with_holes(mask), 0)
     order = [row for length, row in sorted(zip(lengths.tolist(), range(len(lengths)), strict=True)) if length]
     order = [row for row in order if not among or row in among]
-    prompts = prompt_numbers(call)
+    prompts = prompts_of(call)
     siblings = [row for row in order if prompts[row] == prompts[order[0]]][: ROWS_TRIED - 1]
     return sorted([*siblings, *(row for row in order if row not in siblings)][:ROWS_TRIED])
 
 
-def prompt_numbers(call: LogpsArgs) -> list[int]:
+def prompts_of(call: LogpsArgs) -> list[int]:
     """A number for the prompt of each row, the same for equal ones."""
     length = call.input_ids.shape[1] - call.logits_to_keep
-    mask = call.attention_mask[:, :length]
-    prompts = torch.cat([call.input_ids[:, :length] * mask, mask], dim=1)
-    return torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()
+    return prompt_group_ids(call.input_ids[:, :length], call.attention_mask[:, :length])
 
 
 def narrowed(call: LogpsArgs, rows: Sequence[int]) -> LogpsArgs:

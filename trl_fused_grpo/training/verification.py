@@ -25,7 +25,7 @@ from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.output_projection import has_adapter, output_projection
 
 from .agreement import on_any_process
-from .checks import is_possible
+from .checks import log_no_effect
 from .customisation import replaced_behind, replaced_method
 from .customised_model import gradient_hook, row_reader
 from .eligibility import why_not_fused
@@ -163,11 +163,11 @@ class Verification:
         trained, self._trained = self._trained, None
         model, causal_lm = engine.unwrapped(trainer.model), engine.causal_lm(trainer.model)
         reason = why_not_verified(trainer, model, causal_lm)
-        is_left = not is_possible(f"fused_verify={engine.options.fused_verify}", reason) or trained is None
+        log_no_effect(f"fused_verify={engine.options.fused_verify}", reason)
+        is_left = reason is not None or trained is None
         if on_any_process(trainer.accelerator, "verification", is_left) or trained is None:
             return
-        before, trl_loss, loss = trained
-        micro_batch = before.micro_batch
+        (before, trl_loss, loss), micro_batch = trained, trained[0].micro_batch
 
         def run(asks_trl: bool) -> tuple[Tensor, HeadGradients | None]:
             with temporary_attr(self, "asks_trl", asks_trl), self._apart(before):
@@ -180,11 +180,12 @@ class Verification:
             # Other processes would wait for what this one did not run
             if trainer.accelerator.num_processes > 1:
                 raise
-            self._had_no_memory = not is_possible("fused_verify", "there is no memory for TRL's own path")
+            self._had_no_memory = True
+            log_no_effect("fused_verify", "there is no memory for TRL's own path")
             free_memory()
             return
         if gradients is None or fused_gradients is None:
-            is_possible("fused_verify", "TRL's own path does not call the model's backbone")
+            log_no_effect("fused_verify", "TRL's own path does not call the model's backbone")
             return
         self._log(self._loss_error(loss, expected, micro_batch), fused_gradients.error(gradients), causal_lm)
 
@@ -238,8 +239,7 @@ class Verification:
     def _precision(self, causal_lm: PreTrainedModel) -> tuple[str, float]:
         """In what the products of both paths are computed, in words, and the bound for it."""
         accelerator = self.trainer.accelerator
-        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-        dtype = causal_lm.dtype if mixed is None else mixed
+        dtype = torch_compat.dtype_of_products(accelerator, causal_lm)
         if dtype == torch.float32 and accelerator.device.type == "cuda" and torch_compat.matmuls_are_tf32():
             return "TF32", TF32_BOUND
         return str(dtype).removeprefix("torch."), BOUNDS.get(dtype, BOUNDS[torch.bfloat16])

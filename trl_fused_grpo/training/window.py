@@ -25,6 +25,7 @@ class AccumulationWindow:
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.is_in_step = False
+        self._forwards: list[list[FusedStats]] = []
         self._epoch: Callable[[], Any] = _nothing  # a reference to its iterator, which may hold processes
         self.begin()
 
@@ -80,6 +81,20 @@ class AccumulationWindow:
             left = min(left, accumulation - self._steps_of_epoch % accumulation)
         return max(left, 1)
 
+    @property
+    def stats(self) -> list[FusedStats]:
+        """Of the forwards with gradients of the last training step, one for each sub-batch."""
+        return [part for of_forward in self._forwards for part in of_forward]
+
+    def step_begins(self, goes_on: bool) -> None:
+        """A training step begins. It `goes_on` with the forward of the step before when micro-batches share one."""
+        if not goes_on:
+            self._forwards = []
+
+    def keep_stats(self, of_forward: list[FusedStats]) -> None:
+        """Keep the stats of a forward, to which its backward may add some. An objective may run several in a step."""
+        self._forwards = [*(self._forwards if self.is_in_step else ()), of_forward]
+
     def step_ends(self) -> None:
         """A training step is done."""
         moved = self.trainer.accelerator.sync_gradients
@@ -88,9 +103,9 @@ class AccumulationWindow:
         self._steps_since_update = 0 if moved else self._steps_since_update + 1
         self._steps_of_epoch += 1
 
-    def count(self, stats: list[FusedStats]) -> None:
-        """Count the rows of a forward, whose backward is done."""
-        self._recomputed.append((sum(part.recomputed for part in stats), sum(part.rows for part in stats)))
+    def count(self) -> None:
+        """Count the rows of a training step's forwards, whose backward is done."""
+        self._recomputed.append((sum(part.recomputed for part in self.stats), sum(part.rows for part in self.stats)))
 
     def log_recomputed(self) -> None:
         """Log the counts of a window's forwards, reduced together: processes wait for one another once."""

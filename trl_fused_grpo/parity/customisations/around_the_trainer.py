@@ -1,4 +1,4 @@
-"""What a user does around the trainer: rewards that use it, base classes, own loops, hooks, modules in the model."""
+"""What a user does around the trainer: base classes, own loops, hooks, modules in the model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,26 +16,6 @@ from trl_fused_grpo.parity.trainers import StockGRPOTrainer
 
 from . import callbacks
 from .methods import Method
-
-
-def reward_asks(trainer: Trainer) -> None:
-    """A reward that asks the trainer for the completions' log-probs, to reward the model's confidence."""
-    plain = trainer.reward_funcs[0]
-
-    def confident(completion_ids: list[list[int]], **more: Any) -> list[float]:
-        width = max(map(len, completion_ids))
-        ids = torch.full((len(completion_ids), 2 + width), 5, device=trainer.accelerator.device)
-        mask = torch.zeros_like(ids)
-        for row, completion in enumerate(completion_ids):
-            ids[row, 2 : 2 + len(completion)] = torch.tensor(completion, device=ids.device)
-            mask[row, : 2 + len(completion)] = 1
-        with torch.no_grad():
-            logps, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
-        sums = (logps * mask[:, 2:]).sum(1).tolist()
-        trainer.seen += sums
-        return [a + 0.1 * b for a, b in zip(plain(completion_ids=completion_ids, **more), sums, strict=True)]
-
-    trainer.reward_funcs[0] = confident
 
 
 def behind(make: Callable[[Any], dict[str, Method]]) -> Customisation:
@@ -210,14 +190,15 @@ class _Gated(nn.Module):
 
 
 class _ScaledInTraining(nn.Module):
-    """A module whose output is scaled in forwards with gradient."""
+    """A module whose output is scaled in forwards with gradient, or in its training mode."""
 
-    def __init__(self, inner: nn.Module):
+    def __init__(self, inner: nn.Module, by_mode: bool = False):
         super().__init__()
-        self.inner = inner
+        self.inner, self.by_mode = inner, by_mode
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner(hidden) * (1.05 if torch.is_grad_enabled() else 1.0)
+        is_scaled = self.training if self.by_mode else torch.is_grad_enabled()
+        return self.inner(hidden) * (1.05 if is_scaled else 1.0)
 
 
 def around_mlp(make: Callable[[Any, Any], nn.Module]) -> Customisation:
@@ -241,6 +222,10 @@ def scaled_in_training(config: Any, mlp: nn.Module) -> nn.Module:
     return _ScaledInTraining(mlp)
 
 
+def scaled_in_training_mode(config: Any, mlp: nn.Module) -> nn.Module:
+    return _ScaledInTraining(mlp, by_mode=True)
+
+
 def torch_encoder(config: Any, mlp: nn.Module) -> nn.Module:
     """The MLP, then a layer of torch that mixes all tokens of its input."""
     torch.manual_seed(0)
@@ -253,30 +238,6 @@ def on_instance_later(make: Callable[[Any], dict[str, Method]]) -> Customisation
             setattr(trainer, name, MethodType(function, trainer))
 
     return later(replace)
-
-
-def reward_logs(trainer: Trainer) -> None:
-    """A reward function that calls `trainer.log`, which resets TRL's averages."""
-    plain = trainer.reward_funcs[0]
-
-    def logging(**columns: Any) -> list[float]:
-        if trainer.state.global_step:
-            trainer.log({"mine": 1.0})
-        return plain(**columns)
-
-    trainer.reward_funcs[0] = logging
-
-
-def reward_fails(trainer: Trainer) -> None:
-    """A reward function that is interrupted in the second generation."""
-    plain, calls = trainer.reward_funcs[0], iter(range(100))
-
-    def failing(**columns: Any) -> list[float]:
-        if next(calls) == 1:
-            raise KeyboardInterrupt
-        return plain(**columns)
-
-    trainer.reward_funcs[0] = failing
 
 
 def interrupted_loss(trainer: Trainer) -> None:

@@ -1,6 +1,7 @@
 """Cases of what a user does around the trainer: rewards that use it, base classes, own loops, hooks added later."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trl_fused_grpo.parity.case import Case, Customisation, Trainer
@@ -8,6 +9,7 @@ from trl_fused_grpo.parity.customisations import around_the_trainer as a
 from trl_fused_grpo.parity.customisations import callbacks as c
 from trl_fused_grpo.parity.customisations import methods as m
 from trl_fused_grpo.parity.customisations import objectives as o
+from trl_fused_grpo.parity.customisations import rewards as r
 from trl_fused_grpo.parity.customisations.methods import subclass
 
 from .common import KL, OFF_POLICY, SAMPLED, VLLM
@@ -32,10 +34,14 @@ def trained_by(train: Callable[[Trainer], Any]) -> Customisation:
     return Customisation(train=train)
 
 
+def two_adapters(change: Callable[[Trainer], Any] | None = None) -> Customisation:
+    return Customisation(load_model=r.with_two_adapters, change_trainer=change)
+
+
 def methods_and_backward() -> list[Case]:
     return [
-        _case("reward-asks", "a reward function asks for log-probs, beta", on_trainer(a.reward_asks), KL),
-        _case("reward-asks-vllm", "the same, vLLM", on_trainer(a.reward_asks), VLLM, data=SAMPLED),
+        _case("reward-asks", "a reward function asks for log-probs, beta", on_trainer(r.reward_asks), KL),
+        _case("reward-asks-vllm", "the same, vLLM", on_trainer(r.reward_asks), VLLM, data=SAMPLED),
         _case("behind-compute-loss", "(Fused, Own): Own.compute_loss", a.behind(m.compute_loss_l2)),
         _case("behind-own-loss", "(Fused, Own): Own._compute_loss", a.behind(o.contrastive_loss_first)),
         _case("behind-log-probs", "(Fused, Own): Own's log-prob method", a.behind(m.log_probs_other_ids)),
@@ -70,8 +76,17 @@ def rewards_and_reference() -> list[Case]:
     logged_late = {"logging_steps": 2, "max_steps": 4, **VLLM}
     return [
         _case("reference-hook", "a hook on the reference model", on_trainer(a.scale_reference), KL),
-        _case("reward-logs-vllm", "a reward function logs, vLLM", on_trainer(a.reward_logs), logged_late, data=SAMPLED),
-        _case("reward-fails-vllm", "one fails, and train() again, vLLM", again(a.reward_fails), VLLM, data=SAMPLED),
+        _case("reward-logs-vllm", "a reward function logs, vLLM", on_trainer(r.reward_logs), logged_late, data=SAMPLED),
+        _case("reward-fails-vllm", "one fails, and train() again, vLLM", again(r.reward_fails), VLLM, data=SAMPLED),
+        _case("reward-evaluates", "one leaves the model in evaluation", on_trainer(r.reward_evaluates), OFF_POLICY),
+        _case("reward-evaluates-kl", "the same, beta", on_trainer(r.reward_evaluates), KL),
+        _case(
+            "reward-evaluates-mode",
+            "the same, a module that differs in training mode",
+            replace(a.around_mlp(a.scaled_in_training_mode), change_trainer=r.reward_evaluates),
+        ),
+        _case("reward-adapter", "one leaves an adapter off", two_adapters(r.reward_switches_adapter), OFF_POLICY),
+        _case("reference-adapter", "TRL leaves an adapter off, beta", two_adapters(), {**KL, **OFF_POLICY}),
         _case("interrupted-loss", "KeyboardInterrupt before the backward", again(a.interrupted_loss)),
         _case("interrupted-loss-kl", "the same, beta", again(a.interrupted_loss), KL),
         _case("interrupted-loss-vllm", "the same, vLLM", again(a.interrupted_loss), VLLM, data=SAMPLED),
