@@ -132,10 +132,10 @@ class FusedTrainerMixin(_Trainer):
     def _generate_and_score_completions(self, inputs):
         if not self.use_liger_loss:
             return super()._generate_and_score_completions(inputs)
-        with self._fused.generation():
+        with self._fused.generation() as correction:
             output = super()._generate_and_score_completions(inputs)
             if self._fused.deferral.has_left_out_old:
-                self._fused.ratio.mark(output)
+                self._fused.ratio.mark(output, correction)
             return output
 
     @trl_compat.profiling_decorator

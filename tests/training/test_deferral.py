@@ -129,6 +129,19 @@ def test_log_probs_of_rows_that_depend_on_one_another_come_from_generation(tmp_p
         assert entry["loss"] == pytest.approx(stock_entry["loss"], rel=1e-4, abs=1e-7)
 
 
+def test_a_frozen_weight_that_a_reward_function_moves_counts(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1, num_iterations=2, peft_config=lora())
+
+    def moves(completions, **_):
+        with torch.no_grad():
+            trainer.model.get_base_model().model.norm.weight.mul_(1.1)
+        return [float(len(completion) % 5) for completion in completions]
+
+    trainer.reward_funcs = [moves]
+    trainer.train()
+    assert trainer._fused.deferral.moved_by == "a reward function"
+
+
 @pytest.mark.parametrize("options", [{"num_iterations": 2, "beta": 0.0}, {"beta": 0.5}], ids=["old", "reference"])
 def test_log_probs_come_from_generation_once_a_reward_function_moves_weights(tmp_path, caplog, options):
     """In the first generation it writes what is there already, so that all can be compared with stock's."""

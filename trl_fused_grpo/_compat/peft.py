@@ -64,7 +64,11 @@ def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
         # It adapts no layer. Switched off, PEFT calls the model inside; its flag for that is newer than PEFT 0.17
         return peft_model.forward == peft_model.base_model.forward, tuple(peft_model.active_adapters)
     layer = _tuner_layer(modules)
-    return None if layer is None else (bool(layer.disable_adapters), tuple(layer.active_adapters))
+    if layer is None:
+        return None
+    # A wrapper of PEFT's around one module knows of those adapters alone that the module has
+    knows_all: Any = layer if peft_model is None else peft_model.base_model
+    return bool(layer.disable_adapters), tuple(knows_all.active_adapters)
 
 
 @contextmanager

@@ -38,8 +38,8 @@ logger = logging.get_logger(__name__)
 
 class _LeftOut(NamedTuple):
     """
-    A call of TRL's generation that is answered later: its arguments, the adapters that were on, TRL's method, and the
-    weights that may move, with how often each was written.
+    A call of TRL's generation that is answered later: its arguments, the adapters that were on, TRL's method, and how
+    often each weight was written.
     """
 
     call: LogpsArgs
@@ -239,6 +239,5 @@ class LogpsDeferral:
 
 
 def _times_written(model: Any) -> dict[Tensor, int]:
-    """How often each weight that is trained was written, or each of a model that is not trained."""
-    weights = torch_compat.parameters_of(model)
-    return {weight: weight._version for weight in [w for w in weights if w.requires_grad] or weights}
+    """How often each weight was written, but through `.data`, which nobody counts."""
+    return {weight: weight._version for weight in torch_compat.parameters_of(model)}

@@ -45,9 +45,22 @@ class DeferredRatio:
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self._metrics = SamplingMetrics()
+        self._correction: SamplingCorrection | None = None
 
-    def mark(self, output: dict[str, Any]) -> None:
-        """Mark a generation batch whose old log-probs and ratios the training will compute."""
+    @property
+    def correction(self) -> SamplingCorrection:
+        """The correction of the generation batch that is trained on, or of the trainer."""
+        return self._correction or sampling_correction(self.trainer)
+
+    def mark(self, output: dict[str, Any], correction: SamplingCorrection | None = None) -> None:
+        """
+        Mark a generation batch whose old log-probs and ratios the training will compute.
+
+        Args:
+            output (`dict`): of TRL's generation.
+            correction ([`SamplingCorrection`], *optional*): as it was before reward functions ran. TRL applies it then.
+        """
+        self._correction = correction
         del output["old_per_token_logps"]
         output[DEFERRED] = torch.tensor(True)
         if not trainers.corrects_sampling(self.trainer):
@@ -120,11 +133,10 @@ class DeferredRatio:
         sequences that were left out `[B]`, whose log-probs are not known.
         """
         values = logps, inputs["sampling_per_token_logps"], trl_compat.loss_mask(self.trainer, inputs)
-        correction = sampling_correction(self.trainer)
-        ratio = correction.ratio(*values)
+        ratio = self.correction.ratio(*values)
         if place is not None:
             process = torch.full((len(logps),), self.trainer.accelerator.process_index, device=logps.device)
-            self._metrics.add(place, correction, *values, ratio, inputs.get(GENERATED_BY, process), left_out)
+            self._metrics.add(place, self.correction, *values, ratio, inputs.get(GENERATED_BY, process), left_out)
         return ratio
 
     def _log_when_complete(self) -> None:

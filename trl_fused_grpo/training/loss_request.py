@@ -17,7 +17,7 @@ from trl_fused_grpo.loss.reduction import luspo_counts_padding
 from trl_fused_grpo.loss.rloo import rloo_objective
 
 from .customisation import loss_type_of
-from .deferred_ratio import DEFERRED, sampling_correction
+from .deferred_ratio import DEFERRED
 from .logps_request import LogpsArgs, LogpsRequest
 from .rloo import build_rloo_request
 
@@ -101,7 +101,7 @@ def build_call_request(
 
 
 def build_loss_request(
-    trainer: GRPOTrainer, inputs: dict[str, Any], skip_zero_grad: bool, beta: float | None = None
+    trainer: Any, inputs: dict[str, Any], skip_zero_grad: bool, beta: float | None = None
 ) -> LogpsRequest:
     """
     Decide which positions of a micro-batch to project for the loss, and forecast their gradients.
@@ -127,7 +127,7 @@ def build_loss_request(
     deferred = DEFERRED in inputs and has_ratio
     corrected = has_ratio and not deferred and takes_ratio
     normalizer = trl_compat.global_normalizer(trainer, inputs) if objective.uses_global_normalizer else None
-    correction = sampling_correction(trainer) if deferred and takes_ratio else None
+    correction = trainer._fused.ratio.correction if deferred and takes_ratio else None
     # A ratio that multiplies each token's own term keeps the tokens apart
     is_tokenwise = correction is None or (not correction.is_per_sequence and objective.is_tokenwise(has_old_logps=True))
     forecast = FusedLinearGRPOLoss.from_objective(objective).forecast(

@@ -42,7 +42,7 @@ def build_rloo_request(trainer: Any, inputs: dict[str, Any], skip_zero_grad: boo
 class DeferredOldLogps(DeferredRatio):
     """RLOO's old log-probs in the place of the importance ratios of [`DeferredRatio`]: no metric is made of them."""
 
-    def mark(self, output: dict[str, Any]) -> None:
+    def mark(self, output: dict[str, Any], correction: Any = None) -> None:
         del output["old_logps"]
         output[DEFERRED] = torch.tensor(True)
 

@@ -27,7 +27,7 @@ from . import checks
 from .anywhere import FoundAnywhere
 from .customisation import replaced_behind, replaced_method
 from .deferral import LogpsDeferral
-from .deferred_ratio import DeferredRatio
+from .deferred_ratio import DeferredRatio, sampling_correction
 from .eligibility import why_forwards_are_not_shared, why_not_fused, why_padding_may_be_read
 from .engine import LogpsEngine
 from .kl import kl_term, replaces_kl
@@ -130,8 +130,8 @@ class FusedState:
     # Generation, and the micro-batches that it is split into
 
     @contextmanager
-    def generation(self) -> Generator[None, None, None]:
-        """While it lasts, TRL generates: some log-probs are left out."""
+    def generation(self) -> Generator[Any, None, None]:
+        """While it lasts, TRL generates: some log-probs are left out. Yields vLLM's correction, `None` without it."""
         self.engine.list_modules_anew()
         if not self.window.begins:  # then the training step has looked
             self.anywhere.look()
@@ -139,7 +139,7 @@ class FusedState:
             print_summary(self.engine)  # by now the model is in its wrappers
             self._has_summary_to_print = False
         with self.deferral.generation(self.window.steps_left):
-            yield
+            yield sampling_correction(self.trainer) if trainers.corrects_sampling(self.trainer) else None
         forget_repeated_hooks(self.trainer.model)
 
     def plan(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trl_fused_grpo._compat.required import SAMPLING_CLIP_MAX
 from trl_fused_grpo.parity.case import Trainer
 
 
@@ -74,13 +75,29 @@ def reward_switches_adapter(trainer: Trainer) -> None:
     trainer.reward_funcs[0] = judging
 
 
+def reward_changes_correction(trainer: Trainer) -> None:
+    """A reward function that changes the bound of vLLM's ratios, which TRL has computed by then."""
+    plain = trainer.reward_funcs[0]
+
+    def changing(**columns: Any) -> list[float]:
+        setattr(trainer, SAMPLING_CLIP_MAX, 0.9)
+        return plain(**columns)
+
+    trainer.reward_funcs[0] = changing
+
+
 def with_two_adapters(checkpoint: Path) -> Any:
-    """A model with two LoRA adapters, both on. TRL's reference, a third one, leaves the first of them on alone."""
+    """
+    A model with two LoRA adapters, both on, the first with embeddings of its own. TRL's reference, a third one, leaves
+    the first of them on alone.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["embed_tokens"], init_lora_weights=False
+    )
     model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "other"])

@@ -85,6 +85,13 @@ def rewards_and_reference() -> list[Case]:
             "the same, a module that differs in training mode",
             replace(a.around_mlp(a.scaled_in_training_mode), change_trainer=r.reward_evaluates),
         ),
+        _case(
+            "reward-correction",
+            "one changes a bound of vLLM's ratios",
+            on_trainer(r.reward_changes_correction),
+            VLLM,
+            data=SAMPLED,
+        ),
         _case("reward-adapter", "one leaves an adapter off", two_adapters(r.reward_switches_adapter), OFF_POLICY),
         _case("reference-adapter", "TRL leaves an adapter off, beta", two_adapters(), {**KL, **OFF_POLICY}),
         _case("interrupted-loss", "KeyboardInterrupt before the backward", again(a.interrupted_loss)),
