@@ -9,19 +9,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from safetensors.torch import save_file
-
-from trl_fused_grpo.training import eligibility
 
 from . import runs
 from .batches import Batch, make
 from .engines import launcher_options
 from .out_of_memory import memory_runs_out
 from .runs import ACCUMULATION, RANKS
-from .worker import build, train
+from .worker import build, fed_as_stock, train
 from .wrong_forecast import misled
 
 
@@ -119,15 +116,13 @@ def work(run: Run, folder: Path, rank: int) -> None:
     batches = torch.load(folder / f"{run.data}.pt")[rank]
     options: dict[str, Any] = {"fused_skip_zero_grad_sequences": True} if run.trainer == "skipping" else {}
     trainer = build(run, folder, batches, **launcher_options(run.backend), **options)
-    # The methods that feed the trainer count as replaced, but read no micro-batch
-    is_fed = mock.patch.object(eligibility, "why_micro_batches_are_seen", return_value=None)
     with ExitStack() as stack:
         if rank == 1 and run.trainer == "misled":
             stack.enter_context(misled())
         if rank == 1 and run.trainer in OUT_OF_MEMORY:
             stack.enter_context(memory_runs_out(in_head=run.trainer.endswith("head")))
         if run.shares_forwards:
-            stack.enter_context(is_fed)
+            stack.enter_context(fed_as_stock())
         seen, moved = train(trainer)
     (folder / f"{run.name}.{rank}.json").write_text(json.dumps(seen))
     if rank == 0:

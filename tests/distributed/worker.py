@@ -9,7 +9,8 @@ rank saw, `<run>.json`, and how far each parameter moved, `<run>.safetensors`.
 
 import json
 import sys
-from contextlib import ExitStack, nullcontext
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import tokenizer
-from trl_fused_grpo.training import eligibility, engine
+from trl_fused_grpo.training import eligibility, engine, merging
 from trl_fused_grpo.training.exchange_plan import GENERATED_BY
 
 from .adapters import adapter, adapters_disabled, dense_log_probs
@@ -187,6 +188,15 @@ def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
     return seen, moved
 
 
+@contextmanager
+def fed_as_stock() -> Generator[None, None, None]:
+    """While it lasts, the methods that feed a trainer do not count as replaced: they read no micro-batch."""
+    with ExitStack() as stack:
+        for module in (eligibility, merging):
+            stack.enter_context(mock.patch.object(module, "why_micro_batches_are_seen", return_value=None))
+        yield
+
+
 def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
     batches = torch.load(folder / f"{run.data}.pt")[rank]
     trainer = None
@@ -195,7 +205,6 @@ def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
             run.backend, "bf16" if run.case == "bf16" else "no", bool(run.head and run.head.flat)
         )
         trainer = build(run, folder, batches, **options)
-        shared = mock.patch.object(eligibility, "why_micro_batches_are_seen", return_value=None)
         with ExitStack() as stack:
             warning = stack.enter_context(mock.patch.object(engine.logger, "warning"))
             if run.trainer == "misled" and rank == 1:
@@ -203,8 +212,8 @@ def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
             if run.trainer == "out-of-memory" and rank == 1:
                 stack.enter_context(memory_runs_out())
             compiled = stack.enter_context(compiled_calls()) if run.trainer == "compiled" else {}
-            if run.shares_forwards:  # the methods that feed the trainer count as replaced, but read no micro-batch
-                stack.enter_context(shared)
+            if run.shares_forwards:
+                stack.enter_context(fed_as_stock())
             seen, moved = train(trainer)
             warnings = [call.args[0] for call in warning.call_args_list]
             return {**seen, "warnings": warnings, "compiled": compiled}, moved
