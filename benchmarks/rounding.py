@@ -7,6 +7,7 @@ that `trl-fused-grpo parity --random` has drawn, in bfloat16 against float64, as
     python benchmarks/rounding.py --seeds 24 --json rounding.json             # on CUDA: --model 0.6b
     python benchmarks/rounding.py --mode sequence_mask --longest 4096
     python benchmarks/rounding.py --drawn random:3402:702 --drawn random:3403:472 --seeds 256
+    python benchmarks/rounding.py --drawn random:3402:702 --seeds 512 --after 256  # not those that singled it out
 """
 
 import math
@@ -113,10 +114,12 @@ def errors_of_mode(mode: str, model: str, lengths: Lengths, seeds: int, device: 
     return rows
 
 
-def errors_of_drawn(name: str, batches: int, device: str) -> tuple[list[dict[str, float]], dict[str, float]]:
+def errors_of_drawn(
+    name: str, batches: int, after: int, device: str
+) -> tuple[list[dict[str, float]], dict[str, float]]:
     """
-    The distance of each contender's gradients from float64, relative to their norm: of each batch of a drawn case, and
-    of all together, where the batches with the largest gradients decide.
+    The distance of each contender's gradients from float64, relative to their norm: of each batch of a drawn case
+    `after` its first ones, and of all together, where the batches with the largest gradients decide.
     """
     drawn = random_case(name)
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +134,7 @@ def errors_of_drawn(name: str, batches: int, device: str) -> tuple[list[dict[str
             arms[arm] = Restarted(load_weights(trainer, start), start)
         expected: list[Outcome] = []
         outcomes: dict[str, list[Outcome]] = {arm: [] for arm in arms}
-        for seed in range(drawn.seed, drawn.seed + batches):
+        for seed in range(drawn.seed + after, drawn.seed + after + batches):
             data = make_data(drawn, truth(), seed)
             expected.append(run_case(truth(), drawn, data, settings.dtype))
             for arm, trainer in arms.items():
@@ -166,6 +169,7 @@ def main(
     mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODES)}; repeatable")] = None,
     drawn: Annotated[list[str] | None, typer.Option(help="random:SEED:INDEX instead; repeatable")] = None,
     seeds: Annotated[int, typer.Option(help="generation batches", min=2)] = 24,
+    after: Annotated[int, typer.Option(help="of a drawn case, so many batches are left out before", min=0)] = 0,
     model: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "small",
     median: Annotated[int, typer.Option(help="tokens of completions")] = 120,
     longest: Annotated[int, typer.Option(help="the same, at most")] = 512,
@@ -176,7 +180,7 @@ def main(
     """Compare errors; exits 1 where ours is larger than stock's and the null's, beyond what the seeds leave open."""
     lengths = Lengths(prompts=(20, 60), median=median, longest=longest)
     record: dict[str, Any] = {**environment(device, commit), "results": []}
-    record["seeds"] = seeds
+    record |= {"seeds": seeds, "after": after}
     if not drawn:
         record |= {"model": model, "median": median, "longest": longest}
     truth = "float64" if drawn else "float32"
@@ -187,7 +191,7 @@ def main(
     for name in drawn or mode or MODES:
         together = {}
         if drawn:
-            rows, together = errors_of_drawn(name, seeds, device)
+            rows, together = errors_of_drawn(name, seeds, after, device)
         else:
             rows = errors_of_mode(name, model, lengths, seeds, device)
         verdict = against_stock(rows)
