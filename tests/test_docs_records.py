@@ -144,12 +144,27 @@ def test_peaks_at_equal_batch_and_missed_targets_are_those_of_the_record(case):
     assert row in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
 
 
-def test_drawn_cases_beside_another_attention_are_those_of_the_record():
-    results = json.loads((ROOT / "benchmarks/results/rounding-drawn-cpu.json").read_text())["results"]
-    shown = {"ours": "ours", "ours, padded": 'ours, `fused_layout="padded"`', "stock, eager attention": None}
+@pytest.mark.parametrize(
+    ("record", "after", "arms"),
+    [
+        (
+            "cpu",
+            None,
+            {"ours": "ours", "ours, padded": 'ours, `fused_layout="padded"`', "stock, eager attention": None},
+        ),
+        ("h200", 0, {"ours": None, "stock, eager attention": None}),
+        ("after-h200", 256, {"ours": None, "stock, eager attention": None}),
+        ("after-h200", 512, {"ours": None, "stock, eager attention": None}),
+    ],
+)
+def test_drawn_cases_beside_another_attention_are_those_of_the_record(record, after, arms):
+    results = [
+        entry for entry in record_of(f"rounding-drawn-{record}.json")["results"] if entry.get("after", after) == after
+    ]
     assert [entry["mode"] for entry in results] == ["random:3402:702", "random:3403:472"]
-    for arm, name in shown.items():
-        cells = [name or arm]
+    for arm, name in arms.items():
+        cells = [] if after is None else [f"{after + 1} to {after + 256}"]
+        cells.append(name or arm)
         for entry in results:
             cells.append(f"{entry['together'][arm] / entry['together']['stock']:.2f}")
             cells.append("{ratio:.2f} ({low:.2f} to {high:.2f})".format(**entry["relative_to_stock"][arm]))
