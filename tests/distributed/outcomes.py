@@ -91,7 +91,7 @@ def each_forked(launches: dict[str, list[Any]], where: Callable[[Any], bool] = l
             )
             for name, runs in launches.items()
             for run in runs
-            if run.trainer == "fused" and (where is None or where(run))
+            if run.trainer == "fused" and where(run)
         ],
     )
 

@@ -164,10 +164,10 @@ class Verification:
         model, causal_lm = engine.unwrapped(trainer.model), engine.causal_lm(trainer.model)
         reason = why_not_verified(trainer, model, causal_lm)
         log_no_effect(f"fused_verify={engine.options.fused_verify}", reason)
-        is_left = reason is not None or trained is None
-        if on_any_process(trainer.accelerator, "verification", is_left) or trained is None:
+        if on_any_process(trainer.accelerator, "verification", bool(reason) or trained is None) or trained is None:
             return
-        (before, trl_loss, loss), micro_batch = trained, trained[0].micro_batch
+        before, trl_loss, loss = trained
+        micro_batch = before.micro_batch
 
         def run(asks_trl: bool) -> tuple[Tensor, HeadGradients | None]:
             with temporary_attr(self, "asks_trl", asks_trl), self._apart(before):

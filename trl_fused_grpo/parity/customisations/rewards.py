@@ -1,5 +1,6 @@
 """Reward functions that use the trainer or its model, and leave them changed."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,61 +30,51 @@ def reward_asks(trainer: Trainer) -> None:
     trainer.reward_funcs[0] = confident
 
 
-def reward_logs(trainer: Trainer) -> None:
-    """A reward function that calls `trainer.log`, which resets TRL's averages."""
+def _acts_first(trainer: Trainer, act: Callable[[], Any]) -> None:
+    """The reward function does something before it rewards."""
     plain = trainer.reward_funcs[0]
 
-    def logging(**columns: Any) -> list[float]:
-        if trainer.state.global_step:
-            trainer.log({"mine": 1.0})
+    def acting(**columns: Any) -> list[float]:
+        act()
         return plain(**columns)
 
-    trainer.reward_funcs[0] = logging
+    trainer.reward_funcs[0] = acting
+
+
+def reward_logs(trainer: Trainer) -> None:
+    """A reward function that calls `trainer.log`, which resets TRL's averages."""
+
+    def log() -> None:
+        if trainer.state.global_step:
+            trainer.log({"mine": 1.0})
+
+    _acts_first(trainer, log)
 
 
 def reward_fails(trainer: Trainer) -> None:
     """A reward function that is interrupted in the second generation."""
-    plain, calls = trainer.reward_funcs[0], iter(range(100))
+    calls = iter(range(100))
 
-    def failing(**columns: Any) -> list[float]:
+    def fail() -> None:
         if next(calls) == 1:
             raise KeyboardInterrupt
-        return plain(**columns)
 
-    trainer.reward_funcs[0] = failing
+    _acts_first(trainer, fail)
 
 
 def reward_evaluates(trainer: Trainer) -> None:
     """A reward function that leaves the model in evaluation. The next training step ends that."""
-    plain = trainer.reward_funcs[0]
-
-    def evaluating(**columns: Any) -> list[float]:
-        trainer.model.eval()
-        return plain(**columns)
-
-    trainer.reward_funcs[0] = evaluating
+    _acts_first(trainer, lambda: trainer.model.eval())
 
 
 def reward_switches_adapter(trainer: Trainer) -> None:
     """A reward function that leaves one of two adapters on, which it judges with."""
-    plain = trainer.reward_funcs[0]
-
-    def judging(**columns: Any) -> list[float]:
-        trainer.model.set_adapter("default")
-        return plain(**columns)
-
-    trainer.reward_funcs[0] = judging
+    _acts_first(trainer, lambda: trainer.model.set_adapter("default"))
 
 
 def reward_changes_correction(trainer: Trainer) -> None:
     """A reward function that changes the bound of vLLM's ratios, which TRL has computed by then."""
-    plain = trainer.reward_funcs[0]
-
-    def changing(**columns: Any) -> list[float]:
-        setattr(trainer, SAMPLING_CLIP_MAX, 0.9)
-        return plain(**columns)
-
-    trainer.reward_funcs[0] = changing
+    _acts_first(trainer, lambda: setattr(trainer, SAMPLING_CLIP_MAX, 0.9))
 
 
 def with_two_adapters(checkpoint: Path) -> Any:
