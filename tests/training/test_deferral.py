@@ -18,6 +18,9 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.ops import linear_logps
+from trl_fused_grpo.parity.customisations.rewards import reward_switches_adapter, with_two_adapters
+from trl_fused_grpo.parity.tiny import save_checkpoint
+from trl_fused_grpo.training import deferral, merging
 
 
 def train(tmp_path, cls=FusedGRPOTrainer, reward=None, **options):
@@ -127,6 +130,34 @@ def test_log_probs_of_rows_that_depend_on_one_another_come_from_generation(tmp_p
         assert relative_error(weights[name], weight) < 1e-5, name
     for entry, stock_entry in zip(log, stock_log, strict=True):
         assert entry["loss"] == pytest.approx(stock_entry["loss"], rel=1e-4, abs=1e-7)
+
+
+def test_the_log_says_that_a_reward_function_leaves_the_model_in_evaluation(tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(merging.logger, "warning_once", messages.append, raising=False)
+    trainer = make_trainer(tmp_path, max_steps=1, gradient_accumulation_steps=4)
+
+    def evaluates(completions, **_):
+        trainer.model.eval()
+        return [float(len(completion) % 5) for completion in completions]
+
+    trainer.reward_funcs = [evaluates]
+    trainer.train()
+    (message,) = messages
+    assert "because a generation has left the model in evaluation" in message
+
+
+def test_the_log_says_that_a_reward_function_leaves_other_adapters_on(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    messages = []
+    monkeypatch.setattr(deferral.logger, "warning_once", messages.append, raising=False)
+    model = with_two_adapters(save_checkpoint("llama", tmp_path, torch.float32))
+    trainer = make_trainer(tmp_path, model=model, max_steps=1, steps_per_generation=2, gradient_accumulation_steps=1)
+    reward_switches_adapter(trainer)
+    trainer.train()
+    assert messages == [
+        "Old log-probs have a forward of their own, because other adapters are on than when TRL asked for them."
+    ]
 
 
 def test_a_frozen_weight_that_a_reward_function_moves_counts(tmp_path):

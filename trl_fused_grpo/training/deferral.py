@@ -201,23 +201,23 @@ class LogpsDeferral:
         if left_out is None:
             return []
         before, later = 0, []
-        from_training = 0 if self._are_adapters_switched(left_out) else self._from_training
+        from_training = self._from_training
+        if (reason := self._why_adapters_are_others(left_out)) is not None:
+            logger.warning_once(f"Old log-probs have a forward of their own, because {reason}.")
+            from_training = 0
         for group in groups:  # each within one accumulation window
             before += len(group)
             later += [group] if before > from_training else []
         logps = [logps for _, logps in self._computed(left_out, later, build_request)]
         return list(enumerate(logps, before - len(logps)))
 
-    def _are_adapters_switched(self, left_out: _LeftOut) -> bool:
-        """Whether other adapters are on than when generation asked, on any process: all compute as many forwards."""
+    def _why_adapters_are_others(self, left_out: _LeftOut) -> str | None:
+        """Why the training forward gives other log-probs, on any process: all compute as many forwards. Or `None`."""
         if left_out.adapters is None:
-            return False
-        is_other = left_out.adapters != peft_compat.adapter_state(left_out.call.model)
-        if is_switched := on_any_process(self.trainer.accelerator, "adapters", is_other):
-            logger.warning_once(
-                "Old log-probs have a forward of their own, because other adapters are on than when TRL asked for them."
-            )
-        return is_switched
+            return None
+        are_others = left_out.adapters != peft_compat.adapter_state(left_out.call.model)
+        is_on_any = on_any_process(self.trainer.accelerator, "adapters", are_others)
+        return "other adapters are on than when TRL asked for them" if is_on_any else None
 
     @torch.no_grad()
     def _computed(
