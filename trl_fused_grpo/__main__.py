@@ -1,7 +1,7 @@
 """`python -m trl_fused_grpo` is the `trl-fused-grpo` command."""
 
-from .cli import app
+from .cli import main
 
 
 if __name__ == "__main__":  # not in processes that a script of `run` starts
-    app(prog_name="trl-fused-grpo")
+    main()

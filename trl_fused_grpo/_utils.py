@@ -10,11 +10,11 @@ def temporary_attr(owner: Any, name: str, value: Any) -> Generator[None, None, N
     """While it lasts, the attribute `name` of an object is `value`. Afterwards it is what it was, or the class's."""
     own = vars(owner)
     has_own, previous = name in own, own.get(name)
-    setattr(owner, name, value)
     try:
+        setattr(owner, name, value)
         yield
     finally:
         if has_own:
             setattr(owner, name, previous)
-        else:
+        elif name in own:
             delattr(owner, name)

@@ -135,6 +135,11 @@ class FusedOptions:
         """Whether a layout was asked for, so that no other may stand in for it."""
         return self.fused_layout != "auto"
 
+    @property
+    def forces_rows(self) -> bool:
+        """Whether a layout without TRL's padding was asked for: the user's word that unknown model code may have it."""
+        return self.fused_layout in ("packed", "aligned")
+
 
 @dataclass
 class FusedGRPOConfig(GRPOConfig):

@@ -7,6 +7,7 @@ The new class has the bases `(TrainerClass, FusedGRPOTrainer)`, or `FusedRLOOTra
 it calls with `super()` is the fused trainer's method, then TRL's.
 """
 
+import copyreg
 import inspect
 import sys
 from dataclasses import field, fields, make_dataclass
@@ -121,16 +122,16 @@ class _FusedConfig:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Trainers save their arguments with each checkpoint. The class is made anew where they are loaded
-        if _FusedConfig not in type(self).__bases__:
-            return super().__reduce_ex__(protocol)
-        return _loaded_config, (type(self).__mro__[2], vars(self))
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        is_plain = reduced[0] is copyreg.__newobj__  # ty: ignore[missing-attribute]
+        if _FusedConfig not in type(self).__bases__ or not is_plain:
+            return reduced  # a subclass of it, or a `__reduce__` of the user's
+        return _new_config, (type(self).__mro__[2],), *reduced[2:]
 
 
-def _loaded_config(config_class: type, values: dict[str, Any]) -> Any:
+def _new_config(config_class: type) -> Any:
     cls: Any = fuse_config(config_class)
-    config = cls.__new__(cls)
-    vars(config).update(values)
-    return config
+    return cls.__new__(cls)
 
 
 def fuse_config(config_class: Class) -> Class:

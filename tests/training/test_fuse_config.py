@@ -50,6 +50,33 @@ def test_a_fused_configuration_is_copied_pickled_saved_and_parsed(tmp_path):
     assert type(copy.deepcopy(Sub(**options))) is Sub
 
 
+@dataclass(slots=True)
+class Slots(GRPOConfig):
+    own: str = "mine"
+
+
+@dataclass
+class OwnState(GRPOConfig):
+    own: str = "mine"
+
+    def __getstate__(self):
+        return {**vars(self), "own": "saved"}
+
+    def __setstate__(self, state):
+        vars(self).update(state, own=f"{state['own']} and loaded")
+
+
+@pytest.mark.parametrize(("cls", "own"), [(Slots, "yours"), (OwnState, "saved and loaded")])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))])
+def test_a_copy_of_a_fused_configuration_has_what_one_of_its_class_has(tmp_path, cls, own, copied):
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "own": "yours"}
+    args = fuse_config(cls)(**options, fused_layout="packed")
+    other = copied(args)
+    assert other.own == own == copied(cls(**options)).own
+    args.own = other.own
+    assert type(other) is type(args) and other == args
+
+
 @dataclass
 class OwnMethods(GRPOConfig):
     def __repr__(self):

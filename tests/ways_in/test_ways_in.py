@@ -4,24 +4,31 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import trl
 from typer.testing import CliRunner
 
 from trl_fused_grpo import FusedGRPOTrainer, patch
-from trl_fused_grpo.cli import app
+from trl_fused_grpo.cli import app, main
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.defaults import patched_options
 
 from .stock_script import assert_fused_and_equal, told_by
 
 
-def command(*words):
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+def run(*words):
+    """`trl-fused-grpo run`. Returns its exit code; what else ends it is raised, and Python shows it."""
+    line = ["trl-fused-grpo", "run", *map(str, words)]
+    with mock.patch.object(sys, "argv", line):
+        try:
+            main()
+        except SystemExit as end:
+            return end.code
+        finally:
+            assert sys.argv is line
+    return 0
 
 
 def test_patch_and_run_train_as_stock(train, stock, script):
@@ -29,8 +36,7 @@ def test_patch_and_run_train_as_stock(train, stock, script):
         patched = train("patched.json")
     assert patched["class"] == "FusedGRPOTrainer"
     assert_fused_and_equal(patched["log"], stock)
-    result = command("run", "--fused-layout", "aligned", script, script.parent, "run.json")
-    assert result.exit_code == 0, result.output
+    assert run("--fused-layout", "aligned", script, script.parent, "run.json") == 0
     assert_fused_and_equal(told_by(script.parent, "run.json")["log"], stock)
 
 
@@ -52,31 +58,54 @@ def test_a_script_runs_as_python_would_run_it(tmp_path, monkeypatch, is_module):
     (folder / "telling.py").write_text(TELLING)
     name = ("-m", "scripts.telling") if is_module else (folder / "telling.py",)
     arguments = [str(tmp_path / "told.json"), "--fused_layout", "dense", "--", "-m", "--help"]
-    before = sys.argv, [*sys.path]
-    result = command("run", "--fused_layout", "packed", "--fused-balance", "none", *name, *arguments)
-    assert result.exit_code == 3, result.output
+    before, main_module = [*sys.path], sys.modules["__main__"]
+    assert run("--fused_layout", "packed", "--fused-balance", "none", *name, *arguments) == 3
     argv, path, trainer, variable = json.loads((tmp_path / "told.json").read_text())
     assert argv == [str(folder / "telling.py"), *arguments]
     assert path == str(tmp_path if is_module else folder)
     assert (trainer, variable) == ("FusedGRPOTrainer", "fused_layout=packed,fused_balance=None")
-    assert (sys.argv, sys.path) == before and os.environ["TRL_FUSED_GRPO"] == "0"
+    assert sys.path == before and sys.modules["__main__"] is main_module and os.environ["TRL_FUSED_GRPO"] == "0"
     assert trl.GRPOTrainer is not FusedGRPOTrainer and patched_options() is None
 
 
 def test_processes_of_a_script_get_the_options_of_every_patch_in_force(tmp_path):
     (tmp_path / "telling.py").write_text(TELLING)
     with patch(fused_lora=False, fused_layout="aligned"):
-        command("run", "--fused_layout", "packed", tmp_path / "telling.py", tmp_path / "told.json")
+        run("--fused_layout", "packed", tmp_path / "telling.py", tmp_path / "told.json")
     assert json.loads((tmp_path / "told.json").read_text())[3] == "fused_lora=False,fused_layout=packed"
 
 
-def test_an_error_of_a_script_shows_where_it_comes_from(tmp_path, monkeypatch, capsys):
-    """Also one that the command line takes for its own; after a change of folder the script knows where it lies."""
+ASKING = """
+import os, sys
+os.chdir("..")
+raise EOFError(sys.argv[0], __file__)
+"""
+
+
+def test_a_script_is_named_as_it_was_typed_and_knows_where_it_lies(tmp_path, monkeypatch):
+    (tmp_path / "scripts").mkdir()
     monkeypatch.chdir(tmp_path)
-    Path("asking.py").write_text("import os; os.chdir('..'); raise EOFError(__file__)")
-    result = command("run", "asking.py")
-    said = result.output + capsys.readouterr().err
-    assert result.exit_code == 1 and f"EOFError: {tmp_path / 'asking.py'}" in said and "in <module>" in said
+    asking = Path("scripts", "asking.py")
+    asking.write_text(ASKING)
+    with pytest.raises(EOFError) as error:
+        run(asking)
+    assert error.value.args == (str(asking), str(tmp_path / asking))
+    assert error.traceback[-1].path == tmp_path / asking
+
+
+OF_THE_COMMAND_LINE = ("typer.Exit(6)", "typer.Abort()", "typer.BadParameter('value')", "EOFError()")
+
+
+@pytest.mark.parametrize("is_module", [False, True], ids=["script", "module"])
+@pytest.mark.parametrize("error", [*OF_THE_COMMAND_LINE, "OSError(32, 'pipe')", "KeyboardInterrupt()", "ValueError()"])
+def test_what_a_script_raises_is_left_to_python(error, is_module, tmp_path, monkeypatch):
+    """typer would end most of them itself: without a traceback, and with an exit code of its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("raising.py").write_text(f"import typer\nerror = {error}\nraise error")
+    with pytest.raises(BaseException) as raised:
+        run(*(["-m", "raising"] if is_module else ["raising.py"]))
+    assert raised.traceback[-1].path == tmp_path / "raising.py"
+    assert raised.value is raised.traceback[-1].frame.f_globals["error"]
 
 
 @pytest.mark.parametrize(
@@ -91,13 +120,12 @@ def test_an_error_of_a_script_shows_where_it_comes_from(tmp_path, monkeypatch, c
 )
 def test_a_command_line_that_cannot_be_run_says_why(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = command("run", *words)
-    assert result.exit_code == 2
-    assert message in result.output + capsys.readouterr().err
+    assert run(*words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_parity_compares_with_stock_whatever_is_patched():
     with patch(fused_layout="aligned"):
-        result = command("parity", "--device", "cpu", "--case", "grpo-off-policy")
+        result = CliRunner().invoke(app, ["parity", "--device", "cpu", "--case", "grpo-off-policy"])
         assert patched_options() == FusedOptions(fused_layout="aligned")
     assert result.exit_code == 0 and "1 equal" in result.output, result.output

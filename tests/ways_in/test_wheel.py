@@ -85,6 +85,16 @@ def test_an_unmodified_script_trains_as_stock(way, python, cli, script, stock):
     assert_fused_and_equal(told["log"], stock, rounded=ROUNDED)
 
 
+def test_a_script_that_raises_ends_as_python_ends_it(python, cli, tmp_path):
+    """Also with an exception that typer would take for its own command's end."""
+    (tmp_path / "raising.py").write_text("import sys, typer; print(sys.argv[0]); raise typer.Exit(6)")
+    words, options = ("raising.py",), {"python": python, "folder": tmp_path, "succeeds": False}
+    plain, run = run_python(*words, **options), run_python(cli, "run", *words, **options)
+    assert (run.returncode, run.stdout) == (plain.returncode, plain.stdout) == (1, "raising.py\n")
+    first_line = "Traceback (most recent call last):\n"  # the package's own lines come behind it
+    assert first_line in run.stderr and run.stderr.endswith(plain.stderr.removeprefix(first_line))
+
+
 def test_trls_own_command_trains_as_stock_from_a_yaml_file(python, cli, script, stock):
     folder = script.parent
     file = write_yaml(folder, fused_layout="aligned")

@@ -1,23 +1,44 @@
 """
-Whose code a function is. It counts as the user's unless it, and every function that it wraps, is defined in a library
-or in this package.
+Whose code something is. It counts as the user's unless it, and everything that it wraps, is defined in a library or in
+this package.
 """
 
 import functools
-import inspect
-from collections.abc import Iterator
-from types import BuiltinFunctionType
+import sys
+from collections.abc import Iterable, Mapping
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    ClassMethodDescriptorType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
+from weakref import WeakSet
 
-from torch.nn import functional
 
-
-# Libraries whose wrappers, hooks and forwards do not make a token's result depend on where the token stands
+# The libraries whose modules, hooks and forwards are known: tests train beside stock with them
 LIBRARIES = {"accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "torch", "transformers", "trl"}
 # But of transformers the hooks of `debug="underflow_overflow"`, which are to look at what stock computes, and of torch
 # that of `torch.nn.utils.spectral_norm`, which changes its buffers in each forward
 _OBSERVERS = {"transformers.debug_utils", "torch.nn.utils.spectral_norm"}
+# What these libraries import into their own files. Mocks are nobody's library
+_IMPORTED = sys.stdlib_module_names - {"unittest"} | {
+    *("PIL", "einops", "huggingface_hub", "numpy", "packaging", "safetensors", "scipy", "sympy", "tokenizers", "tqdm"),
+    *("torchvision", "triton", "typing_extensions"),
+}
 _PACKAGE = __name__.partition(".")[0]
+
+_known: WeakSet[Any] = WeakSet()  # functions of libraries that were looked at
+_WRAPPERS = (FunctionType, MethodType, functools.partial, property, classmethod, staticmethod, functools.cached_property)
+# Written in C, as no code of the user's is
+_BUILTIN = (
+    *(type, BuiltinFunctionType, ClassMethodDescriptorType, MethodDescriptorType, MethodWrapperType),
+    *(WrapperDescriptorType,),
+)
 
 
 def is_own_module(name: str) -> bool:
@@ -33,6 +54,15 @@ def is_library_module(name: str) -> bool:
     return (name.partition(".")[0] in LIBRARIES and name not in _OBSERVERS) or is_own_module(name)
 
 
+def is_library_class(cls: type) -> bool:
+    """Whether a class and all that it inherits from are a library's, or Python's own."""
+    return all(is_library_module(base.__module__) or _is_imported(base.__module__) for base in cls.__mro__)
+
+
+def _is_imported(module: str) -> bool:
+    return module.partition(".")[0] in _IMPORTED
+
+
 def is_library_function(function: Any, stop: Any = None) -> bool:
     """
     Whether a function was defined in one of the [`LIBRARIES`] or in this package, and everything that it wraps too.
@@ -42,9 +72,10 @@ def is_library_function(function: Any, stop: Any = None) -> bool:
         stop (`Callable`, *optional*): a function that counts as a library's wherever it was defined: the forward of a
             module's class, whose own code is not a replacement.
     """
+    is_wrapped = False
     while function is not None:
         function = getattr(function, "__func__", function)
-        if function is stop:
+        if function is stop or (is_wrapped and isinstance(function, _BUILTIN)):
             return True
         if isinstance(function, functools._lru_cache_wrapper):
             function = function.__wrapped__
@@ -55,25 +86,54 @@ def is_library_function(function: Any, stop: Any = None) -> bool:
                 return False
             continue
         # A function's globals are those of the file that defines it; `functools.wraps` does not change them
-        names = getattr(function, "__globals__", None)
+        names, wrapped = getattr(function, "__globals__", None), getattr(function, "__wrapped__", None)
         module = type(function).__module__ if names is None else names.get("__name__", "")
-        if not is_library_module(module):
+        # Python's own functions wrap those of libraries, and are wrapped by them
+        is_pythons = names is not None and _is_imported(module) and (is_wrapped or wrapped is not None)
+        if not (is_library_module(module) or is_pythons):
             return False
-        function = getattr(function, "__wrapped__", None)
+        function, is_wrapped = wrapped, True
     return True
 
 
-def replaced_calls(function: Any) -> Iterator[tuple[str, Any]]:
+def is_library_hook(hook: Any) -> bool:
+    """Whether a hook is a library's, and the functions that it holds: torch wraps the user's in hooks of its own."""
+    cells = getattr(getattr(hook, "__func__", hook), "__closure__", None) or ()
+    held = [cell.cell_contents for cell in cells if cell != CellType()]  # an empty cell has no contents
+    functions = [one for one in held if isinstance(one, (FunctionType, MethodType, functools.partial))]
+    return all(map(is_library_function, [hook, *functions]))
+
+
+def replaced_name(namespace: Mapping[str, Any], names: Iterable[str] | None = None) -> str | None:
     """
-    The names and values of functions that a function calls by their names, in a library's file that it belongs to or in
-    `torch.nn.functional`, and that are the user's now.
+    A name in the namespace of a library's file, class or object under which somebody has put code of theirs, or `None`.
+
+    Args:
+        namespace (`Mapping`): `vars` of it.
+        names (`Iterable[str]`, *optional*): those to look at; by default all.
     """
-    function = inspect.unwrap(getattr(function, "func", function))  # of a `functools.partial`
-    code, own_file = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    homes = [own_file, vars(functional)] if is_library_module(own_file.get("__name__", "")) else [vars(functional)]
-    for name in () if code is None else code.co_names:
-        for home in homes:
-            called = home.get(name)
-            is_function = callable(called) and not isinstance(called, (type, BuiltinFunctionType))
-            if is_function and not is_library_function(called):
-                yield name, called
+    for name in tuple(namespace) if names is None else names:
+        value = namespace[name]
+        if isinstance(value, _WRAPPERS) or (callable(value) and not isinstance(value, _BUILTIN)):
+            for attribute in ("fget", "func", "__func__"):
+                value = getattr(value, attribute, value)
+            if not _is_known(value):
+                return name
+    return None
+
+
+def _is_known(function: Any) -> bool:
+    """
+    [`is_library_function`], looked up for one that was looked at before, or a function that libraries import. The
+    user's are not kept: they refer to data.
+    """
+    try:
+        if function in _known:
+            return True
+    except TypeError:  # without a hash, or without references
+        return is_library_function(function) or _is_imported(type(function).__module__)
+    module = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    is_known = is_library_function(function) or (_is_imported(module) and not hasattr(function, "__wrapped__"))
+    if is_known:
+        _known.add(function)
+    return is_known

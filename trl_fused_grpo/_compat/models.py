@@ -14,8 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .libraries import is_library_function
 from .required import TRANSFORMERS as TRANSFORMERS
 
 
@@ -60,6 +62,25 @@ def head_widths(config: Any) -> list[int]:
         known = next(filter(None, (getattr(layer, name, None) for name in names)), None)
         widths.add(known or layer.hidden_size // (getattr(layer, "num_attention_heads", None) or 1))
     return sorted({*widths, *filter(None, [getattr(config, "global_head_dim", None)])})
+
+
+# Files of torch and transformers with functions that models call, beside their own
+FILES = (
+    *("torch", "torch.nn.functional", "transformers.activations", "transformers.masking_utils"),
+    *("transformers.modeling_flash_attention_utils", "transformers.modeling_layers"),
+    *("transformers.modeling_rope_utils", "transformers.pytorch_utils"),
+    *(f"transformers.integrations.{name}" for name in ("sdpa_attention", "flash_attention", "flex_attention")),
+)
+
+
+def foreign_attention(config: Any) -> str | None:
+    """The attention or mask function registered for a model that is not a library's, in words, or `None`."""
+    name = attention_implementation(config)
+    for kind, table in (("attention", ALL_ATTENTION_FUNCTIONS), ("mask", ALL_MASK_ATTENTION_FUNCTIONS)):
+        function: Any = table.get(name)
+        if function is not None and not is_library_function(function):
+            return f"the {kind} function registered as {name!r}"
+    return None
 
 
 # The name under which a modeling file of transformers has the attention of models that load as `"eager"`; its layers

@@ -5,7 +5,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import attention
@@ -13,9 +13,10 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations
+from torch.utils import _python_dispatch
 
 from . import required as required  # first: it names what is gone
-from .libraries import is_library_function
+from .libraries import is_library_class, is_library_function
 
 
 # What torch's `varlen_attn` calls in the end: its wrappers take longer than the kernel at 4000 tokens of a small model
@@ -221,3 +222,10 @@ def functions_are_seen() -> bool:
 def local_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor on this process: of its own shard, where it is a DTensor."""
     return getattr(tensor, "_local_tensor", tensor).nbytes
+
+
+def foreign_mode() -> str | None:
+    """A mode that is on, sees every function or operation and is not a library's, in words, or `None`."""
+    modes = [*overrides._get_current_function_mode_stack(), *_python_dispatch._get_current_dispatch_mode_stack()]
+    names = [type(mode).__name__ for mode in modes if not is_library_class(type(mode))]
+    return f"{names[0]}, a mode that sees every operation," if names else None

@@ -14,8 +14,15 @@ from . import trl as trl_compat
 TRAINERS: tuple[type, ...] = (GRPOTrainer, RLOOTrainer)
 CONFIGS: tuple[type, ...] = (GRPOConfig, RLOOConfig)
 
-# The methods of transformers' Trainer between `train` and `training_step`: the second since transformers 5
-LOOP_METHODS = ("_inner_training_loop", "_run_epoch")
+# The methods of a trainer that run between a generation and the moment when the weights move: with what they are given
+# or with what is around them they may see a micro-batch, its loss or its gradients. `_run_epoch`: transformers >= 5.
+# TRL's `_compute_loss` calls further ones (`trl.OBJECTIVE_METHODS`)
+STEP_METHODS = (
+    *("_inner_training_loop", "_run_epoch", "get_batch_samples", "training_step", "floating_point_ops"),
+    *("compute_loss_context_manager", "autocast_smart_context_manager", "_prepare_inputs", "_prepare_input"),
+    *("_generate_and_score_completions", "compute_loss", "compute_liger_loss", "_compute_loss"),
+    "_get_per_token_logps_and_entropies",
+)
 
 # Objectives of `loss/objective.py` that a subclass in `trl.experimental` computes. GMPO: TRL >= 1.8, the same in each
 _OBJECTIVES = {("trl.experimental.gmpo.gmpo_trainer", "GMPOTrainer._compute_loss"): "gmpo"}

@@ -159,11 +159,13 @@ METRICS_COUNT_ALL_PROCESSES = {"global_masked_mean", "masked_seq_mean"} <= {*_LO
 
 # TRL < 1.15: log-probs come from the logits of the model's own forward
 LOGPS_FROM_LOGITS = not _HAS_FUSED_HEAD
+# TRL >= 1.15 knows one name of a softcap, the forwards of models all (RecurrentGemma and xLSTM have names of their own)
+SOFTCAPS = ("final_logit_softcapping", *(("logits_soft_cap", "output_logit_soft_cap") if LOGPS_FROM_LOGITS else ()))
 # TRL < 1.14: log-probs of padding are computed too, later they are zero
 COMPUTES_LOGPS_OF_PADDING = Version("1.14.0") > TRL
 
-# TRL >= 1.9: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
-_RESCALES_NUM_ITEMS = Version("1.9.0") <= TRL
+# TRL >= 1.9.1: `num_items_in_batch` is rescaled from the generation batch to one accumulation window
+_RESCALES_NUM_ITEMS = Version("1.9.1") <= TRL
 # TRL 1.8 and 1.9: the entropy bonus of DAPO, CISPO and VESPO shares the policy term's normalizer
 _ENTROPY_SHARES_NORMALIZER = Version("1.8.0") <= TRL < Version("1.10.0")
 # TRL < 1.10: LUSPO averages over padding too (`loss/reduction.py` says when)
@@ -198,11 +200,6 @@ def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     if "tool_mask" not in inputs or (_TOOL_MASK_NEEDS_TOOLS and not trainer.tools):
         return inputs["completion_mask"]
     return inputs["completion_mask"] * inputs["tool_mask"]
-
-
-def temperature_of(trainer: GRPOTrainer, when_made: float) -> float:
-    """Temperature of the log-probs: TRL >= 1.15 gives it to the head when the trainer is made, and not again."""
-    return trainer.temperature if LOGPS_FROM_LOGITS else when_made
 
 
 def global_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:

@@ -7,6 +7,7 @@ The `trl-fused-grpo` command, with a module for each of its commands:
 - `run` runs a script that nobody edits, with every `GRPOTrainer` and `RLOOTrainer` of it fused.
 """
 
+import sys
 from typing import Any
 
 import typer
@@ -18,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 @app.callback()
-def main() -> None:
+def about() -> None:
     """A faster GRPOTrainer for TRL that trains exactly what TRL trains."""
 
 
@@ -34,3 +35,11 @@ app.command()(doctor.doctor)
 app.command()(parity.parity)
 app.command(context_settings=_UNPARSED)(grpo.grpo)
 app.command(context_settings=_UNPARSED)(run.run)
+
+
+def main() -> None:
+    """What the command and `python -m trl_fused_grpo` call."""
+    if sys.argv[1:2] == ["run"]:
+        run.run_words(sys.argv[2:])  # typer would take some exceptions of a script for its own, and say nothing
+    else:
+        app(prog_name="trl-fused-grpo")

@@ -20,7 +20,7 @@ from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat.trl_cli import launch_options
 from trl_fused_grpo.parity.tiny import tokenizer
 from trl_fused_grpo.training.checks import check_options
-from trl_fused_grpo.training.summary_table import Summary, SummaryLine, device_line, versions, versions_line
+from trl_fused_grpo.training.summary import Summary, SummaryLine, device_line, versions, versions_line
 
 from .parity import _quiet
 

@@ -1,10 +1,13 @@
 """`trl-fused-grpo run` runs a script or a module with every `GRPOTrainer` and `RLOOTrainer` of it fused."""
 
 import os
+import pkgutil
 import runpy
 import sys
 from argparse import REMAINDER, SUPPRESS, ArgumentParser
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import typer
@@ -21,21 +24,21 @@ def run(context: typer.Context) -> None:
 
     What follows the script is the script's. With several processes: accelerate launch -m trl_fused_grpo run SCRIPT.
     """
+    run_words(context.args)
+
+
+def run_words(words: list[str]) -> None:
+    """Run what these words, which follow `trl-fused-grpo run`, ask for. What the script raises is raised here."""
     parser = command_line()
-    words = vars(parser.parse_args(context.args))
-    is_module, script, arguments = words.pop("module"), words.pop("script"), words.pop("arguments")
+    parsed = vars(parser.parse_args(words))
+    is_module, script, arguments = parsed.pop("module"), parsed.pop("script"), parsed.pop("arguments")
     try:
-        options = {name: read_option(name, text) for name, text in words.items()}
+        options = {name: read_option(name, text) for name, text in parsed.items()}
     except ValueError as error:
         parser.error(str(error))
     if not is_module and not Path(script).exists():
         parser.error(f"there is no file {script}.")
-    try:
-        run_patched(script, arguments, options, is_module)
-    except (EOFError, OSError, KeyboardInterrupt) as error:
-        # The command line would take these for its own and say "Aborted" alone, or nothing
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    run_patched(script, arguments, options, is_module)
 
 
 def command_line() -> ArgumentParser:
@@ -67,10 +70,9 @@ def run_patched(script: str, arguments: list[str], options: dict[str, Any], is_m
         is_module (`bool`): whether `script` is a module's name.
     """
     kept = sys.argv, [*sys.path], os.environ.get(VARIABLE)
-    sys.argv = [script, *arguments]
+    sys.argv = ["-m" if is_module else script, *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if is_module else str(Path(script).resolve().parent)  # as Python does
-    sys.excepthook = sys.__excepthook__  # an error of the script shows as without this command
     try:
         with patch(**options):
             # With what the variable said before, which is in force here too
@@ -78,9 +80,23 @@ def run_patched(script: str, arguments: list[str], options: dict[str, Any], is_m
             if is_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(os.path.abspath(script), run_name="__main__")  # Python's `__file__` is absolute
+                _run_file(os.path.abspath(script))
     finally:
         sys.argv, sys.path[:] = kept[:2]
         os.environ.pop(VARIABLE, None)
         if kept[2] is not None:
             os.environ[VARIABLE] = kept[2]
+
+
+def _run_file(path: str) -> None:
+    """Run a file as Python does: `__file__` is absolute, and `sys.argv[0]`, which `runpy` would set too, as typed."""
+    if path.endswith(".pyc") or pkgutil.get_importer(path):  # a folder or a zip file
+        runpy.run_path(path, run_name="__main__")
+        return
+    kept, main, loader = sys.modules["__main__"], ModuleType("__main__"), SourceFileLoader("__main__", path)
+    main.__file__, main.__loader__ = path, loader
+    sys.modules["__main__"] = main
+    try:
+        exec(loader.source_to_code(loader.get_data(path), path), vars(main))
+    finally:
+        sys.modules["__main__"] = kept

@@ -35,11 +35,12 @@ def fused_adapters(modules: Iterable[nn.Module]) -> Generator[None, None, None]:
     for module in modules:
         if type(module) is cls and "forward" not in vars(module):
             override_forward(module, _run_together)
-    token = _is_own_call.set(True)
+    before = _is_own_call.get()
     try:
+        _is_own_call.set(True)
         yield
     finally:
-        _is_own_call.reset(token)
+        _is_own_call.set(before)
 
 
 def uninstall_adapters(modules: Iterable[nn.Module]) -> None:

@@ -41,9 +41,9 @@ def lean_checkpoints(model: nn.Module, kept: KeptActivations | None = None) -> G
     layers: list[Any] = [layer for layer in found if _is_replaceable(layer)]
     replaced = [(layer, model_compat.checkpoint_function(layer)) for layer in layers]
     function = checkpoint if kept is None else functools.partial(_checkpoint, kept)
-    for layer, _ in replaced:
-        model_compat.set_checkpoint_function(layer, function)
     try:
+        for layer, _ in replaced:
+            model_compat.set_checkpoint_function(layer, function)
         with planned(kept):
             yield
     finally:

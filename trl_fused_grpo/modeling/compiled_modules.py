@@ -9,7 +9,7 @@ time the model is what it was.
 
 import functools
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -62,11 +62,12 @@ def compiling(model: nn.Module, is_on: bool = True, kernels: bool = False) -> Ge
     reason = why_not_compiled(model) if is_on else None
     if reason is not None:
         logger.warning_once(f"fused_compile=True has no effect, because {reason}.")
-    token = _is_on.set(_On(kernels, is_on and reason is None))
+    before = _is_on.get()
     try:
+        _is_on.set(_On(kernels, is_on and reason is None))
         yield
     finally:
-        _is_on.reset(token)
+        _is_on.set(before)
 
 
 @contextmanager
@@ -87,10 +88,10 @@ def compiled_forwards(causal_lm: PreTrainedModel) -> Generator[None, None, None]
     functions = [entry for entry in functions if entry[1] is not None]
     with _in_place(parts.forwards, parts.functions) as forwards:
         _tell_what_was_replaced(parts)
-        for layer, function, inside in functions:
-            again = _Recomputation([forward for forward in inside if forward in forwards], parts.functions)
-            model_compat.set_checkpoint_function(layer, _CompiledAgain(function, again))
         try:
+            for layer, function, inside in functions:
+                again = _Recomputation([forward for forward in inside if forward in forwards], parts.functions)
+                model_compat.set_checkpoint_function(layer, _CompiledAgain(function, again))
             yield
         finally:
             for layer, function, _ in functions:
@@ -199,25 +200,26 @@ def compiled_parts(causal_lm: PreTrainedModel) -> CompiledParts:
     return CompiledParts(forwards, functions, inside, without_kernel, refusal)
 
 
-# How many running forwards need a function in its file: layers on several devices are computed again in several threads
-_users: Counter[InFile] = Counter()
+# Which running forwards need a function in its file: layers on several devices are computed again in several threads
+_users: defaultdict[InFile, set[object]] = defaultdict(set)
 _lock = threading.Lock()
 
 
 @contextmanager
-def _in_place(forwards: Iterable[Forward], functions: Iterable[CompiledInFile]) -> Generator[set[Forward], None, None]:
+def _in_place(forwards: Iterable[Forward], functions: list[CompiledInFile]) -> Generator[set[Forward], None, None]:
     """While it lasts, these forwards and functions stand where the model finds them; those of the user's stay."""
-    placed = set()
-    for forward in forwards:
-        if forward.change() is None:  # another in its place counts as one
-            forward.module.__dict__["forward"] = forward
-            placed.add(forward)
-    used = [function for function in functions if _use(function)]
+    placed, user = set[Forward](), object()
     try:
+        for forward in forwards:
+            if forward.change() is None:  # another in its place counts as one
+                placed.add(forward)
+                forward.module.__dict__["forward"] = forward
+        for function in functions:
+            _use(function, user)
         yield placed
     finally:
-        for function in used:
-            _leave(function)
+        for function in functions:
+            _leave(function, user)
         for forward in placed:
             if vars(forward.module).get("forward") is forward:
                 del forward.module.__dict__["forward"]
@@ -240,18 +242,16 @@ def _tell_what_was_replaced(parts: CompiledParts) -> None:
         logger.warning_once(f"{name} runs as it is, because {part.change()}.")
 
 
-def _use(function: CompiledInFile) -> bool:
+def _use(function: CompiledInFile, user: object) -> None:
     with _lock:
-        if function.change() is not None:
-            return False
-        function.place.write(function)
-        _users[function.place] += 1
-        return True
+        if function.change() is None:
+            _users[function.place].add(user)
+            function.place.write(function)
 
 
-def _leave(function: CompiledInFile) -> None:
+def _leave(function: CompiledInFile, user: object) -> None:
     with _lock:
-        _users[function.place] -= 1
+        _users[function.place].discard(user)
         if not _users[function.place] and function.place.read() is function:
             function.place.write(function.original)
 

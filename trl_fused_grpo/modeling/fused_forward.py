@@ -24,14 +24,10 @@ from .compiled_modules import compiled_forwards
 from .forward_override import override_forward, restore_forward
 from .kept_activations import begin_run
 from .moe import load_balancing_loss
-from .out_of_memory import MemoryWatch, layers_seen
-from .output_projection import head_parameter_modules, read_lm_head
+from .out_of_memory import MemoryWatch
+from .output_projection import LogitScaling, head_parameter_modules, read_lm_head
 from .packed_attention import text_model_alone
 from .unpacked_layers import unpacking
-
-
-class CuSeqlensIgnoredError(RuntimeError):
-    """A model ran over packed sequences as if they were one."""
 
 
 def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any], is_only_run: bool = True) -> Any:
@@ -53,18 +49,6 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any], is_on
         return backbone(**given, use_cache=False)
 
 
-class HiddenStatesRequest:
-    """Asks a forward for the hidden states of the backbone in place of logits."""
-
-    def __init__(self):
-        self.stats = FusedStats()
-
-    def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
-        """Hidden states `[B, L, H]`."""
-        with layers_seen(causal_lm):
-            return (as_complex(run_backbone(causal_lm, model_inputs).last_hidden_state),)
-
-
 class FusedRequest:
     """
     What a forward should return in place of logits. The model gets it as one opaque callable: mixed-precision wrappers
@@ -77,6 +61,8 @@ class FusedRequest:
             Token ids `[B, T]`; each is predicted from the position before it.
         temperature (`float`):
             Sampling temperature.
+        scaling ([`LogitScaling`], *optional*):
+            Of the logits. By default what the model's configuration says now.
         forecast ([`Forecast`], *optional*):
             The gradient each of the `N` rows is expected to receive.
         logit_positions (`Tensor`, *optional*):
@@ -106,6 +92,7 @@ class FusedRequest:
         positions: Tensor,
         completion_ids: Tensor,
         temperature: float,
+        scaling: LogitScaling | None = None,
         forecast: Forecast | None = None,
         logit_positions: Tensor | None = None,
         fp32: bool = False,
@@ -117,7 +104,8 @@ class FusedRequest:
         **options: Any,
     ):
         self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions
-        self.temperature, self.forecast, self.fp32, self.aux_loss = temperature, forecast, fp32, aux_loss
+        self.temperature, self.scaling, self.forecast = temperature, scaling, forecast
+        self.fp32, self.aux_loss = fp32, aux_loss
         self.forwards, self.logits_mib, self.tokens, self.options = forwards, logits_mib, tokens, options
         self.watch = watch
         self.stats = FusedStats()
@@ -161,7 +149,7 @@ class FusedRequest:
 
         def head_forward(hidden_rows: Tensor) -> tuple[Tensor, Tensor | None]:
             def compute() -> tuple[Tensor, Tensor | None]:
-                return self._logps(read_lm_head(causal_lm, fp32=self.fp32), hidden_rows, targets)
+                return self._logps(read_lm_head(causal_lm, self.fp32, self.scaling), hidden_rows, targets)
 
             logps, entropies = self._attempt(compute) or (nothing, None)
             return as_complex(logps), None if entropies is None else as_complex(entropies)

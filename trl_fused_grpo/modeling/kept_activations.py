@@ -171,11 +171,12 @@ _planned: ContextVar[KeptActivations | None] = ContextVar("_planned", default=No
 @contextmanager
 def planned(kept: KeptActivations | None) -> Generator[None, None, None]:
     """While it lasts, each [`begin_run`] is one of this forward."""
-    token = _planned.set(kept)
+    before = _planned.get()
     try:
+        _planned.set(kept)
         yield
     finally:
-        _planned.reset(token)
+        _planned.set(before)
 
 
 def begin_run(is_only_one: bool = True) -> None:
@@ -205,11 +206,12 @@ class CostlyResults:
     @contextmanager
     def of_call(self) -> Generator[None, None, None]:
         """While it lasts, the function runs for the first time."""
-        token = _running.set(self)
+        before = _running.get()
         try:
+            _running.set(self)
             yield
         finally:
-            _running.reset(token)
+            _running.set(before)
 
     @contextmanager
     def of_recomputation(self) -> Generator[None, None, None]:

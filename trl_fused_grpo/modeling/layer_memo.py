@@ -48,11 +48,12 @@ _walked: ContextVar[dict[PreTrainedModel, list[ref[nn.Module]]] | None] = Contex
 @contextmanager
 def layers_as_they_are() -> Generator[None, None, None]:
     """While it lasts, nobody replaces a layer: the layers of a model are walked once, for all that is kept of it."""
-    token = _walked.set({} if _walked.get() is None else _walked.get())
+    before = _walked.get()
     try:
+        _walked.set({} if before is None else before)
         yield
     finally:
-        _walked.reset(token)
+        _walked.set(before)
 
 
 def _layers_and_their_parts(causal_lm: PreTrainedModel) -> list[ref[nn.Module]]:

@@ -12,7 +12,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 
 from .layer_memo import LayerMemo
 from .layout import LayoutName
-from .packed_attention import why_not_watched, why_replaced
+from .packed_attention import why_replaced
 from .unpacked_layers import unpacked_layers
 
 
@@ -24,13 +24,6 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", 
 INDEXED_LAYERS = "indexed_attention"
 # Kinds of layers that carry a state, some beside attention
 STATE_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
-
-
-class Refusal(NamedTuple):
-    """Why a model that ran without TRL's padding gets another layout from now on, and which."""
-
-    reason: str
-    layout: LayoutName
 
 
 class Traits(NamedTuple):
@@ -95,7 +88,7 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
         if architecture.names_no_text_model(causal_lm):
             return "its configuration names no text model, and not all of its attention is causal"
         return "its attention is not causal"  # padding would be attended to
-    return why_replaced(model_compat.attention_implementation(config))
+    return None
 
 
 def why_not_aligned(is_multimodal: bool) -> str | None:
@@ -130,7 +123,7 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
         return "SDPA does not cap its attention scores"
     if attention == "sdpa" and traits(causal_lm).has_sinks:
         return "SDPA leaves out the sinks of its attention"
-    replaced = why_not_watched(causal_lm, attention)
+    replaced = why_replaced(causal_lm, attention)
     if replaced is not None:
         return replaced
     # Dropout in the others is seen when they are called
@@ -206,16 +199,12 @@ def why_prompts_are_not_shared(causal_lm: PreTrainedModel) -> str | None:
 
 
 def why_layouts_are_refused(
-    model: nn.Module, causal_lm: PreTrainedModel, is_multimodal: bool, reads_padding: bool, refusal: Refusal | None
+    model: nn.Module, causal_lm: PreTrainedModel, is_multimodal: bool, reads_padding: bool
 ) -> dict[LayoutName, str | None]:
     """For each layout, why the rows of a model may not have it, or `None`. The arguments are those of [`choose`]."""
     padded = why_padded(model, reads_padding)
     reasons: dict[LayoutName, str | None] = {"packed": padded or why_not_packed(causal_lm)}
     reasons |= {"aligned": padded or why_not_aligned(is_multimodal), "padded": None}
-    if refusal is not None:
-        reasons["packed"] = reasons["packed"] or refusal.reason
-        if refusal.layout == "padded":
-            reasons["aligned"] = reasons["aligned"] or refusal.reason
     return reasons
 
 
@@ -225,7 +214,6 @@ def choose(
     causal_lm: PreTrainedModel,
     is_multimodal: bool,
     reads_padding: bool,
-    refusal: Refusal | None,
 ) -> LayoutName:
     """
     The layout that is asked for, or with `"auto"` the first of packed, aligned and padded that a model allows.
@@ -236,12 +224,11 @@ def choose(
         causal_lm (`PreTrainedModel`): the causal language model in it.
         is_multimodal (`bool`): whether its inputs are.
         reads_padding (`bool`): whether the objective reads log-probs of padding.
-        refusal ([`Refusal`], *optional*): what its first forwards showed.
 
     Raises:
         `ValueError`: when the one asked for is not allowed, with the reason.
     """
-    reasons: Any = why_layouts_are_refused(model, causal_lm, is_multimodal, reads_padding, refusal)
+    reasons: Any = why_layouts_are_refused(model, causal_lm, is_multimodal, reads_padding)
     if wanted != "auto" and reasons[wanted] is not None:
         raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
     names: tuple[LayoutName, ...] = ("packed", "aligned", "padded")

@@ -41,21 +41,6 @@ def layers_with_shards(causal_lm: PreTrainedModel) -> list[nn.Module] | None:
     return None if is_nested or architecture.may_take_images(causal_lm) else layers
 
 
-@contextmanager
-def layers_seen(causal_lm: PreTrainedModel) -> Generator[None, None, None]:
-    """While it lasts, it is seen what the layers of [`layers_with_shards`] return."""
-
-    def seen(layer: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        _remember(layer, _hidden_states(args, kwargs), output)
-        return output
-
-    with ExitStack() as stack:
-        for layer in layers_with_shards(causal_lm) or ():
-            stack.enter_context(temporary_attr(layer, "forward", partial(seen, layer, layer.forward)))
-        yield
-
-
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("hidden_states")
 

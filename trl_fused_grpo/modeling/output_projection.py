@@ -1,6 +1,6 @@
 """The output projection of a causal language model: found, checked, and read as an [`LMHead`]."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,25 +15,33 @@ from trl_fused_grpo.ops.lm_head import LMHead, LowRank
 _ADVICE = "train with use_liger_loss=False"
 
 
-def read_lm_head(causal_lm: PreTrainedModel, fp32: bool = False) -> LMHead:
+class LogitScaling(NamedTuple):
+    """What a model's raw logits are multiplied with, and at what they are capped then, if at all."""
+
+    scale: float
+    softcap: float | None
+
+
+def read_lm_head(causal_lm: PreTrainedModel, fp32: bool = False, scaling: LogitScaling | None = None) -> LMHead:
     """
     Read the head of a causal language model, as it is at this moment: wrappers replace it.
 
     Args:
         causal_lm (`PreTrainedModel`): in no wrapper.
         fp32 (`bool`, *optional*, defaults to `False`): see [`LMHead`].
+        scaling ([`LogitScaling`], *optional*): of its logits. By default what its configuration says now.
 
     Raises:
         `ValueError`: when the model has no output projection, or one that is not a plain linear layer.
     """
     module: Any = output_projection(causal_lm)
-    text_config = causal_lm.config.get_text_config()
+    scale, softcap = logit_scaling(causal_lm) if scaling is None else scaling
     low_rank, bias = _lora(module, getattr(module, "bias", None))
     return LMHead(
         weight=module.weight,
         bias=bias,
-        logit_scale=_logit_scale(text_config),
-        softcap=_first(text_config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"),
+        logit_scale=scale,
+        softcap=softcap,
         fp32=fp32,
         low_rank=low_rank,
     )
@@ -198,14 +206,18 @@ def _adapters_in_force(module: Any) -> list[str]:
     return [name for name in module.active_adapters if name in module.lora_A]
 
 
-def _logit_scale(text_config) -> float:
-    """Multiplier of the raw logits under the names that model families give it; a real 0.0 is kept."""
-    scale = _first(text_config, "logit_scale", "output_multiplier", "lm_head_multiplier")
-    scaling = _first(text_config, "logits_scaling")
-    if scale is not None or scaling is None:
-        return 1.0 if scale is None else scale
-    # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
-    return scaling if text_config.model_type == "hyperclovax" else 1 / scaling
+def logit_scaling(causal_lm: PreTrainedModel) -> LogitScaling:
+    """
+    What the configuration of a model says of its logits, under the names that model families give it; a real scale of
+    0.0 is kept. A softcap that this TRL leaves out of its own log-probs is left out here too.
+    """
+    config = causal_lm.config.get_text_config()
+    softcap = _first(config, *trl_compat.SOFTCAPS)
+    scale, scaling = _first(config, "logit_scale", "output_multiplier", "lm_head_multiplier"), _first(config, "logits_scaling")
+    if scale is None and scaling is not None:
+        # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
+        scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+    return LogitScaling(1.0 if scale is None else scale, softcap)
 
 
 def _first(config, *names: str) -> float | None:

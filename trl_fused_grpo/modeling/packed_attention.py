@@ -22,7 +22,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
-from trl_fused_grpo._compat.libraries import replaced_calls
 
 from .attention_places import InFile, InTable
 from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
@@ -31,9 +30,9 @@ from .sequence_masks import are_sequence_masks, attend_with_masks, build_sequenc
 from .varlen_attention import chunked, gathered_keys, varlen_attention
 
 
-# The watched calls that are alive, by `id`. One lives as long as something refers to it: the forward that it watches,
-# or a checkpointed layer that will be computed again in backward and holds the keyword arguments of its first call
-_living: set[int] = set()
+# The watched calls that are alive. One lives as long as something refers to it: the forward that it watches, or a
+# checkpointed layer that will be computed again in backward and holds the keyword arguments of its first call
+_living: list[weakref.ref[WatchedCall]] = []
 _lock = threading.RLock()  # backward lets go of watched calls in autograd's threads
 _TABLES: dict[str, Any] = {"attention": ALL_ATTENTION_FUNCTIONS, "mask": ALL_MASK_ATTENTION_FUNCTIONS}
 # The modeling files of a model's attention layers; to walk over all modules takes as long as a layer
@@ -56,11 +55,12 @@ def watched_call(call: WatchedCall, model: nn.Module | None = None) -> Generator
             that load as `"eager"`.
     """
     _install_while_alive(call, model)
-    token = running_call.set(call)
+    before = running_call.get()
     try:
+        running_call.set(call)
         yield call
     finally:
-        running_call.reset(token)
+        running_call.set(before)
 
 
 @contextmanager
@@ -79,9 +79,11 @@ def text_model_alone(causal_lm: PreTrainedModel, arguments: Sequence[str]) -> Ge
         running_call.reset(tokens.pop())
 
     parts = architecture.modules_beside_text(causal_lm) if architecture.is_composite(causal_lm) else []
-    hooks = [part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for part in parts]
-    hooks += [part.register_forward_hook(leave, always_call=True) for part in parts]
+    hooks = []
     try:
+        for part in parts:
+            hooks.append(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            hooks.append(part.register_forward_hook(leave, always_call=True))
         yield
     finally:
         for hook in hooks:
@@ -98,40 +100,28 @@ def cudnn_attention_off() -> Generator[None, None, None]:
         yield
         return
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
+        torch.backends.cuda.enable_cudnn_sdp(False)
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def why_replaced(implementation: str) -> str | None:
-    """Why transformers' attention of this name is not the one that rows without padding stand for, or `None`."""
-    for kind, table in _TABLES.items():
-        function = table.get(implementation)
-        if function is not None and not (_is_ours(function) or model_compat.is_transformers_own(function)):
-            return f"the {kind} function registered as {implementation!r} is not transformers' own"
-    return None
-
-
-def why_not_watched(causal_lm: nn.Module, implementation: str) -> str | None:
+def why_replaced(causal_lm: nn.Module, implementation: str) -> str | None:
     """
-    Why packed rows cannot stand for a model's attention, or `None`: its eager function is another, or the one that is
-    registered calls another.
+    Why packed rows cannot stand for a model's attention, or `None`: a function of it is not transformers' own.
 
     Args:
         causal_lm (`nn.Module`): the causal language model.
         implementation (`str`): its `attn_implementation`.
     """
-    name = model_compat.EAGER_ATTENTION
-    for file in _modeling_files(causal_lm) if implementation == "eager" else ():
-        function = getattr(file, name)
-        if not (_is_ours(function) or model_compat.is_transformers_own(function)):
-            return f"{name} of {file.__name__} is not transformers' own"
-    for table in _TABLES.values():
-        for called, _ in replaced_calls(table.get(implementation)):
-            if called != "scaled_dot_product_attention":  # packed rows call it too
-                return f"{called}, which its attention or mask function calls, was replaced"
+    functions = {f"the {kind} function": table.get(implementation) for kind, table in _TABLES.items()}
+    if implementation == "eager":
+        name = model_compat.EAGER_ATTENTION
+        functions |= {f"{name} of {file.__name__}": getattr(file, name) for file in _modeling_files(causal_lm)}
+    for name, function in functions.items():
+        if function is not None and not (_is_ours(function) or model_compat.is_transformers_own(function)):
+            return f"{name} for {implementation!r} is not transformers' own"
     return None
 
 
@@ -146,10 +136,12 @@ def uninstall_attention() -> None:
     They go by themselves when the last forward and the last such graph do; this finds those that garbage holds.
     Idempotent.
     """
-    if _living:
+    if _living or _replaced:
         gc.collect()
+        _restore_unless_needed()
 
 
+# Where our functions may stand
 _replaced: set[InTable | InFile] = set()
 
 
@@ -160,26 +152,26 @@ def _install_while_alive(call: WatchedCall, model: nn.Module | None) -> None:
     it is.
     """
     with _lock:
-        _living.add(id(call))
+        # Before anything is replaced: Ctrl-C may come at any line
+        _living.append(weakref.ref(call, _restore_unless_needed))
         for place, replacement in _replacements(model):
             function = place.read()
             if model_compat.is_transformers_own(function):
-                place.write(replacement(function))
                 _replaced.add(place)
-    weakref.finalize(call, _let_go, id(call)).atexit = False
+                place.write(replacement(function))
 
 
-def _let_go(number: int) -> None:
-    """Forget a watched call; with the last one transformers has its own functions back."""
+def _restore_unless_needed(*_: Any) -> None:
+    """When the last watched call is let go, transformers has its own functions back."""
     with _lock:
-        _living.discard(number)
+        _living[:] = [weak for weak in _living if weak() is not None]
         if _living:
             return
-        while _replaced:
-            place = _replaced.pop()
+        for place in [*_replaced]:
             function = place.read()
             if _is_ours(function):  # what the user has registered since then stays
                 place.write(function.__wrapped__)
+            _replaced.discard(place)
 
 
 def _replacements(model: nn.Module | None) -> Iterator[tuple[InTable | InFile, Callable]]:

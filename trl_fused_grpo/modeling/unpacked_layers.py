@@ -84,9 +84,9 @@ def unpacking(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Generator
     call.keeps_masks = bool(layers.attention)
     functions = [(layer, model_compat.checkpoint_function(layer)) for layer in layers.checkpointed]
     functions = [(layer, function) for layer, function in functions if function is not None]
-    for layer, function in functions:
-        model_compat.set_checkpoint_function(layer, functools.partial(_checkpoint_with_call, function, call))
     try:
+        for layer, function in functions:
+            model_compat.set_checkpoint_function(layer, functools.partial(_checkpoint_with_call, function, call))
         yield
     finally:
         for layer, function in functions:
@@ -98,11 +98,12 @@ def _checkpoint_with_call(checkpoint: Callable, call: WatchedCall, function: Cal
 
 
 def _run_with_call(call: WatchedCall | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    token = running_call.set(call)
+    before = running_call.get()
     try:
+        running_call.set(call)
         return function(*args, **kwargs)
     finally:
-        running_call.reset(token)
+        running_call.set(before)
 
 
 def _run_unpacked(layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:

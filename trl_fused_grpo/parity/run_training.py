@@ -13,6 +13,7 @@ import torch
 from transformers import PrinterCallback, set_seed
 
 from trl_fused_grpo._compat.trainers import trl_class
+from trl_fused_grpo.modeling import fused_forward
 
 from .case import Case, Customisation, SkippedError, Trainer
 from .run_case import Outcome
@@ -267,18 +268,21 @@ def _compared(entry: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _counting_forwards(trainer: Trainer, run: Run) -> Generator[None, None, None]:
     """
-    Count calls of the model by their look-ups of token embeddings, one a call. A hook on the model would be a
-    customisation, which the fused trainer reacts to.
+    Count calls of the model, as nothing that a training looks at: of stock by the look-ups of token embeddings, one a
+    call, of the fused trainer where it runs the backbone.
     """
-    embed = torch.nn.functional.embedding
     vocab_size = trainer.model.get_input_embeddings().weight.shape[0]
+    owner: Any = torch.nn.functional
+    name = "embedding"
+    if hasattr(trainer, "fused_stats"):
+        owner, name = fused_forward, "run_backbone"
+    original = getattr(owner, name)
 
-    def counted(ids: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if weight.shape[0] == vocab_size and torch.is_grad_enabled():
-            run.forwards += 1
-        elif weight.shape[0] == vocab_size:
-            run.forwards_without_gradient += 1
-        return embed(ids, weight, *args, **kwargs)
+    def counted(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+        if owner is fused_forward or second.shape[0] == vocab_size:
+            run.forwards += torch.is_grad_enabled()
+            run.forwards_without_gradient += not torch.is_grad_enabled()
+        return original(first, second, *args, **kwargs)
 
-    with mock.patch.object(torch.nn.functional, "embedding", counted):
+    with mock.patch.object(owner, name, counted):
         yield

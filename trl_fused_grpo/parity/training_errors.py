@@ -8,9 +8,6 @@ from .errors import Errors, close, measure
 from .run_training import Pair, Run
 
 
-# At its first batch a model is tried out: five sequences together in a row, and each alone
-TRIAL_FORWARDS = 6
-
 # float32: the change of all weights and of each, relative to stock's, beside the rounding of the weights themselves
 UPDATE_TOLERANCE = 1e-5
 
@@ -116,7 +113,7 @@ def _problems_of_run(case: Case, stock: Run, fused: Run, errors: Errors) -> list
     expected = None if case.customised is None else case.customised.forwards
     if expected is not None and not fused.forwards < stock.forwards:
         problems.append(f"{fused.forwards} forwards, as many as stock's")
-    if expected == "grad-only" and fused.forwards_without_gradient > TRIAL_FORWARDS:
+    if expected == "grad-only" and fused.forwards_without_gradient:
         problems.append(f"{fused.forwards_without_gradient} forwards without gradient")
     return problems
 

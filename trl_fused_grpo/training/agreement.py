@@ -49,21 +49,6 @@ def on_any_process(accelerator: Any, what: str, condition: bool) -> bool:
     return bool(of_all_processes(accelerator, what, [condition]).any())
 
 
-def elsewhere(trainer: Any, name: str, model: Any = None) -> str | None:
-    """
-    Code of the user's that another process has found, in words, or `None`: a callback or a hook of the main process
-    alone, as `wandb.watch` sets them. Processes wait for one another, so that all leave a faster path together.
-
-    Args:
-        trainer (`GRPOTrainer`): whose processes they are.
-        name (`str`): of what is asked for, in `anywhere.LOOKED_FOR`.
-        model (`nn.Module`, *optional*): whose code is meant, the policy's or its reference's. By default the policy's.
-    """
-    if model is not None and model is trainer.ref_model and model is not trainer.model:
-        name = f"{name} of the reference"
-    return "code of yours on another process" if name in trainer._fused.anywhere.found else None
-
-
 def why_not_split(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
     """
     Why a forward is not split where memory runs out in it, or `None`. A process whose forward ends early must not leave

@@ -18,12 +18,17 @@ from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
 
-from .customisation import MICRO_BATCH_METHODS, liger_loss_in_front, replaced_behind, replaced_method
-from .eligibility import replaced_objective, why_old_logps_are_needed, why_weights_move
-from .forecastable import has_old_logps, why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .kl import estimator_in_force
 from .loss_request import objective_of
 from .memory import why_no_memory_budget
+from .overrides import liger_loss_in_front, replaced_behind, replaced_method, replaced_objective
+from .plan import (
+    has_old_logps,
+    why_no_forecast,
+    why_old_logps_are_needed,
+    why_weights_move,
+    why_zero_grad_sequences_are_not_skipped,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -197,19 +202,19 @@ def check_liger_loss(trainer: Any) -> None:
 
 def log_that_nothing_is_fused(trainer: Any) -> None:
     """Log once that a training step ended without a call of TRL's log-prob method, which is what is fused."""
-    method = replaced_method(trainer, ("_get_per_token_logps_and_entropies", *MICRO_BATCH_METHODS))
+    method = replaced_method(trainer, ("_get_per_token_logps_and_entropies", *trainers.STEP_METHODS))
     reason = "the loss does not ask for them" if method is None else f"{method} does not ask for them with super()"
     logger.warning_once(f"No log-probs come from the fused linear function, because {reason}.")
 
 
 def check_trl_logps(trainer: Any, causal_lm: PreTrainedModel, reason: str | None) -> None:
     """
-    Log once why TRL's own log-prob method is called, where there is a reason. Raise where it would leave something out.
+    Raise where TRL's own log-prob method is called and would leave something out.
 
     Args:
         trainer (`GRPOTrainer`): whose method it is.
         causal_lm (`PreTrainedModel`): whose log-probs are asked for.
-        reason (`str`, *optional*): what [`why_not_fused`] returned.
+        reason (`str`, *optional*): why it is called, if it is.
 
     Raises:
         `ValueError`: naming the reason, when there is an adapter on the output projection, which that method leaves
@@ -217,7 +222,6 @@ def check_trl_logps(trainer: Any, causal_lm: PreTrainedModel, reason: str | None
     """
     if reason is None:
         return
-    logger.warning_once(f"TRL's own log-prob method is called, because {reason}.")
     leaves_out = trl_compat.REFUSES_ADAPTER_ON_HEAD and has_adapter(causal_lm.get_output_embeddings())
     if leaves_out and replaced_behind(trainer, "_get_per_token_logps_and_entropies") is None:
         raise ValueError(

@@ -19,18 +19,12 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.output_projection import output_projection
 
-from .agreement import elsewhere, on_any_process
+from .agreement import on_any_process
 from .checks import check_on_policy
-from .eligibility import (
-    why_generation_is_out_of_turn,
-    why_generation_is_seen,
-    why_not_fused,
-    why_old_logps_are_needed,
-    why_reference_is_not_regrouped,
-)
 from .engine import LogpsEngine
-from .forecastable import has_old_logps
+from .findings import Level, Reason
 from .logps_request import LogpsArgs, LogpsRequest
+from .plan import why_generation_is_out_of_turn, why_old_logps_are_needed, why_reference_is_not_regrouped
 
 
 logger = logging.get_logger(__name__)
@@ -64,7 +58,6 @@ class LogpsDeferral:
 
     Attributes:
         is_generating (`bool`): whether TRL generates.
-        moved_by (`str`, *optional*): what has moved weights in a generation of this process, behind the log-probs.
         leaves_evaluation (`bool`): whether the last generation has left a module in evaluation that was in training.
     """
 
@@ -76,7 +69,6 @@ class LogpsDeferral:
         self._policy_state: Any = None
         self._old: _LeftOut | None = None
         self._reference: _LeftOut | None = None
-        self.moved_by: str | None = None
         self.leaves_evaluation = False
 
     @property
@@ -97,9 +89,6 @@ class LogpsDeferral:
             check_on_policy(trainer, steps_left)
         is_training, may_skip_old = trainer.model.training, self.engine.options.fused_skip_old_logps is not False
         layout = self.engine.layout(trainer.model)
-        reason = why_generation_is_seen(trainer)
-        if is_training and reason is not None and (has_old_logps(trainer) or trainer.beta != 0.0):
-            logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {reason}.")
         before, is_nested = dict(vars(self)), self.is_generating  # a reward function may generate too
         self.is_generating = True
         # Outside a training step, and for a reward function, nothing computes them afterwards
@@ -108,7 +97,6 @@ class LogpsDeferral:
         if is_planned and (reason := why_generation_is_out_of_turn(trainer)) is not None:
             logger.warning_once(f"Old log-probs are computed where TRL does, because {reason}.")
             may_leave_out_old = False
-        is_planned = is_planned and not (self.moved_by or elsewhere(trainer, "moved weights"))
         self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer) is None
         self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
         self._policy_state = peft_compat.adapter_state(trainer.model)
@@ -128,11 +116,11 @@ class LogpsDeferral:
     def _look_for_moved_weights(self) -> None:
         """Leave no log-probs out any more where something that runs after them in a generation has moved weights."""
         if any(left_out is not None and left_out.is_late for left_out in (self._old, self._reference)):
-            self.moved_by = "a reward function"
-            logger.warning(
-                "A reward function has moved weights. Log-probs of this generation batch, which were to come from its "
-                "training, are those of the new weights; from now on TRL computes them before it asks for rewards."
+            reason = (
+                "a reward function has moved weights: log-probs of this generation batch, which were to come from its "
+                "training, are those of the new weights"
             )
+            self.trainer._fused.ladder.fall(Reason(Level.ROWS, reason))
 
     def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
         """
@@ -148,14 +136,11 @@ class LogpsDeferral:
             return False
         trainer = self.trainer
         left_out = _LeftOut(call, peft_compat.adapter_state(call.model), trl_method, _times_written(call.model))
-        is_fused = why_not_fused(trainer, call.model, self.engine.causal_lm(call.model)) is None
         if call.model is not trainer.ref_model and left_out.adapters == self._policy_state:
-            # Where the weights stay, the training forward gives all of them, be it TRL's own
-            are_from_training = self._from_training >= trl_compat.steps_per_generation(trainer)
-            leaves_out = self._defers_old and (is_fused or are_from_training)
+            leaves_out = self._defers_old
             self._old = left_out if leaves_out else None
         else:
-            leaves_out = self._defers_reference and is_fused
+            leaves_out = self._defers_reference
             self._reference = left_out if leaves_out else None
         return leaves_out
 
@@ -202,7 +187,9 @@ class LogpsDeferral:
             return []
         before, later = 0, []
         from_training = self._from_training
-        if (reason := self._why_adapters_are_others(left_out)) is not None:
+        reason = self._why_adapters_are_others(left_out)
+        reason = reason or self.trainer._fused.ladder.findings.why_below(Level.WINDOW)
+        if reason is not None:
             logger.warning_once(f"Old log-probs have a forward of their own, because {reason}.")
             from_training = 0
         for group in groups:  # each within one accumulation window

@@ -20,10 +20,10 @@ from trl_fused_grpo.modeling.layout import LayoutName
 
 from .agreement import of_all_processes
 from .checks import log_no_effect
-from .eligibility import why_not_exchanged
 from .engine import LogpsEngine
 from .exchange_plan import GENERATED_BY, Work, balanced_sources, expected_forwards
 from .first_forward import TokenLimits
+from .plan import why_not_exchanged
 
 
 logger = logging.get_logger(__name__)

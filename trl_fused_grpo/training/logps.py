@@ -11,13 +11,12 @@ from transformers.utils import logging
 from trl_fused_grpo._compat.trl_images import multimodal_model_inputs
 from trl_fused_grpo.modeling import layout as layouts
 from trl_fused_grpo.modeling.attention_watch import WatchedCall, carry_arguments
-from trl_fused_grpo.modeling.fused_forward import FusedRequest, HiddenStatesRequest
+from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.modeling.layout import HolesError, Layout
 from trl_fused_grpo.modeling.multimodal import MultimodalInputs
 from trl_fused_grpo.modeling.packed_attention import watched_call
 from trl_fused_grpo.modeling.padded_attention import padded_call
 
-from .eligibility import why_padding_is_mixed_in
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .partitioning import prompt_group_ids, rows_by_width, split_rows, widths_of
 from .sub_batch import SubBatch
@@ -47,7 +46,7 @@ def compute_logps(
         images ([`MultimodalInputs`], *optional*): of the batch, for a multimodal model.
 
     Raises:
-        [`RowsRefusedError`], [`CuSeqlensIgnoredError`]: when the model cannot run with this layout.
+        [`RowsRefusedError`]: when the model cannot run with this layout.
         `ValueError`: when a forced layout does not fit the batch.
     """
     size = len(call.input_ids) if call.batch_size is None else call.batch_size
@@ -63,7 +62,7 @@ def compute_logps(
         sub_batch = SubBatch(logps_request, rows)
         layout = lay_out(options, call, rows, sub_batch.selected, rows_of_images)
         request = _fused_request(sub_batch, layout, options, call, rows, logps_request)
-        values = run_model(call.model, layout, request)
+        values = run_model(call.model, layout, request, options.opens_masks)
         request.stats.layout = layout.name
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
     return _in_order(results, torch.cat(parts).argsort())
@@ -88,7 +87,7 @@ def _compute_in_widths(logps_request: LogpsRequest, options: LogpsOptions, call:
     layout = Layout("aligned", {}, logit_positions)
     request = _fused_request(sub_batch, layout, options, call, everything, logps_request)
     request.forwards = forwards
-    values = run_model(call.model, layout, request)
+    values = run_model(call.model, layout, request, options.opens_masks)
     request.stats.layout = layout.name
     return sub_batch.in_place(values, call.compute_entropy, request.stats)
 
@@ -205,6 +204,7 @@ def _fused_request(
         sub_batch.positions,
         call.completion_ids[rows],
         options.temperature,
+        options.scaling,
         sub_batch.forecast,
         logit_positions=None if logit_positions is None else logit_positions.flatten()[sub_batch.positions],
         fp32=options.fp32,
@@ -219,15 +219,15 @@ def _fused_request(
     )
 
 
-def run_model(model: nn.Module, layout: Layout, request: FusedRequest | HiddenStatesRequest) -> tuple[Tensor, ...]:
+def run_model(model: nn.Module, layout: Layout, request: FusedRequest, opens_masks: bool) -> tuple[Tensor, ...]:
     """
-    Call the model with a request, and raise where it does not fit the layout.
+    Call the model with a request, and raise where it does not fit the layout. `opens_masks`: see [`LogpsOptions`].
 
     Raises:
-        [`RowsRefusedError`], [`CuSeqlensIgnoredError`]: when it does not.
+        [`RowsRefusedError`]: when it does not.
     """
     if layout.name == "padded":
-        with padded_call(model, opens_masks=why_padding_is_mixed_in(model) is None) as padded:
+        with padded_call(model, opens_masks) as padded:
             results = model(**layout.model_inputs, fused=request)
         request.stats.leaves_cudnn_off = padded.leaves_cudnn_off
     else:
@@ -243,7 +243,7 @@ def run_model(model: nn.Module, layout: Layout, request: FusedRequest | HiddenSt
             raise RowsRefusedError(call.reason)
         if call.needs_own_prompts:
             raise PromptsNotSharedError
-    if isinstance(request, FusedRequest) and request.watch is not None:
+    if request.watch is not None:
         request.watch.check()
     return tuple(result.real for result in results)
 

@@ -15,6 +15,7 @@ from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.sequence_forecast import SequenceForecast
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.out_of_memory import MemoryWatch
+from trl_fused_grpo.modeling.output_projection import LogitScaling
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
 
@@ -182,6 +183,7 @@ class LogpsOptions:
 
     Args:
         causal_lm (`PreTrainedModel`): the causal language model inside the wrappers of the model.
+        scaling ([`LogitScaling`]): of the logits.
         temperature (`float`): of the sampler.
         fp32 (`bool`): whether the output projection runs in float32.
         backward (`str`): `fused_backward` of [`FusedGRPOConfig`].
@@ -191,9 +193,11 @@ class LogpsOptions:
         forces_layout (`bool`): whether the layout was asked for, so that no other may stand in for it.
         needs_last_column (`bool`): see [`layout_choice.Traits`].
         processes (`int`): how many train together.
+        opens_masks (`bool`): whether what attention returns at TRL's padding may be anything.
     """
 
     causal_lm: PreTrainedModel
+    scaling: LogitScaling
     temperature: float
     fp32: bool
     backward: str
@@ -203,6 +207,7 @@ class LogpsOptions:
     forces_layout: bool = False
     needs_last_column: bool = False
     processes: int = 1
+    opens_masks: bool = False
 
 
 @dataclass

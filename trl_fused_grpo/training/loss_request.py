@@ -16,9 +16,9 @@ from trl_fused_grpo.loss.objective import GRPOObjective
 from trl_fused_grpo.loss.reduction import luspo_counts_padding
 from trl_fused_grpo.loss.rloo import rloo_objective
 
-from .customisation import loss_type_of
 from .deferred_ratio import DEFERRED
 from .logps_request import LogpsArgs, LogpsRequest
+from .overrides import loss_type_of
 from .rloo import build_rloo_request
 
 

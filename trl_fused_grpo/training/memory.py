@@ -167,21 +167,19 @@ class MemoryBudget:
 
 
 def kept_in_forward(
-    engine: Any, logps_request: LogpsRequest, call: LogpsArgs, is_multimodal: bool, keeps_padding: str | None
+    engine: Any, logps_request: LogpsRequest, call: LogpsArgs, is_multimodal: bool
 ) -> KeptActivations | None:
     """What the layers of a forward keep, `None` without gradients; arguments are those of [`LogpsEngine.compute`]."""
     if not torch.is_grad_enabled():
         return None
     if engine.memory is None:
-        return kept_as_trl(engine, logps_request, call, keeps_padding)
-    layout = engine.layout(call.model, is_multimodal, keeps_padding, logps_request.reads_padding)
+        return kept_as_trl(engine, logps_request, call)
+    layout = engine.layout(call.model, is_multimodal, logps_request.reads_padding)
     tokens = tokens_of_forward(engine, logps_request, call, layout)
     return engine.memory.plan_forward(engine.trainer, engine.unwrapped(call.model), tokens)
 
 
-def kept_as_trl(
-    engine: Any, logps_request: LogpsRequest, call: LogpsArgs, keeps_padding: str | None
-) -> KeptActivations | None:
+def kept_as_trl(engine: Any, logps_request: LogpsRequest, call: LogpsArgs) -> KeptActivations | None:
     """
     What the layers of a forward with gradients keep without `fused_memory`: of attention, what fits into the memory in
     which checkpointing would keep the padding of TRL's rows, and in the first forward of a window into that of the
@@ -195,7 +193,7 @@ def kept_as_trl(
     # Not in the backward of a part, where memory ran out
     if not logps_request.begins_window or why_memory_is_taken(trainer, causal_lm) is not None:
         return KeptActivations(padded_tokens=padded)
-    layout = engine.layout(call.model, False, keeps_padding, logps_request.reads_padding)
+    layout = engine.layout(call.model, False, logps_request.reads_padding)
     gradients = gradient_memory(trainer, causal_lm, layout)
     layers = len(layers_of(text_model(causal_lm)))
     return KeptActivations(padded_tokens=padded, last=LastLayers(layers, partial(gradients.left, padded=padded)))

@@ -22,13 +22,13 @@ from trl_fused_grpo.modeling.out_of_memory import MemoryWatch, SharedOutOfMemory
 
 from .agreement import memory_watch, of_all_processes, why_not_split, with_images_anywhere
 from .checks import log_no_effect
-from .eligibility import why_forwards_are_not_shared, why_micro_batches_are_seen, why_parts_are_in_evaluation
 from .engine import LogpsEngine
 from .exchange import exchanged
 from .first_forward import why_memory_is_taken
 from .logps_request import LogpsRequest, PerTokenLogps, images_of
 from .memory import free_memory, limits_in_budget, token_limits
 from .merge_plan import plan_merges, window_starts
+from .plan import why_forwards_are_not_shared
 from .random_states import RandomStates
 from .shared_backward import SharedForward, can_be_repeated
 
@@ -101,10 +101,8 @@ class MicroBatchMerger:
         with_images = with_images_anywhere(trainer.accelerator, causal_lm, [bool(images_of(b)) for b in batches])
         layout = self.engine.layout(trainer.model, is_multimodal=any(with_images))
         shares_prompts = self.engine.shares_prompts(trainer.model)
-        if (apart := why_parts_are_in_evaluation(trainer) or why_micro_batches_are_seen(trainer)) is not None:
-            logger.warning_once(f"Every micro-batch has a forward of its own, because {apart}.")
         asked_for = "fused_max_tokens_per_forward" if options.fused_max_tokens_per_forward else None
-        log_no_effect(asked_for, reason := apart or why_forwards_are_not_shared(trainer, layout))
+        log_no_effect(asked_for, reason := why_forwards_are_not_shared(trainer, layout))
         limits_of = token_limits(self.engine, layout, any(with_images)) if reason is None else None
         windows = window_starts(len(batches), steps_left, trainer.args.gradient_accumulation_steps)
         batches = exchanged(self.engine, batches, layout, windows, limits_of, any(with_images))

@@ -10,8 +10,6 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
-from .customised_model import changed_module, own_class
-
 
 # What every module has: parts, weights, hooks, none of them an option
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -19,7 +17,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | None:
     """
-    Why two forwards of the same rows may give different numbers in training, or `None`.
+    Why two forwards of the same rows give different numbers in training, or `None`: library modules draw at random.
 
     Args:
         model (`nn.Module`): in its wrappers or bare.
@@ -29,12 +27,6 @@ def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | N
     if not with_adapters:
         not_called = peft_compat.dropouts_of_adapters(modules)
         modules = [module for module in modules if module not in not_called]
-    changed = changed_module(modules)
-    if changed is not None:
-        return f"{changed} may make two forwards differ"
-    unknown = own_class(modules)
-    if unknown is not None:
-        return f"{unknown}, whose code is not known, may make two forwards differ"
     for module in modules:
         if _drops_out(module):
             return f"dropout ({_name_in(model, module)}) makes two forwards differ"

@@ -24,19 +24,19 @@ from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, uninstall_attention
 
 from . import checks
-from .anywhere import FoundAnywhere
-from .customisation import replaced_behind, replaced_method
+from .check import Check
 from .deferral import LogpsDeferral
 from .deferred_ratio import DeferredRatio, sampling_correction
-from .eligibility import why_forwards_are_not_shared, why_not_fused, why_padding_may_be_read
 from .engine import LogpsEngine
+from .findings import Findings, Ladder, Level, Reason
 from .kl import kl_term, replaces_kl
 from .logps_request import LogpsArgs, LogpsRequest, LossCall, PerTokenLogps
 from .loss_request import build_call_request, build_loss_request, padding_counts
 from .merging import MicroBatchMerger, reducing_gradients
+from .overrides import replaced_behind, replaced_method
+from .plan import why_forwards_are_not_shared
 from .rloo import DeferredOldLogps
 from .summary import print_summary
-from .verification import Verification
 from .window import AccumulationWindow
 
 
@@ -53,8 +53,8 @@ class FusedState:
         merger ([`MicroBatchMerger`]): micro-batches that share a forward.
         deferral ([`LogpsDeferral`]): log-probs that generation leaves out.
         ratio ([`DeferredRatio`]): what follows from old log-probs that generation leaves out.
-        anywhere ([`FoundAnywhere`]): the user's code that any process has.
-        verification ([`Verification`]): compares micro-batches with TRL's own path.
+        ladder ([`Ladder`]): what was found of code that is not the libraries', and the level that follows.
+        check ([`Check`]): compares micro-batches with TRL's own path.
         window ([`AccumulationWindow`]): the training steps between two optimizer steps.
         micro_batch (`dict`): the inputs of the training step that runs.
         is_in_train (`bool`): whether TRL's `train` runs.
@@ -65,8 +65,8 @@ class FusedState:
         self.engine = LogpsEngine(trainer, defaults)
         self.merger, self.deferral = MicroBatchMerger(trainer, self.engine), LogpsDeferral(trainer, self.engine)
         self.ratio = DeferredOldLogps(trainer) if trainers.is_rloo(trainer) else DeferredRatio(trainer)
-        self.anywhere = FoundAnywhere(trainer)
-        self.verification, self.window = Verification(trainer, self.engine), AccumulationWindow(trainer)
+        self.ladder = Ladder(trainer)
+        self.check, self.window = Check(trainer, self.engine), AccumulationWindow(trainer)
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
         self.is_in_train = self._has_summary_to_print = False
@@ -84,7 +84,6 @@ class FusedState:
         """
         trainer, engine = self.trainer, self.engine
         engine.read_options()
-        engine.temperature_when_made = trainer.temperature
         causal_lm = engine.causal_lm(trainer.model)
         checks.check_backward(trainer, engine.options.fused_backward)
         checks.check_aux_loss(trainer, causal_lm)
@@ -98,7 +97,9 @@ class FusedState:
         for model in (trainer.model, trainer.ref_model):
             if model is not None:
                 checks.check_head(trainer, output_projection(engine.causal_lm(model)))
+                engine.read_head_options(model)
                 engine.install(model)
+        self.ladder.look()
         checks.log_what_has_no_effect(trainer, lambda: engine.layout(trainer.model))
 
     def detach(self) -> None:
@@ -111,7 +112,7 @@ class FusedState:
         """While it lasts, TRL trains: options are read anew, and what an interrupted training has left is ended."""
         if self.trainer.use_liger_loss:
             self.engine.read_options()
-            self.verification.reset()
+            self.check.reset()
             self._has_summary_to_print = True
         self.ratio.resolve()  # with the fused loss switched off meanwhile TRL would miss what was left out
         with temporary_attr(self, "is_in_train", True), self.merger.training():
@@ -125,16 +126,14 @@ class FusedState:
         """TRL takes the micro-batches of a new accumulation window from the iterator of an epoch."""
         self.window.begin(epoch)
         self.merger.begin_window()
-        self.engine.list_modules_anew()  # a generation of the user's may not have done so
 
     # Generation, and the micro-batches that it is split into
 
     @contextmanager
     def generation(self) -> Generator[Any, None, None]:
         """While it lasts, TRL generates: some log-probs are left out. Yields vLLM's correction, `None` without it."""
-        self.engine.list_modules_anew()
         if not self.window.begins:  # then the training step has looked
-            self.anywhere.look()
+            self.ladder.look(together=True)
         if self._has_summary_to_print and self.trainer.model.training:
             print_summary(self.engine)  # by now the model is in its wrappers
             self._has_summary_to_print = False
@@ -144,10 +143,11 @@ class FusedState:
 
     def plan(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Prepare the micro-batches of a new generation batch, and return those to train on."""
+        self.ladder.look(together=True)  # reward functions are the user's
         batches = self.merger.plan_generation(batches, self.window.steps_left)
         groups = self.merger.groups(self.window.steps_left, self.window.begins)
-        self.deferral.compute_reference(groups, self._loss_request)
-        for place, logps in self.deferral.old_logps(groups, self._loss_request):
+        self.deferral.compute_reference(groups, self.request_of)
+        for place, logps in self.deferral.old_logps(groups, self.request_of):
             self.ratio.take(batches[place], place, logps)
         return batches
 
@@ -172,13 +172,15 @@ class FusedState:
             temporary_attr(self.window, "is_in_step", True),
         ):
             if self.window.begins:
-                self.anywhere.look()
+                self.ladder.look(together=True)
+            elif self.ladder.level < Level.WINDOW:  # whoever sees a micro-batch may hook or replace something
+                self.ladder.look()
             yield
         if not self._is_asked:
             checks.log_that_nothing_is_fused(self.trainer)
         self.window.step_ends()
         if not self.merger.is_waiting:
-            self.verification.after_backward(self._loss_of)
+            self.check.after_backward(self._loss_of)
             self.window.count()
         if accelerator.sync_gradients:
             self.window.log_recomputed()
@@ -201,10 +203,10 @@ class FusedState:
             trl_loss (`Callable`): TRL's own `_compute_loss` for given inputs.
         """
         checks.check_micro_batch(micro_batch)
-        before = self.verification.snapshot(micro_batch)
+        before = self.check.snapshot(micro_batch)
         loss = self._loss_of(micro_batch, trl_loss)
         if self.window.is_in_step:
-            self.verification.keep(before, trl_loss, loss)
+            self.check.keep(before, trl_loss)
         return loss
 
     def _loss_of(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
@@ -228,46 +230,51 @@ class FusedState:
         trainer, self._is_asked = self.trainer, self._is_asked or self.window.is_in_step
         if self.deferral.leaves_out(call, trl_method):
             return trl_compat.logps_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
+        if not self.window.is_in_step and not self.deferral.is_generating:
+            self.ladder.look()  # a loop or a call of the user's own
         # An override of this method may ask for other rows than those of the loss
         is_overridden = replaced_method(trainer, ("_get_per_token_logps_and_entropies",)) is not None
         loss_call = None if is_overridden else self._loss
-        causal_lm = self.engine.causal_lm(call.model)
-        reason = why_not_fused(trainer, call.model, causal_lm)
-        checks.check_trl_logps(trainer, causal_lm, reason)
-        if reason is not None or self.verification.asks_trl:
+        findings = self.ladder.of_call(call.model)
+        reason = findings.why_below(Level.HEAD)
+        checks.check_trl_logps(trainer, self.engine.causal_lm(call.model), reason)
+        if reason is not None or self.check.asks_trl:
             result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         elif loss_call is not None:
             result = self._logps_of_loss(loss_call, call, trl_method)
         else:
-            result = self._logps_of_call(call, trl_method)
+            result = self._logps_of_call(call, trl_method, findings)
         if loss_call is not None:
             loss_call.logps = result.logps
-            self.ratio.fill(loss_call, result, counts=not self.verification.is_running)
+            self.ratio.fill(loss_call, result, counts=not self.check.is_running)
+            if self.window.is_in_step:
+                self.check.keep_logps(loss_call.inputs, call, trl_method, result)
         entropies = trl_compat.entropies_as_trl(trainer, result.entropies)
         return trl_compat.logps_result(result.logps, entropies, result.aux_loss)
 
-    def _logps_of_call(self, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
+    def _logps_of_call(self, call: LogpsArgs, trl_method: Callable, findings: Findings) -> PerTokenLogps:
         """Log-probs for a call that is not that of TRL's own loss."""
-        reason = why_padding_may_be_read(self.trainer, self.deferral.is_generating)
-        if self.engine.options.forces_layout:
-            reason = None  # whoever asks for a layout says that nobody reads padding
+        reads_padding = trl_compat.COMPUTES_LOGPS_OF_PADDING and not self.engine.options.forces_rows
+        if reads_padding and not (self.deferral.is_generating and trl_compat.is_asked_by_generation()):
+            reason = Reason(Level.HEAD, "the caller of the log-prob method may read log-probs of padding")
+            findings = Findings((*findings.reasons, reason))
         beta = None if self._loss is None else self._loss.beta
-        logps_request = build_call_request(self.trainer, call, reason is not None, beta)
-        result = self.engine.compute(logps_request, call, trl_method, reason)
-        if torch.is_grad_enabled() and not self.verification.is_running:
+        logps_request = build_call_request(self.trainer, call, reads_padding and findings.level < Level.ROWS, beta)
+        result = self.engine.compute(logps_request, call, trl_method, findings)
+        if torch.is_grad_enabled() and not self.check.is_running:
             self.window.keep_stats(result.stats)
         return result
 
     def _logps_of_loss(self, loss_call: LossCall, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
         """Log-probs of the micro-batch whose loss TRL computes. Those that share its forward are computed with it."""
         micro_batch = loss_call.micro_batch
-        if self.verification.is_running or not torch.is_grad_enabled():
-            return self.engine.compute(self._loss_request(micro_batch), call, trl_method)
+        if self.check.is_running or not torch.is_grad_enabled():
+            return self.engine.compute(self.request_of(micro_batch), call, trl_method)
         if (kept := self.merger.take_logps(micro_batch)) is not None:
             return kept
         is_multimodal = self.merger.is_multimodal(micro_batch)
         sharing = self._sharing_forward(loss_call, call.model)
-        requests = {id(batch): self._loss_request(batch) for batch in sharing}
+        requests = {id(batch): self.request_of(batch) for batch in sharing}
 
         def compute(group: list[dict[str, Any]]) -> PerTokenLogps:
             logps_request = self.merger.joined([requests[id(batch)] for batch in group], self.window.begins)
@@ -290,11 +297,12 @@ class FusedState:
         if len(group) == 1:
             return group
         is_multimodal = bool(self.merger.is_multimodal(loss_call.micro_batch))
-        layout = self.engine.layout(model, is_multimodal, reads_padding=padding_counts(self.trainer, loss_call.beta))
+        layout = self.engine.layout(model, is_multimodal, padding_counts(self.trainer, loss_call.beta))
         # Since the plan, the model may have refused packed rows, or the user may have replaced something
         is_as_planned = layout == self.merger.layout and why_forwards_are_not_shared(self.trainer, layout) is None
         return group if is_as_planned else [loss_call.micro_batch]
 
-    def _loss_request(self, inputs: dict[str, Any]) -> LogpsRequest:
+    def request_of(self, inputs: dict[str, Any]) -> LogpsRequest:
+        """Which positions of a micro-batch its loss asks for, and the gradients that it expects back."""
         skips = self.engine.options.fused_skip_zero_grad_sequences and not trl_compat.has_aux_loss(self.trainer)
         return build_loss_request(self.trainer, inputs, skips, None if self._loss is None else self._loss.beta)

@@ -1,12 +1,17 @@
 """
-What a training does and why not a faster way: one table, which the trainer prints at the start of a training and
-`trl-fused-grpo doctor` prints for a model and a configuration. Every line asks the predicate that the training asks.
+What a training does and why not more: one table, which the trainer prints at the start of a training and
+`trl-fused-grpo doctor` prints for a model and a configuration. It begins with the level and all findings.
 """
 
+import platform
+import textwrap
 from collections.abc import Iterator
-from typing import Any
+from importlib import metadata
+from typing import Any, NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers.utils import logging
 
 from trl_fused_grpo._compat import architecture, trainers
@@ -14,34 +19,104 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
+from trl_fused_grpo._compat.tried_architectures import NEWEST_TRANSFORMERS
 from trl_fused_grpo.modeling.adapters import why_not_together
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
 from trl_fused_grpo.modeling.compiled_modules import why_no_kernels, why_not_compiled, why_without_kernel
 from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.output_projection import output_projection
+from trl_fused_grpo.ops.kernels import why_not_triton
 from trl_fused_grpo.ops.linear_logps import choose_backward
 
-from .customisation import loss_type_of
-from .eligibility import (
-    why_forwards_are_not_shared,
-    why_not_exchanged,
-    why_not_fused,
-    why_old_logps_are_needed,
-    why_reference_is_not_regrouped,
-)
+from .check import why_not_checked
 from .engine import LogpsEngine
+from .findings import WHAT_IS_DONE, Level
 from .first_forward import MOST_OF_FIRST, gradient_memory, why_not_in_memory_of_gradients
-from .forecastable import has_old_logps, why_no_forecast, why_zero_grad_sequences_are_not_skipped
 from .loss_request import padding_counts
 from .memory import MAX_TOKENS, why_no_memory_budget
-from .summary_table import Summary, SummaryLine, device_line, versions_line
-from .verification import why_not_verified
+from .overrides import loss_type_of
+from .plan import (
+    has_old_logps,
+    why_forwards_are_not_shared,
+    why_no_forecast,
+    why_not_exchanged,
+    why_old_logps_are_needed,
+    why_reference_is_not_regrouped,
+    why_zero_grad_sequences_are_not_skipped,
+)
 
 
 logger = logging.get_logger(__name__)
 
 _MATMULS = {"frozen": "2 matmuls, frozen head", "forecast": "3 matmuls, forecast in forward"}
 _OFF = "it is off by default"
+PACKAGES = ("trl-fused-grpo", "trl", "transformers", "torch", "accelerate", "peft", "liger-kernel", "triton", "vllm")
+
+
+class SummaryLine(NamedTuple):
+    """
+    One thing that a training does.
+
+    Args:
+        name (`str`): what it is about.
+        value (`str`): what is done.
+        reason (`str`, *optional*): why nothing faster is; `None` where it is the fastest that there is.
+        change (`str`, *optional*): what to change for it, where something can be changed.
+    """
+
+    name: str
+    value: str
+    reason: str | None = None
+    change: str | None = None
+
+
+class Summary(list[SummaryLine]):
+    """The lines of a training; as a string, a table of them."""
+
+    def __str__(self) -> str:
+        width = max(len(line.name) for line in self) + 2
+        rows = []
+        for name, value, reason, change in self:
+            because = f", because {reason}" if reason else ""
+            text = f"{value}{because}" + (f". Change: {change}" if change else "")
+            indent = " " * width
+            rows += textwrap.wrap(
+                f"{name:{width}}{text}", 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        return "\n".join(rows)
+
+
+def versions() -> dict[str, str | None]:
+    """The version of each package that matters here, and of Python; `None` for one that is not installed."""
+    return {"python": platform.python_version(), **{package: _version_of(package) for package in PACKAGES}}
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions_line() -> SummaryLine:
+    """The installed packages in one line."""
+    value = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+    transformers_version = Version(Version(transformers.__version__).base_version)
+    for name, version, newest in (("TRL", TRL, NEWEST_TRL), ("transformers", transformers_version, NEWEST_TRANSFORMERS)):
+        if version > newest:
+            reason = f"{name} {version} is newer than the newest that was tested ({newest})"
+            return SummaryLine("versions", value, reason, "run `trl-fused-grpo parity` before you rely on it")
+    return SummaryLine("versions", value)
+
+
+def device_line(device: torch.device, *others: str) -> SummaryLine:
+    """A device, with what runs on it."""
+    name = f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+    reason = why_not_triton(device)
+    kernels = "torch's operations" if reason else "Triton's kernels"
+    change = "pip install triton" if device.type == "cuda" else "train on a CUDA device"
+    return SummaryLine("device", ", ".join((name, *others, kernels)), reason, change if reason else None)
 
 
 def print_summary(engine: LogpsEngine) -> None:
@@ -89,9 +164,18 @@ class _Lines:
         self.layout = engine.layout(engine.trainer.model)
 
     def all(self) -> Iterator[SummaryLine]:
-        """The lines, in the order of a training."""
-        yield self.loss()
+        """The lines: level and findings, then what is done at that level, in the order of a training."""
+        findings = self.trainer._fused.ladder.findings
+        yield SummaryLine("level", f"{findings.level.name.lower()}: {WHAT_IS_DONE[findings.level]}")
+        for level, text in findings.reasons:
+            yield SummaryLine(f"found ({level.name.lower()})", text)
+        yield SummaryLine("loss", f"TRL's own ({loss_type_of(self.trainer)})")
+        if findings.level == Level.STOCK:
+            return
         yield self.backward()
+        if findings.level == Level.HEAD:
+            yield self.verification()
+            return
         yield self.rows("layout", is_multimodal=False)
         if architecture.may_take_images(self.causal_lm):
             yield self.rows("layout of images", is_multimodal=True)
@@ -106,12 +190,6 @@ class _Lines:
         if lora is not None:
             yield lora
         yield from (self.kernels(), self.compiled(), self.memory(), self.zero_grad(), self.verification())
-
-    def loss(self) -> SummaryLine:
-        reason = why_not_fused(self.trainer, self.model, self.causal_lm)
-        if reason is not None:
-            return SummaryLine("loss", "TRL's own log-prob method", reason, "remove what was replaced")
-        return SummaryLine("loss", f"fused: no logits of whole batches ({loss_type_of(self.trainer)})")
 
     def backward(self) -> SummaryLine:
         asked, no_forecast = self.options.fused_backward, why_no_forecast(self.trainer)
@@ -135,16 +213,10 @@ class _Lines:
         if self.options.forces_layout:
             reason = None if layout == "packed" else f"fused_layout={layout!r}"
             return SummaryLine(name, f"{layout}, as asked for", reason, "fused_layout='auto'" if reason else None)
-        tried = "" if layout == "padded" else ", if the first batch shows no difference"
         if layout == "packed":
-            return SummaryLine(name, f"packed: no padding{tried}")
-        seen = self.engine.why_rows_are_seen(self.trainer.model)
-        if seen is not None:
-            return SummaryLine(name, layout, seen, "fused_layout='packed', if it does not depend on it")
-        conditions = (is_multimodal, padding_counts(self.trainer), self.engine.refusal(self.causal_lm, is_multimodal))
-        return SummaryLine(
-            name, f"{layout}{tried}", why_layouts_are_refused(self.model, self.causal_lm, *conditions)["packed"]
-        )
+            return SummaryLine(name, "packed: no padding")
+        conditions = (is_multimodal, padding_counts(self.trainer))
+        return SummaryLine(name, layout, why_layouts_are_refused(self.model, self.causal_lm, *conditions)["packed"])
 
     def attention(self) -> SummaryLine:
         config = self.causal_lm.config.get_text_config()
@@ -284,9 +356,7 @@ class _Lines:
         return SummaryLine(name, "in the model", reason or _OFF, change)
 
     def verification(self) -> SummaryLine:
-        every = self.options.fused_verify
-        if not every:
-            return SummaryLine("verification", "off (fused_verify=0)")
-        reason = why_not_verified(self.trainer, self.model, self.causal_lm)
-        often = "every optimizer step" if every == 1 else f"every {every} optimizer steps"
-        return SummaryLine("verification", "none" if reason else often, reason)
+        every, reason = self.options.fused_verify, why_not_checked(self.trainer, self.causal_lm)
+        often = f", then every {every} optimizer steps" if every else ""
+        value = "none" if reason else f"log-probs of the first step beside TRL's own{often}"
+        return SummaryLine("check", value, reason)

@@ -1,8 +1,4 @@
-"""
-Finds what the user replaced on a trainer: its methods, the accelerator's backward, callbacks that look on.
-
-Whose a function is says `_compat/libraries.py`. What the user replaced on the model is found in `customised_model.py`.
-"""
+"""Whose methods a trainer runs: TRL's, this package's, or somebody else's in a subclass, on the instance or in TRL's class."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,22 +9,6 @@ from trl_fused_grpo._compat.libraries import is_library_function
 
 
 _PACKAGE = __name__.partition(".")[0]
-
-# Every method of the trainer that sees a micro-batch between generation and backward
-MICRO_BATCH_METHODS = (
-    "training_step",
-    "compute_loss_context_manager",
-    "autocast_smart_context_manager",
-    "_prepare_inputs",
-    "compute_loss",
-    "compute_liger_loss",
-    "_compute_loss",
-    *trl_compat.OBJECTIVE_METHODS,
-    "_get_per_token_logps_and_entropies",
-)
-
-# Attributes of the trainer that the log-probs of a micro-batch are computed with
-_LOGPS_OPTIONS = ("temperature", "args")
 
 
 def _is_fused_trainer(cls: type) -> bool:
@@ -86,6 +66,14 @@ def replaced_behind(trainer: Any, name: str) -> str | None:
     return None if is_known else f"{cls.__name__}.{name}"
 
 
+def replaced_objective(trainer: Any) -> str | None:
+    """
+    The first method of TRL's objective that the user replaced, as `Class.method`; `None` where all are TRL's. Only
+    TRL's own are known to read nothing else of a micro-batch than `GRPOObjective` does.
+    """
+    return replaced_method(trainer, ("_compute_loss", *trl_compat.OBJECTIVE_METHODS))
+
+
 def liger_loss_in_front(trainer: Any) -> str | None:
     """
     The `compute_liger_loss` of a class that was not written for this package, as `Class.method`, where the fused
@@ -101,52 +89,12 @@ def liger_loss_in_front(trainer: Any) -> str | None:
 
 def computed_option(trainer: Any) -> str | None:
     """
-    An option that log-probs depend on and that a class of the user's computes at each access, as `Class.option`, or
-    `None`: a property, or a `__getattribute__`.
+    An attribute that a class of the user's computes at each access, as `Class.option`, or `None`: one that log-probs
+    are computed with, or any by `__getattribute__`.
     """
     for cls in type(trainer).__mro__:
-        if cls in trainers.trl_class(type(trainer)).__mro__:
-            continue
-        for name in ("__getattribute__", *_LOGPS_OPTIONS):
-            if hasattr(type(vars(cls).get(name)), "__get__"):
-                return f"{cls.__name__}.{name}"
+        if cls not in trainers.trl_class(type(trainer)).__mro__:
+            for name in ("__getattribute__", "temperature", "args"):
+                if hasattr(type(vars(cls).get(name)), "__get__"):
+                    return f"{cls.__name__}.{name}"
     return None
-
-
-def watching_callback(trainer: Any) -> str | None:
-    """
-    The `on_substep_end` of a user's callback, or a replaced callback handler, or `None`: between micro-batches it may
-    read gradients and move weights.
-    """
-    handler = trainer.callback_handler
-    watchers = [(handler, "call_event"), *((one, "on_substep_end") for one in (handler, *handler.callbacks))]
-    for watcher, name in watchers:
-        method = getattr(watcher, name, None)
-        if method is not None and not is_library_function(method):
-            return f"{type(watcher).__name__}.{name}"
-    return None
-
-
-def replaced_loop(trainer: Any) -> str | None:
-    """
-    What of the user's may be the loop around the training steps, as `Class.method`, or `None`: it may do anything
-    between micro-batches. A `train` that calls TRL's is none.
-    """
-    loop = replaced_method(trainer, trainers.LOOP_METHODS) or replaced_behind(trainer, "train")
-    return loop or (None if trainer._fused.is_in_train else replaced_method(trainer, ["train"]))
-
-
-def micro_batch_reader(trainer: Any) -> str | None:
-    """What of the user's may read or change a micro-batch between generation and backward, or `None`."""
-    return (
-        replaced_method(trainer, MICRO_BATCH_METHODS)
-        or replaced_loop(trainer)
-        or computed_option(trainer)
-        or watching_callback(trainer)
-    )
-
-
-def replaced_backward(accelerator: Any) -> str | None:
-    """The accelerator's `backward`, in words, if it is not Accelerate's, or `None`."""
-    backward = vars(accelerator).get("backward", type(accelerator).backward)
-    return None if is_library_function(backward) else "the accelerator's backward, which was replaced,"

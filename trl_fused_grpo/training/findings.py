@@ -1,0 +1,357 @@
+"""
+What was found of code that is not the libraries' own, and the one level of the ladder that follows from it.
+
+| level | when | what is done |
+| --- | --- | --- |
+| `window` | trainer and model are the libraries' own code, nothing hooked or replaced | everything |
+| `rows` | something may see a micro-batch, a generation batch, a gradient or the moment when weights move | packed rows, fused head, fast layers; each micro-batch in its own forward and backward; old and reference log-probs where TRL computes them |
+| `head` | any of the model's code is not a library's, or it changes buffers in its forward, or mixes rows | TRL's padded rows in TRL's order, only the head fused |
+| `stock` | the log-prob method, the head, or what stands between hidden states and head was replaced | TRL's own code |
+
+What unknown code does is not tried out: the lowest level of all findings counts.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo._compat import trainers
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.libraries import is_library_class, is_library_function, is_library_hook, replaced_name
+from trl_fused_grpo._compat.restated import unknown_source
+from trl_fused_grpo._compat.tried_architectures import is_tried
+from trl_fused_grpo.modeling.output_projection import layer_before_head
+
+from .agreement import of_all_processes
+from .overrides import computed_option, replaced_behind, replaced_method
+
+
+logger = logging.get_logger(__name__)
+
+
+class Level(IntEnum):
+    """How much of a step may be done otherwise than stock does it. The module's table says when and what."""
+
+    STOCK = 0
+    HEAD = 1
+    ROWS = 2
+    WINDOW = 3
+
+
+class Reason(NamedTuple):
+    """One finding, in words, and the most that may be done with it."""
+
+    level: Level
+    text: str
+
+
+WHAT_IS_DONE = {
+    Level.WINDOW: "everything is fused: packed rows, fused head, fast layers, forwards that micro-batches share",
+    Level.ROWS: "packed rows, fused head and fast layers; each micro-batch has a forward and a backward of its own",
+    Level.HEAD: "rows keep TRL's padding and order, only the head is fused",
+    Level.STOCK: "TRL's own log-prob method runs",
+}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """
+    All reasons to do less.
+
+    Args:
+        reasons (`tuple[Reason, ...]`): in the order in which they were found.
+    """
+
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def level(self) -> Level:
+        """The lowest level of all reasons."""
+        return min((reason.level for reason in self.reasons), default=Level.WINDOW)
+
+    def why_below(self, level: Level) -> str | None:
+        """The text of the lowest reason that is below a level, or `None` where that level may be taken."""
+        below = [reason for reason in self.reasons if reason.level < level]
+        return min(below, key=lambda reason: reason.level).text if below else None
+
+
+class Ladder:
+    """
+    Keeps the findings of a training, and tells a new one once.
+
+    Args:
+        trainer (`GRPOTrainer`): whose training it is.
+
+    Attributes:
+        findings ([`Findings`]): of the last look.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.findings = Findings()
+        self._for_good: list[Reason] = []
+        self._told: set[str] = set()
+
+    @property
+    def level(self) -> Level:
+        """The level that counts now."""
+        return self.findings.level
+
+    def fall(self, reason: Reason) -> None:
+        """From now on, for the whole training, at most the level of a reason counts."""
+        self._for_good.append(reason)
+        self.findings = Findings((*self.findings.reasons, reason))
+        self._tell()
+
+    def look(self, together: bool = False) -> Findings:
+        """
+        Gather the findings anew.
+
+        Args:
+            together (`bool`): whether all processes look, and the lowest level of any counts on each.
+        """
+        engine, trainer = self.trainer._fused.engine, self.trainer
+        reasons = [*reasons_of_trainer(trainer), *self._for_good]
+        for model in {id(m): m for m in (trainer.model_wrapped, trainer.ref_model) if m is not None}.values():
+            reasons += reasons_of_model(model, engine.causal_lm(model), engine.options.forces_rows)
+        findings = Findings(tuple(dict.fromkeys(reasons)))
+        if together:
+            lowest = Level(int(of_all_processes(trainer.accelerator, "levels", [int(findings.level)]).amin()))
+            if lowest < findings.level:
+                findings = Findings((*findings.reasons, Reason(lowest, "another process found code of yours")))
+        self.findings = findings
+        self._tell()
+        return findings
+
+    def of_call(self, model: nn.Module) -> Findings:
+        """The findings for a call of the log-prob method with a model, which may be another than policy and reference."""
+        if model in (self.trainer.model, self.trainer.model_wrapped, self.trainer.ref_model):
+            return self.findings
+        engine = self.trainer._fused.engine
+        reasons = reasons_of_model(model, engine.causal_lm(model), engine.options.forces_rows)
+        return Findings((*self.findings.reasons, *reasons))
+
+    def _tell(self) -> None:
+        for level, text in self.findings.reasons:
+            if text not in self._told:
+                self._told.add(text)
+                logger.warning(f"Level {level.name.lower()} ({WHAT_IS_DONE[level]}), because {text}.")
+
+
+# The trainer
+
+
+def reasons_of_trainer(trainer: Any) -> Iterator[Reason]:
+    """What of the user's runs in or around a training step."""
+    behind = replaced_behind(trainer, "_get_per_token_logps_and_entropies")
+    if behind is not None:
+        yield Reason(Level.STOCK, f"{behind} was replaced")
+    method = (
+        replaced_method(trainer, (*trainers.STEP_METHODS, *trl_compat.OBJECTIVE_METHODS))
+        or replaced_behind(trainer, "train")
+        or (None if trainer._fused.is_in_train else replaced_method(trainer, ["train"]))
+        or computed_option(trainer)
+    )
+    if method is not None:
+        # Where TRL computes log-probs of padding, such a method may read them
+        level = Level.HEAD if trl_compat.COMPUTES_LOGPS_OF_PADDING else Level.ROWS
+        yield Reason(level, f"{method} may see micro-batches")
+    elif (source := unknown_source(trainer)) is not None:
+        yield Reason(Level.ROWS, source)
+    for owner, names in _watchers(trainer):
+        name = _replaced_attribute(owner, names)
+        if name is not None:
+            yield Reason(Level.ROWS, f"{name} may see micro-batches, gradients or the moment when weights move")
+    for name, parameter in _hooked_parameters(trainer.model):
+        if torch_compat.has_optimizer_in_backward(parameter) or not all(
+            map(is_library_hook, torch_compat.gradient_hooks(parameter))
+        ):
+            yield Reason(Level.ROWS, f"a hook on the gradient of {name} may see that of each micro-batch")
+            break
+    if trainer._fused.deferral.leaves_evaluation:
+        yield Reason(Level.ROWS, "a generation has left the model in evaluation, until the training step behind it")
+
+
+def _watchers(trainer: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Objects that run between micro-batches, and their methods that do."""
+    handler = trainer.callback_handler
+    yield from ((one, ("call_event", "on_substep_end")) for one in (handler, *handler.callbacks))
+    yield trainer.accelerator, ("backward", "accumulate", "__class__")
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if optimizer is not None:
+        yield optimizer, ("step", "zero_grad", "__class__")
+
+
+def _replaced_attribute(owner: Any, names: Iterable[str]) -> str | None:
+    """The first of these methods of an object that is not a library's, as `Class.method`; `__class__` is the class."""
+    for name in names:
+        value = getattr(owner, name, None)
+        is_known = is_library_class(value) if name == "__class__" else value is None or is_library_function(value)
+        if not is_known:
+            return type(owner).__name__ if name == "__class__" else f"{type(owner).__name__}.{name}"
+    return None
+
+
+def _hooked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for parameter in torch_compat.parameters_of(model):
+        if torch_compat.gradient_hooks(parameter) or torch_compat.has_optimizer_in_backward(parameter):
+            yield next(name for name, other in model.named_parameters() if other is parameter), parameter
+
+
+# A model
+
+
+def reasons_of_model(model: nn.Module, causal_lm: PreTrainedModel, forces_rows: bool) -> list[Reason]:
+    """
+    What of a model is not a library's, or makes a sequence depend on others.
+
+    Args:
+        model (`nn.Module`): in its wrappers or bare.
+        causal_lm (`PreTrainedModel`): the causal language model inside.
+        forces_rows (`bool`): whether a layout without padding was asked for: the user's word for code that is not known.
+    """
+    outer = replaced_around_head(model, causal_lm)
+    stock = [Reason(Level.STOCK, f"{outer} may see or change what the model returns in TRL's own call")] if outer else []
+    inner = torch_compat.modules_of(causal_lm)
+    found = (
+        _unknown_code({*map(type, inner)}),
+        _replaced_in_module(torch_compat.modules_of(model), inner),
+        _replaced_function(inner),
+        _changing_or_mixing(causal_lm, inner),
+        None if is_tried(causal_lm) else f"{type(causal_lm).__name__} was not tried without TRL's padding",
+    )
+    level = Level.ROWS if forces_rows else Level.HEAD
+    word = f", which fused_layout={'packed'!r} says may be packed" if forces_rows else ""
+    return [*stock, *(Reason(level, f"{what}{word}") for what in found if what is not None)]
+
+
+def replaced_around_head(model: nn.Module, causal_lm: PreTrainedModel) -> str | None:
+    """
+    What was hooked or replaced on a causal language model, on a wrapper around it, on its output projection or between
+    the two, in words, or `None`. Such code would see other outputs here than in TRL's own call.
+    """
+    path = next(name for name, module in model.named_modules() if module is causal_lm)
+    wrappers = [model]
+    for name in path.split(".") if path else ():
+        wrappers.append(getattr(wrappers[-1], name))
+    head: Any = causal_lm.get_output_embeddings()
+    parts = [] if head is None else list(head.modules())
+    for wrapper in wrappers[:-1]:
+        forward = vars(wrapper).get("forward")
+        bound_to = getattr(forward, "__self__", None)
+        # PEFT's adaption prompt calls the forward that the model had when the adapter was made
+        if isinstance(bound_to, nn.Module) and bound_to is not wrapper and forward != bound_to.forward:
+            return f"{type(wrapper).__name__}, which holds an earlier forward of {type(bound_to).__name__},"
+    if trl_compat.LOGPS_FROM_LOGITS:
+        wrappers_of_head, layer = wrappers, layer_before_head(causal_lm)
+        if layer is not None:
+            return f"{layer}, which stands between the model's hidden states and its output projection,"
+        if (replaced := torch_compat.replaced_in_linear()) is not None:
+            return replaced
+    else:
+        wrappers_of_head = wrappers[:-1]  # TRL calls the model's own backbone and head, whatever its forward does
+    unknown = _unknown_code({*map(type, (*wrappers_of_head, *parts))})
+    return unknown or _hooked_or_replaced((*wrappers, *parts))
+
+
+def _unknown_code(classes: Iterable[type]) -> str | None:
+    """A class that is not a library's, or a method that was replaced in one, in words, or `None`."""
+    bases: set[type] = set()
+    for cls in sorted(classes, key=lambda cls: cls.__name__):
+        if not is_library_class(cls):
+            return f"{cls.__name__}, whose code is not known,"
+        bases.update(cls.__mro__)
+    for cls in bases - {object}:
+        name = replaced_name(vars(cls))
+        if name is not None:
+            return f"{cls.__name__}.{name}, which was replaced,"
+    return None
+
+
+def _hooked_or_replaced(modules: Iterable[nn.Module]) -> str | None:
+    """A hook or a forward of its own that a module has and that is not a library's, in words, or `None`."""
+    forward, forward_pre, backward, backward_pre = torch_compat.HOOKS
+    for module in modules:  # thousands, most of them without
+        own = module.__dict__
+        if own[forward] or own[forward_pre] or own[backward] or own[backward_pre]:
+            hooks = [hook for name in torch_compat.HOOKS for hook in own[name].values()]
+            if not all(map(is_library_hook, hooks)):
+                return f"a hook on {type(module).__name__}"
+        if "forward" in own and not is_library_function(own["forward"], type(module).forward):
+            return f"the forward of {type(module).__name__}"
+    return None
+
+
+# What every module has: parts, weights, hooks
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _replaced_in_module(modules: list[nn.Module], inner: list[nn.Module]) -> str | None:
+    """A hook, a function or a weight that modules hold and that is not a library's, in words, or `None`."""
+    if not all(is_library_hook(hook) for hooks in torch_compat.GLOBAL_HOOKS for hook in hooks.values()):
+        return "a hook on every module"
+    if (changed := _hooked_or_replaced(modules)) is not None:
+        return changed
+    for module in inner:
+        own = module.__dict__
+        names = own.keys() - _OF_EVERY_MODULE - {"forward"}
+        foreign = (name for name in names if not _is_known_class(type(own[name])))
+        name = next(foreign, None) or replaced_name(own, names)
+        if name is not None:
+            return f"{name} of {type(module).__name__}, which was replaced,"
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and not _is_known_class(type(tensor)):
+                return f"{type(tensor).__name__}, whose code is not known,"
+    return None
+
+
+_is_known_class = lru_cache(maxsize=1024)(is_library_class)
+
+
+def _replaced_function(modules: Iterable[nn.Module]) -> str | None:
+    """A function of torch or transformers that modules may call and that is not a library's, in words, or `None`."""
+    if not torch_compat.sdpa_is_own():
+        return "scaled_dot_product_attention, which was replaced,"
+    if (mode := torch_compat.foreign_mode()) is not None:
+        return mode
+    files = {cls.__module__ for kind in {*map(type, modules)} for cls in kind.__mro__}
+    for name in (*model_compat.FILES, *sorted(files)):
+        file = sys.modules.get(name)
+        replaced = None if file is None else replaced_name(vars(file))
+        if replaced is not None:
+            return f"{replaced} of {name}, which was replaced,"
+    replaced = replaced_name(vars(torch.Tensor))
+    if replaced is not None:
+        return f"torch.Tensor.{replaced}, which was replaced,"
+    configs = [module.config for module in modules if isinstance(module, PreTrainedModel)]
+    return next(filter(None, map(model_compat.foreign_attention, configs)), None)
+
+
+# Modules of torch's whose output for a token depends on others, and those that change their buffers in each forward
+_MIX_TOKENS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.GroupNorm)
+_CHANGE_BUFFERS = (torch_compat.BatchNorm, torch_compat.InstanceNorm, torch_compat.SpectralNorm)
+
+
+def _changing_or_mixing(causal_lm: PreTrainedModel, modules: Iterable[nn.Module]) -> str | None:
+    """A module of torch's that mixes rows, or changes buffers or weights in each forward, in words, or `None`."""
+    for module in torch_compat.modules_of(architecture.text_model(causal_lm)):
+        if isinstance(module, _MIX_TOKENS):
+            return f"{type(module).__name__}, which mixes the tokens of its input,"
+    for module in modules:
+        own, name = module.__dict__, type(module).__name__
+        if isinstance(module, _CHANGE_BUFFERS) or type(module).__module__.startswith("torch.ao."):
+            return f"{name}, which changes its buffers in each forward,"
+        if own.get("scale_grad_by_freq") or own.get("max_norm") is not None:
+            return f"{name}, whose weights or gradients depend on the tokens of a forward,"
+    return None
