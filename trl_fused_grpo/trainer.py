@@ -11,8 +11,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
 from trl_fused_grpo.training.checks import check_options
-from trl_fused_grpo.training.overrides import has_objective_in_front, replaced_behind
 from trl_fused_grpo.training.logps_request import LogpsArgs
+from trl_fused_grpo.training.overrides import has_objective_in_front, replaced_behind
 from trl_fused_grpo.training.state import FusedState
 from trl_fused_grpo.training.summary import Summary, summary_of
 

@@ -25,6 +25,11 @@ def expect_sampler(trainer):
 def use_sampler(trainer):
     """Let a trainer, made without vLLM, train as if vLLM had generated its completions."""
     expect_sampler(trainer)
+    use_rollouts(trainer)
+
+
+def use_rollouts(trainer):
+    """Let a trainer train on prompts and completions of many lengths, which do not depend on its model."""
     seeds = iter(range(100))
 
     def generate(prompts, *args, **kwargs):

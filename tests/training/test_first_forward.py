@@ -14,9 +14,9 @@ from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.training import engine, first_forward, memory
-from trl_fused_grpo.training.first_forward import GradientMemory, gradient_memory, why_not_in_memory_of_gradients
-from trl_fused_grpo.training.merge_plan import tokens_of_forward
+from trl_fused_grpo.training import engine, memory
+from trl_fused_grpo.training.memory import GradientMemory, gradient_memory, why_not_in_memory_of_gradients
+from trl_fused_grpo.training.partitioning import tokens_of_forward
 
 
 # Its attention is outside transformers' interface, or eager, by the version; from 5.24 on it is as others'
@@ -59,7 +59,7 @@ def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(t
     hidden, inner = config.hidden_size, config.intermediate_size
     ends = 2 * (hidden + heads[0]) + 2 * (hidden + heads[1]) + 3 * (hidden + inner)
     weights = 4 * sum(parameter.numel() for parameter in trainer.model.parameters())
-    expected = weights, 4 * config.num_hidden_layers * hidden, int(first_forward._NUMBERS_OF_PRODUCTS * 4 * ends)
+    expected = weights, 4 * config.num_hidden_layers * hidden, int(memory._NUMBERS_OF_PRODUCTS * 4 * ends)
     assert memory_of(trainer) == GradientMemory(*expected)
     with mock.patch.object(trainer.accelerator.state, "_mixed_precision", "bf16"):
         assert memory_of(trainer).working == expected[2] // 2
@@ -82,7 +82,7 @@ def test_the_first_forward_gets_more_tokens_up_to_a_limit(tmp_path):
     assert more(most) == memory_of(trainer).most_tokens > more(1000) > 50
     assert limits_of(trainer, 1000) == (1000 + more(1000), 1000)
     assert limits_of(trainer, most - 1) == (most - 1 + more(most), most - 1)
-    assert limits_of(trainer, 10 * most) == (first_forward.MOST_OF_FIRST, most)
+    assert limits_of(trainer, 10 * most) == (memory.MOST_OF_FIRST, most)
     assert limits_of(trainer, 1000, "aligned") == limits_of(trainer, 1000, has_images=True) == (1000, 1000)
     assert limits_of(begun(tmp_path, fused_memory=None, gradient_checkpointing=False), 10 * most) == (most, most)
 
@@ -90,7 +90,7 @@ def test_the_first_forward_gets_more_tokens_up_to_a_limit(tmp_path):
 def test_weights_of_any_size_do_not_lift_the_limit(tmp_path, monkeypatch):
     trainer = begun(tmp_path)
     monkeypatch.setattr(memory, "gradient_memory", lambda *_: GradientMemory(2**50, 2**20, 1))
-    assert limits_of(trainer, 50) == (first_forward.MOST_OF_FIRST, 50)
+    assert limits_of(trainer, 50) == (memory.MOST_OF_FIRST, 50)
 
 
 def test_a_limit_of_the_user_s_holds_for_all(tmp_path):
@@ -99,13 +99,13 @@ def test_a_limit_of_the_user_s_holds_for_all(tmp_path):
 
 def test_gradients_and_layers_that_do_not_checkpoint_are_seen(tmp_path):
     trainer = begun(tmp_path)
-    assert first_forward.why_memory_is_taken(trainer, trainer.model) is None
+    assert memory.why_memory_is_taken(trainer, trainer.model) is None
     *_, last = trainer.model.parameters()
     last.grad = torch.zeros_like(last)
-    assert "gradients" in first_forward.why_memory_is_taken(trainer, trainer.model)
+    assert "gradients" in memory.why_memory_is_taken(trainer, trainer.model)
     last.grad = None
     trainer.model.model.layers[0].gradient_checkpointing = False
-    assert "checkpoint" in first_forward.why_memory_is_taken(trainer, trainer.model)
+    assert "checkpoint" in memory.why_memory_is_taken(trainer, trainer.model)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_deepspeed_keeps_its_own(tmp_path):
 def test_a_window_of_one_forward_trains_what_stock_trains(
     tmp_path, monkeypatch, caplog, options, keeps_gradients, forwards
 ):
-    monkeypatch.setattr(first_forward, "_NUMBERS_OF_PRODUCTS", 0.05)  # as if the tiny model had 60 layers
+    monkeypatch.setattr(memory, "_NUMBERS_OF_PRODUCTS", 0.05)  # as if the tiny model had 60 layers
     seen, beside_gradients, begins, made = [], [], [], []
 
     def trained(cls):
@@ -241,7 +241,7 @@ def test_a_window_of_one_forward_trains_what_stock_trains(
 
 
 def test_the_metrics_of_such_a_window_are_stock_s(tmp_path, monkeypatch):
-    monkeypatch.setattr(first_forward, "_NUMBERS_OF_PRODUCTS", 0.05)
+    monkeypatch.setattr(memory, "_NUMBERS_OF_PRODUCTS", 0.05)
 
     def trained(cls):
         trainer = make_trainer(tmp_path, cls, max_steps=1, **WINDOW)

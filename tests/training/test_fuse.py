@@ -14,13 +14,14 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, fuse, fuse_config, patch
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.trainers import trl_class
+from trl_fused_grpo._compat.trainers import STEP_METHODS, trl_class
 from trl_fused_grpo.parity.case import Batch, Case, Customisation
 from trl_fused_grpo.parity.run_case import make_data, run_case
 from trl_fused_grpo.parity.trainers import Settings, fused_trainer, stock_trainer
-from trl_fused_grpo.training.customisation import MICRO_BATCH_METHODS, loss_type_of, replaced_method
-from trl_fused_grpo.training.eligibility import replaced_objective, why_forwards_are_not_shared
+from trl_fused_grpo.training.findings import Findings
 from trl_fused_grpo.training.logps_request import LogpsArgs
+from trl_fused_grpo.training.overrides import loss_type_of, replaced_method, replaced_objective
+from trl_fused_grpo.training.plan import why_forwards_are_not_shared
 
 
 class Plain(GRPOTrainer):
@@ -168,7 +169,7 @@ class EveryAttribute(GRPOTrainer):
 )
 def test_micro_batches_share_no_forward_where_an_option_is_computed_at_each_access(tmp_path, cls, reader):
     trainer = make_trainer(tmp_path, fuse(cls))
-    assert why_forwards_are_not_shared(trainer, "packed") == f"{reader} may read or change micro-batches"
+    assert why_forwards_are_not_shared(trainer, "packed") == f"{reader} may see micro-batches"
 
 
 def test_arguments_of_the_log_prob_method_arrive_by_position_and_by_name():
@@ -200,7 +201,8 @@ def test_gmpo_counts_as_trls_own_in_either_order_of_bases(tmp_path, gmpo):
     for cls in (fuse(gmpo), type("Mine", (FusedGRPOTrainer, gmpo), {})):
         trainer = make_trainer(tmp_path, cls)
         assert loss_type_of(trainer) == "gmpo"
-        assert replaced_method(trainer, MICRO_BATCH_METHODS) is None
+        assert replaced_method(trainer, (*STEP_METHODS, *trl_compat.OBJECTIVE_METHODS)) is None
+        assert trainer._fused.ladder.look() == Findings()
         assert replaced_objective(trainer) is None
         assert why_forwards_are_not_shared(trainer, "packed") is None
 

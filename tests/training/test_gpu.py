@@ -10,7 +10,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo.modeling.varlen_attention import SharedPrefixKV, cu_seqlens_arguments, varlen_attention
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
-from trl_fused_grpo.training.verification import BOUNDS
+from trl_fused_grpo.training.check import BOUNDS
 
 
 pytestmark = [
@@ -126,6 +126,6 @@ def test_a_comparison_with_trls_own_path_finds_no_more_than_rounding(tmp_path, o
     trainer = make_trainer(tmp_path, model=model(), use_cpu=False, max_steps=2, fused_verify=1, **options)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    errors = [entry[f"fused/verify_{name}"] for entry in steps for name in ("loss", "head_grad")]
+    errors = [entry[f"fused/verify_{name}"] for entry in steps for name in ("logps", "head_grad")]
     print(f"fused/verify_* in {dtype}: {errors}")  # docs/numerics.md
     assert len(errors) == 4 and max(errors) < BOUNDS[dtype] / 2

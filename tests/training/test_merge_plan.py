@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_training import make_inputs
-from trl_fused_grpo.training.merge_plan import plan_merges, window_starts
+from trl_fused_grpo.training.partitioning import plan_merges, window_starts
 from trl_fused_grpo.training.partitioning import prompt_group_ids, rows_by_width, widths_of
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.tiny_training import make_trainer
 from tests.training.shared_forwards import PLENTY, assert_same_training, train
 from trl_fused_grpo import FusedGRPOTrainer
-from trl_fused_grpo.training.eligibility import why_forwards_are_not_shared
+from trl_fused_grpo.training.plan import why_forwards_are_not_shared
 
 
 @pytest.fixture

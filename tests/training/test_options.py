@@ -13,7 +13,7 @@ from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer, patch
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.training.checks import log_what_has_no_effect
-from trl_fused_grpo.training.forecastable import why_no_forecast
+from trl_fused_grpo.training.plan import why_no_forecast
 
 from .sampler import use_sampler
 
@@ -179,9 +179,10 @@ def test_old_log_probs_of_any_schedule_are_skipped_until_something_replaced_may_
     log_what_has_no_effect(trainer, lambda: "packed")
     assert warnings_logged() == before
     trainer.accelerator.backward = lambda *args, **kwargs: None
+    trainer._fused.ladder.look()  # as every window begins
     log_what_has_no_effect(trainer, lambda: "packed")
-    assert "fused_skip_old_logps=True has no effect, because" in warnings_logged()[-1]
-    assert "may move weights" in warnings_logged()[-1]
+    assert "fused_skip_old_logps=True has no effect, because Accelerator.backward may see" in warnings_logged()[-1]
+    assert "the moment when weights move" in warnings_logged()[-1]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling import padded_attention
-from trl_fused_grpo.training.eligibility import why_padding_is_mixed_in
+from trl_fused_grpo.training.plan import why_padding_is_mixed_in
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,14 @@ from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 from tests.tiny_training import loss_and_gradients, make_trainer
 from trl_fused_grpo import FusedRLOOConfig, FusedRLOOTrainer, fuse, fuse_config, patch
 from trl_fused_grpo._compat.trainers import trl_class
+from trl_fused_grpo._compat.trl import COMPUTES_LOGPS_OF_PADDING
 from trl_fused_grpo.loss.forecast import grad_rows_first
 from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
 from trl_fused_grpo.parity.case import Batch, Case
 from trl_fused_grpo.parity.run_case import make_data
-from trl_fused_grpo.training import customisation, eligibility
 from trl_fused_grpo.training.deferred_ratio import DEFERRED
+from trl_fused_grpo.training.findings import Findings, Level
+from trl_fused_grpo.training.overrides import replaced_objective
 
 
 TIMES = ("runtime", "per_second", "step_time")
@@ -203,7 +205,8 @@ def test_a_loss_of_the_users_is_seen(tmp_path):
 
     assert trl_class(fuse(Twice)) is RLOOTrainer
     trainer = make_trainer(tmp_path, fuse(Twice), config=FusedRLOOConfig, beta=0.0)
-    assert eligibility.replaced_objective(trainer) == "Twice._compute_loss"
+    assert replaced_objective(trainer) == "Twice._compute_loss"
+    assert trainer._fused.ladder.look().level == (Level.HEAD if COMPUTES_LOGPS_OF_PADDING else Level.ROWS)
     plain = make_trainer(tmp_path, FusedRLOOTrainer, config=FusedRLOOConfig, beta=0.0)
-    assert customisation.micro_batch_reader(plain) == customisation.replaced_loop(plain)
-    assert eligibility.replaced_objective(plain) is None
+    assert replaced_objective(plain) is None
+    assert plain._fused.ladder.look() == Findings()

@@ -33,7 +33,15 @@ _IMPORTED = sys.stdlib_module_names - {"unittest"} | {
 _PACKAGE = __name__.partition(".")[0]
 
 _known: WeakSet[Any] = WeakSet()  # functions of libraries that were looked at
-_WRAPPERS = (FunctionType, MethodType, functools.partial, property, classmethod, staticmethod, functools.cached_property)
+_WRAPPERS = (
+    FunctionType,
+    MethodType,
+    functools.partial,
+    property,
+    classmethod,
+    staticmethod,
+    functools.cached_property,
+)
 # Written in C, as no code of the user's is
 _BUILTIN = (
     *(type, BuiltinFunctionType, ClassMethodDescriptorType, MethodDescriptorType, MethodWrapperType),

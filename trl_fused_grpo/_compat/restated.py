@@ -41,8 +41,8 @@ _KNOWN = frozenset(
 
 
 def unknown_source(trainer: Any) -> str | None:
-    """What of TRL's own source is not known, in words, or `None`. A wrong forecast costs time, a wrong ratio does not."""
-    cls = trl_class(type(trainer))
+    """What of TRL's own source is not known, in words, or `None`."""
+    cls: Any = trl_class(type(trainer))
     if source_digest(cls, cls._compute_loss, cls._generate_and_score_completions) in _KNOWN:
         return None
     return f"the loss of {cls.__name__} in TRL {TRL} is none of those that were tested ({OLDEST_TRL} to {NEWEST_TRL})"

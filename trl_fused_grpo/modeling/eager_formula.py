@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
 from .varlen_attention import causal_mask
 
 

@@ -1,7 +1,6 @@
 """`model(..., fused=request)`: log-probabilities instead of logits, through every wrapper around the model."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -24,7 +23,6 @@ from .compiled_modules import compiled_forwards
 from .forward_override import override_forward, restore_forward
 from .kept_activations import begin_run
 from .moe import load_balancing_loss
-from .out_of_memory import MemoryWatch
 from .output_projection import LogitScaling, head_parameter_modules, read_lm_head
 from .packed_attention import text_model_alone
 from .unpacked_layers import unpacking
@@ -81,8 +79,6 @@ class FusedRequest:
             takes what [`default_group_mib`] allows.
         tokens (`int`):
             Tokens that TRL's rows would have in the model at a time, padding included.
-        watch ([`MemoryWatch`], *optional*):
-            Where memory runs out on any process, all raise.
         options:
             Further keyword arguments of [`fused_linear_logps`].
     """
@@ -100,14 +96,12 @@ class FusedRequest:
         forwards: list[dict[str, Any]] | None = None,
         logits_mib: float | None = None,
         tokens: int = 0,
-        watch: MemoryWatch | None = None,
         **options: Any,
     ):
         self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions
         self.temperature, self.scaling, self.forecast = temperature, scaling, forecast
         self.fp32, self.aux_loss = fp32, aux_loss
         self.forwards, self.logits_mib, self.tokens, self.options = forwards, logits_mib, tokens, options
-        self.watch = watch
         self.stats = FusedStats()
 
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
@@ -115,43 +109,29 @@ class FusedRequest:
         asks_for_routers = self.aux_loss or getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
         if asks_for_routers:
             model_inputs["output_router_logits"] = True
-        hidden, outputs = self._attempt(partial(self._run_backbones, causal_lm, model_inputs)) or (None, None)
+        hidden, outputs = self._run_backbones(causal_lm, model_inputs)
         logps, entropies = self._run_head(causal_lm, hidden)
         results = (logps,) if entropies is None else (logps, entropies)
         if self.aux_loss:
             results += (load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
-        if self.watch is not None:
-            self.watch.tell()
         return tuple(as_complex(result) for result in results)
-
-    def _attempt(self, compute: Callable[[], Any]) -> Any:
-        return compute() if self.watch is None else self.watch.attempt(compute)
 
     def _run_backbones(self, causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> tuple[Tensor, Any]:
         """The hidden states `[B, L, H]` of all runs, and the outputs of the last one."""
-        with nullcontext() if self.watch is None else self.watch.around_layers():
-            runs_inputs = [{**model_inputs, **inputs} for inputs in self.forwards or [{}]]
-            *others, outputs = [run_backbone(causal_lm, inputs, len(runs_inputs) == 1) for inputs in runs_inputs]
+        runs_inputs = [{**model_inputs, **inputs} for inputs in self.forwards or [{}]]
+        *others, outputs = [run_backbone(causal_lm, inputs, len(runs_inputs) == 1) for inputs in runs_inputs]
         torch.clear_autocast_cache()  # copies of all weights, which the head has no use for
         if not others:
             return outputs.last_hidden_state, outputs
         runs = [output.last_hidden_state.flatten(0, 1) for output in (*others, outputs)]
         return torch.cat([with_own_backward(run) for run in runs]).unsqueeze(0), outputs
 
-    def _run_head(self, causal_lm: PreTrainedModel, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """
-        Log-probs `[N]` and entropies `[N]` from hidden states `[B, L, H]`, through the head and its wrappers. Where
-        memory has run out, a zero in their place.
-        """
-        nothing = torch.zeros(1, device=self.positions.device)
-        rows_and_targets: Any = None if hidden is None else self._attempt(partial(self._rows_and_targets, hidden))
-        hidden_rows, targets = rows_and_targets or (nothing, nothing)
+    def _run_head(self, causal_lm: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probs `[N]` and entropies `[N]` from hidden states `[B, L, H]`, through the head and its wrappers."""
+        hidden_rows, targets = self._rows_and_targets(hidden)
 
         def head_forward(hidden_rows: Tensor) -> tuple[Tensor, Tensor | None]:
-            def compute() -> tuple[Tensor, Tensor | None]:
-                return self._logps(read_lm_head(causal_lm, self.fp32, self.scaling), hidden_rows, targets)
-
-            logps, entropies = self._attempt(compute) or (nothing, None)
+            logps, entropies = self._logps(read_lm_head(causal_lm, self.fp32, self.scaling), hidden_rows, targets)
             return as_complex(logps), None if entropies is None else as_complex(entropies)
 
         # Through the modules' own calls, so that ZeRO-3 and FSDP gather their weights, in backward too

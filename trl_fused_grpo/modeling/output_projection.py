@@ -213,7 +213,8 @@ def logit_scaling(causal_lm: PreTrainedModel) -> LogitScaling:
     """
     config = causal_lm.config.get_text_config()
     softcap = _first(config, *trl_compat.SOFTCAPS)
-    scale, scaling = _first(config, "logit_scale", "output_multiplier", "lm_head_multiplier"), _first(config, "logits_scaling")
+    scale = _first(config, "logit_scale", "output_multiplier", "lm_head_multiplier")
+    scaling = _first(config, "logits_scaling")
     if scale is None and scaling is not None:
         # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
         scale = scaling if config.model_type == "hyperclovax" else 1 / scaling

@@ -3,20 +3,15 @@ What the processes of a training tell one another of their batches. FSDP and ZeR
 called, so that all must choose the same layout and call it as often.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
-from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.layout_choice import depends_on_width
-from trl_fused_grpo.modeling.out_of_memory import MemoryWatch, layers_with_shards
 
 
 def of_all_processes(accelerator: Any, what: str, values: list[int] | list[bool]) -> Tensor:
@@ -47,29 +42,6 @@ def of_all_processes(accelerator: Any, what: str, values: list[int] | list[bool]
 def on_any_process(accelerator: Any, what: str, condition: bool) -> bool:
     """Whether a condition holds on any process. All of them ask for the same, see [`of_all_processes`]."""
     return bool(of_all_processes(accelerator, what, [condition]).any())
-
-
-def why_not_split(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
-    """
-    Why a forward is not split where memory runs out in it, or `None`. A process whose forward ends early must not leave
-    others waiting.
-    """
-    state = trainer.accelerator.state
-    if getattr(state.deepspeed_plugin, "zero_stage", 0) == 3:
-        return "ZeRO-3 gathers weights at each projection"
-    if trl_compat.shares_sequences(trainer):
-        return "a forward is split over processes"
-    if state.distributed_type == DistributedType.FSDP and layers_with_shards(causal_lm) is None:
-        return "FSDP gathers weights within layers or for images"
-    return None
-
-
-def memory_watch(trainer: Any, causal_lm: PreTrainedModel) -> Callable[[], MemoryWatch]:
-    """What makes a watch for each forward that may be split where memory runs out on any process."""
-    accelerator = trainer.accelerator
-    is_sharded = accelerator.state.distributed_type == DistributedType.FSDP
-    layers = (layers_with_shards(causal_lm) if is_sharded else None) or []
-    return lambda: MemoryWatch(partial(on_any_process, accelerator, "memory"), layers)
 
 
 def with_images_anywhere(accelerator: Any, causal_lm: PreTrainedModel, with_images: list[bool]) -> list[bool]:

@@ -1,14 +1,15 @@
 """
-One check in place of belief: at the first step of a training, and at every `fused_verify`-th, one micro-batch is computed
-by TRL's own path too.
+One check in place of belief: at the first step of a training, and at every `fused_verify`-th, one micro-batch is
+computed by TRL's own path too.
 
-Its log-probs are compared, and with `fused_verify` the gradient of its loss in the output projection. The training stays
-the same to the bit: library modules alone run, in evaluation, so that no state of theirs advances; random numbers are put
-back; gradients are asked of autograd, so that nobody reduces them or adds them to `.grad`. Unknown code is not run twice.
+Its log-probs are compared, and with `fused_verify` the gradient of its loss in the output projection. The training
+stays the same to the bit: library modules alone run, in evaluation, so that no state of theirs advances; random numbers
+are put back; gradients are asked of autograd, so that nobody reduces them or adds them to `.grad`. Unknown code is not
+run twice.
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
@@ -29,12 +29,11 @@ from trl_fused_grpo.modeling.output_projection import has_adapter, output_projec
 
 from .agreement import on_any_process
 from .checks import log_no_effect
-from .findings import Level, Reason, reasons_of_model
+from .findings import Level, Reason
 from .logps_request import LogpsArgs, PerTokenLogps
 from .memory import free_memory
-from .noise import why_forwards_differ
 from .overrides import replaced_objective
-from .random_states import random_states_kept
+from .randomness import random_states_kept, why_forwards_differ
 
 
 if TYPE_CHECKING:
@@ -62,9 +61,8 @@ def why_not_checked(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
         return "sequences are split over processes"
     if (reason := trainer._fused.ladder.findings.why_below(Level.HEAD)) is not None:
         return f"TRL's own log-prob method is called anyway: {reason}"
-    unknown = reasons_of_model(trainer.model, causal_lm, forces_rows=False)
-    if unknown:
-        return f"code that is not known is not run twice: {unknown[0].text}"
+    if not trainer._fused.ladder.findings.knows_model:
+        return "code of the model that is not known is not run twice"
     if has_adapter(causal_lm.get_output_embeddings()) and trl_compat.REFUSES_ADAPTER_ON_HEAD:
         return "this version of TRL leaves out an adapter on the output projection"
     if any(map(torch_compat.is_compiled, trainer.model.modules())):
@@ -72,8 +70,13 @@ def why_not_checked(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
     return None
 
 
-def why_gradients_are_not_checked(trainer: Any, model: nn.Module) -> str | None:
-    """Why the gradient in the output projection cannot be compared with that of TRL's own path, or `None`."""
+def why_gradients_are_not_checked(trainer: Any, model: nn.Module, head: list[nn.Parameter]) -> str | None:
+    """
+    Why the gradient in the trained weights of the output projection, `head`, cannot be compared with that of TRL's own
+    path, or `None`.
+    """
+    if not head:
+        return "the output projection is frozen"
     if trainer.accelerator.state.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         return "weights are split over processes"
     if (method := replaced_objective(trainer)) is not None:
@@ -82,24 +85,6 @@ def why_gradients_are_not_checked(trainer: Any, model: nn.Module) -> str | None:
         return reason
     hooked = any(map(torch_compat.gradient_hooks, torch_compat.parameters_of(model)))
     return "a hook would see the gradient of TRL's own path" if hooked else why_forwards_differ(model)
-
-
-class HeadGradients(NamedTuple):
-    """
-    What a loss gives back to the output projection.
-
-    Args:
-        weights (`list[Tensor]`): gradients of its trained parameters; none for a frozen one.
-        features (`Tensor`): `[H]`, float32: the gradient of a factor at each feature of the hidden states, which is
-            one, like the weight of a norm. It does not depend on the layout of the rows.
-    """
-
-    weights: list[Tensor]
-    features: Tensor
-
-    def error(self, other: "HeadGradients") -> float:
-        """How far these gradients are from `other`, relative to it: the larger error of weights and hidden states."""
-        return max(_relative_error(self.weights, other.weights), _relative_error([self.features], [other.features]))
 
 
 class _Trained(NamedTuple):
@@ -165,9 +150,7 @@ class Check:
         if self.is_due:
             self._loss = *before, trl_loss.func
 
-    def keep_logps(
-        self, inputs: dict[str, Any], call: LogpsArgs, trl_method: Callable, result: PerTokenLogps
-    ) -> None:
+    def keep_logps(self, inputs: dict[str, Any], call: LogpsArgs, trl_method: Callable, result: PerTokenLogps) -> None:
         """
         Keep the log-probs of a micro-batch until its backward is done.
 
@@ -206,10 +189,11 @@ class Check:
         gradient_error = 0.0
         try:
             logps_error = self._logps_error(trained)
-            reason = why_gradients_are_not_checked(trainer, model) if asks_for_gradients else None
+            head = [weight for weight in output_projection(causal_lm).parameters() if weight.requires_grad]
+            reason = why_gradients_are_not_checked(trainer, model, head) if asks_for_gradients else None
             log_no_effect(f"{asked_for} for gradients", reason)
             if asks_for_gradients and reason is None:
-                gradient_error = self._gradient_error(model, causal_lm, loss, compute_loss)
+                gradient_error = self._gradient_error(model, head, loss, compute_loss)
         except torch.OutOfMemoryError:
             # Other processes would wait for what this one did not run
             if trainer.accelerator.num_processes > 1:
@@ -246,16 +230,16 @@ class Check:
         difference = (logps - expected)[trained.mask].double()
         return difference.square().mean().sqrt().item() if len(difference) else math.nan
 
-    def _gradient_error(self, model: nn.Module, causal_lm: PreTrainedModel, kept: Any, compute_loss: Any) -> float:
+    def _gradient_error(self, model: nn.Module, head: list[nn.Parameter], kept: Any, compute_loss: Any) -> float:
         """How far the gradient of the loss in the output projection is from that of TRL's own path, relative."""
         micro_batch, control, trl_loss = kept
 
-        def run(asks_trl: bool) -> HeadGradients | None:
+        def run(asks_trl: bool) -> tuple[Tensor, ...]:
             with temporary_attr(self, "asks_trl", asks_trl), self._apart(micro_batch, control):
-                return _gradients(causal_lm, lambda: compute_loss(micro_batch, lambda i: trl_loss(model, i)))
+                loss = compute_loss(micro_batch, lambda inputs: trl_loss(model, inputs))
+            return torch.autograd.grad(loss, head, allow_unused=True, materialize_grads=True)
 
-        expected, fused = run(asks_trl=True), run(asks_trl=False)
-        return 0.0 if expected is None or fused is None else fused.error(expected)
+        return _relative_error(run(asks_trl=False), run(asks_trl=True))
 
     @contextmanager
     def _apart(self, micro_batch: dict[str, Any], control: dict[str, Any]) -> Generator[None, None, None]:
@@ -265,9 +249,9 @@ class Check:
         running, no_budget = temporary_attr(self, "is_running", True), temporary_attr(self.engine, "memory", None)
         try:
             vars(trainer).update(control)
-            with random_states_kept(micro_batch["completion_ids"]), running, no_budget:
-                with trainer.compute_loss_context_manager():
-                    yield
+            random_states = random_states_kept(micro_batch["completion_ids"])
+            with random_states, running, no_budget, trainer.compute_loss_context_manager():
+                yield
         finally:
             metrics.clear()
             metrics.update(logged)
@@ -290,8 +274,8 @@ class Check:
         if not (logps_error <= bound and gradient_error <= bound):
             reason = (
                 f"in optimizer step {self._last_step} log-probs differ from those of TRL's own path by "
-                f"{logps_error:.1e} nats, and the gradient in the output projection by {gradient_error:.1e} (relative), "
-                f"more than rounding in {precision} explains ({bound:.0e}); please report it"
+                f"{logps_error:.1e} nats, and the gradient in the output projection by {gradient_error:.1e} "
+                f"(relative), more than rounding in {precision} explains ({bound:.0e}): please report it"
             )
             self.trainer._fused.ladder.fall(Reason(Level.HEAD, reason))
 
@@ -304,48 +288,11 @@ class Check:
         return str(dtype).removeprefix("torch."), BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
 
 
-def _gradients(causal_lm: PreTrainedModel, compute: Callable[[], Tensor]) -> HeadGradients | None:
-    """The gradients of a loss in the output projection; `None` where the backbone was not called."""
-    parameters = [parameter for parameter in output_projection(causal_lm).parameters() if parameter.requires_grad]
-    with _hidden_states_as_leaves(causal_lm) as leaves:
-        loss = compute()
-    if not leaves:
-        return None
-    gradients = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True, materialize_grads=True)
-    features = torch.stack(
-        [
-            torch.einsum("nh,nh->h", leaf.detach().flatten(0, -2).float(), gradient.flatten(0, -2).float())
-            for leaf, gradient in zip(leaves, gradients, strict=False)
-        ]
-    ).sum(0)  # [H]
-    return HeadGradients([g.detach() for g in gradients[len(leaves) :]], features)
-
-
-@contextmanager
-def _hidden_states_as_leaves(causal_lm: PreTrainedModel) -> Generator[list[Tensor], None, None]:
-    """While it lasts, the backbone of a model runs without gradient; its hidden states are leaves, listed here."""
-    backbone, leaves = architecture.backbone(causal_lm), []
-    forward = backbone.forward
-
-    def without_gradient(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            outputs = forward(*args, **kwargs)
-        if isinstance(outputs, tuple):
-            leaves.append(outputs[0].detach().requires_grad_())
-            return leaves[-1], *outputs[1:]
-        outputs.last_hidden_state = outputs.last_hidden_state.detach().requires_grad_()
-        leaves.append(outputs.last_hidden_state)
-        return outputs
-
-    with temporary_attr(backbone, "forward", without_gradient):
-        yield leaves
-
-
-def _relative_error(tensors: list[Tensor], others: list[Tensor]) -> float:
-    """How far some tensors are from `others`, relative to these; 0 where they are equal, or where there are none."""
+def _relative_error(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """How far some tensors are from `others`, relative to these; 0 where they are equal."""
     squares = torch.zeros(2, dtype=torch.float64)
     for pair in zip(tensors, others, strict=True):
-        for mine, other in zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in pair), strict=True):
+        for mine, other in zip(*(tensor.detach().split(_ROWS_AT_ONCE) for tensor in pair), strict=True):
             both = torch.stack([(mine.double() - other.double()).square().sum(), other.double().square().sum()])
             squares += both.cpu()
     difference, size = squares.sqrt().tolist()

@@ -14,12 +14,13 @@ from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 
-from .exchange_plan import GENERATED_BY
 from .logps_request import LossCall, PerTokenLogps, images_of, prompts_and_completions
 
 
 # Marks micro-batches whose old log-probs, and what follows from them, generation left to the training
 DEFERRED = "old_logps_from_training"
+# Of each sequence of a micro-batch that was exchanged, `[B]`: the process that generated it
+GENERATED_BY = "generated_by_process"
 
 
 def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:

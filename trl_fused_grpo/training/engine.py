@@ -35,7 +35,7 @@ from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
 from .memory import MemoryBudget, kept_in_forward, memory_budget
 from .plan import why_padding_is_mixed_in
-from .random_states import RandomStates
+from .randomness import RandomStates
 
 
 logger = logging.get_logger(__name__)
@@ -167,6 +167,7 @@ class LogpsEngine:
             findings ([`Findings`], *optional*): those that count for the call. By default the training's.
             is_multimodal (`bool`, *optional*): whether a process has images, where it is known already.
         """
+        findings = self.trainer._fused.ladder.findings if findings is None else findings
         unwrapped, accelerator = self.unwrapped(call.model), self.trainer.accelerator
         causal_lm = self.causal_lm(unwrapped)
         self.install(unwrapped)
@@ -179,7 +180,7 @@ class LogpsEngine:
         shape = widest_batch(accelerator, causal_lm, (len(call.input_ids), call.input_ids.shape[1]))
         with ExitStack() as stack:
             stack.enter_context(accelerator.autocast())
-            if (findings or self.trainer._fused.ladder.findings).level >= Level.ROWS:
+            if findings.level >= Level.ROWS and findings.knows_model:
                 self._enter_fast_layers(stack, unwrapped, logps_request, call, is_multimodal)
             while True:
                 options = self._logps_options(logps_request, call, findings, is_multimodal, shape)
@@ -228,12 +229,11 @@ class LogpsEngine:
         self,
         logps_request: LogpsRequest,
         call: LogpsArgs,
-        findings: Findings | None,
+        findings: Findings,
         is_multimodal: bool,
         shape: tuple[int, int],
     ) -> LogpsOptions:
         causal_lm = self.causal_lm(call.model)
-        findings = findings or self.trainer._fused.ladder.findings
         layout = self.layout(call.model, is_multimodal, logps_request.reads_padding, findings)
         needs_last_column = traits(causal_lm).needs_last_column
         if layout == "packed" and needs_last_column and call.compute_aux_loss:
@@ -252,5 +252,5 @@ class LogpsEngine:
             forces_layout=self.options.forces_layout,
             needs_last_column=needs_last_column,
             processes=self.trainer.accelerator.num_processes,
-            opens_masks=findings.level >= Level.ROWS and why_padding_is_mixed_in(causal_lm) is None,
+            opens_masks=findings.knows_model and why_padding_is_mixed_in(causal_lm) is None,
         )

@@ -1,14 +1,15 @@
 """
-What was found of code that is not the libraries' own, and the one level of the ladder that follows from it.
+What was found of code that is not the libraries' own, and the one level of the ladder that follows from it:
 
-| level | when | what is done |
-| --- | --- | --- |
-| `window` | trainer and model are the libraries' own code, nothing hooked or replaced | everything |
-| `rows` | something may see a micro-batch, a generation batch, a gradient or the moment when weights move | packed rows, fused head, fast layers; each micro-batch in its own forward and backward; old and reference log-probs where TRL computes them |
-| `head` | any of the model's code is not a library's, or it changes buffers in its forward, or mixes rows | TRL's padded rows in TRL's order, only the head fused |
-| `stock` | the log-prob method, the head, or what stands between hidden states and head was replaced | TRL's own code |
+- `window`: trainer and model are the libraries' own code, nothing hooked or replaced. Everything is done.
+- `rows`: something may see a micro-batch, a generation batch, a gradient or the moment when weights move. Packed rows,
+  fused head, fast layers; each micro-batch in its own forward and backward; old and reference log-probs where TRL
+  computes them; nothing exchanged.
+- `head`: any of the model's code is not a library's, or it changes buffers in its forward, or mixes rows. TRL's padded
+  rows in TRL's order, only the head fused.
+- `stock`: the log-prob method, the head, or what stands between hidden states and head was replaced. TRL's own code.
 
-What unknown code does is not tried out: the lowest level of all findings counts.
+What unknown code does is not tried out. The lowest level of all findings counts.
 """
 
 import sys
@@ -23,12 +24,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.libraries import is_library_class, is_library_function, is_library_hook, replaced_name
+from trl_fused_grpo._compat.libraries import (
+    is_library_class,
+    is_library_function,
+    is_library_hook,
+    is_library_module,
+    replaced_name,
+)
 from trl_fused_grpo._compat.restated import unknown_source
 from trl_fused_grpo._compat.tried_architectures import is_tried
 from trl_fused_grpo.modeling.output_projection import layer_before_head
@@ -50,10 +56,11 @@ class Level(IntEnum):
 
 
 class Reason(NamedTuple):
-    """One finding, in words, and the most that may be done with it."""
+    """One finding, in words, the most that may be done with it, and whether it is one of unknown model code."""
 
     level: Level
     text: str
+    is_of_model: bool = False
 
 
 WHAT_IS_DONE = {
@@ -79,6 +86,11 @@ class Findings:
     def level(self) -> Level:
         """The lowest level of all reasons."""
         return min((reason.level for reason in self.reasons), default=Level.WINDOW)
+
+    @property
+    def knows_model(self) -> bool:
+        """Whether all code of the model is a library's, so that its layers may run otherwise, or twice."""
+        return not any(reason.is_of_model for reason in self.reasons)
 
     def why_below(self, level: Level) -> str | None:
         """The text of the lowest reason that is below a level, or `None` where that level may be taken."""
@@ -135,7 +147,7 @@ class Ladder:
         return findings
 
     def of_call(self, model: nn.Module) -> Findings:
-        """The findings for a call of the log-prob method with a model, which may be another than policy and reference."""
+        """The findings for a call of the log-prob method with a model, which may be neither policy nor reference."""
         if model in (self.trainer.model, self.trainer.model_wrapped, self.trainer.ref_model):
             return self.findings
         engine = self.trainer._fused.engine
@@ -143,7 +155,7 @@ class Ladder:
         return Findings((*self.findings.reasons, *reasons))
 
     def _tell(self) -> None:
-        for level, text in self.findings.reasons:
+        for level, text, _ in self.findings.reasons:
             if text not in self._told:
                 self._told.add(text)
                 logger.warning(f"Level {level.name.lower()} ({WHAT_IS_DONE[level]}), because {text}.")
@@ -196,7 +208,7 @@ def _watchers(trainer: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
 def _replaced_attribute(owner: Any, names: Iterable[str]) -> str | None:
     """The first of these methods of an object that is not a library's, as `Class.method`; `__class__` is the class."""
     for name in names:
-        value = getattr(owner, name, None)
+        value: Any = getattr(owner, name, None)
         is_known = is_library_class(value) if name == "__class__" else value is None or is_library_function(value)
         if not is_known:
             return type(owner).__name__ if name == "__class__" else f"{type(owner).__name__}.{name}"
@@ -219,10 +231,12 @@ def reasons_of_model(model: nn.Module, causal_lm: PreTrainedModel, forces_rows: 
     Args:
         model (`nn.Module`): in its wrappers or bare.
         causal_lm (`PreTrainedModel`): the causal language model inside.
-        forces_rows (`bool`): whether a layout without padding was asked for: the user's word for code that is not known.
+        forces_rows (`bool`): whether a layout without padding was asked for, the user's word for unknown code.
     """
     outer = replaced_around_head(model, causal_lm)
-    stock = [Reason(Level.STOCK, f"{outer} may see or change what the model returns in TRL's own call")] if outer else []
+    stock = (
+        [Reason(Level.STOCK, f"{outer} may see or change what the model returns in TRL's own call")] if outer else []
+    )
     inner = torch_compat.modules_of(causal_lm)
     found = (
         _unknown_code({*map(type, inner)}),
@@ -233,7 +247,8 @@ def reasons_of_model(model: nn.Module, causal_lm: PreTrainedModel, forces_rows: 
     )
     level = Level.ROWS if forces_rows else Level.HEAD
     word = f", which fused_layout={'packed'!r} says may be packed" if forces_rows else ""
-    return [*stock, *(Reason(level, f"{what}{word}") for what in found if what is not None)]
+    texts = (f"{what.removesuffix(',')}{word}" for what in found if what is not None)
+    return [*stock, *(Reason(level, text, is_of_model=True) for text in texts)]
 
 
 def replaced_around_head(model: nn.Module, causal_lm: PreTrainedModel) -> str | None:
@@ -325,7 +340,7 @@ def _replaced_function(modules: Iterable[nn.Module]) -> str | None:
         return "scaled_dot_product_attention, which was replaced,"
     if (mode := torch_compat.foreign_mode()) is not None:
         return mode
-    files = {cls.__module__ for kind in {*map(type, modules)} for cls in kind.__mro__}
+    files = filter(is_library_module, {cls.__module__ for kind in {*map(type, modules)} for cls in kind.__mro__})
     for name in (*model_compat.FILES, *sorted(files)):
         file = sys.modules.get(name)
         replaced = None if file is None else replaced_name(vars(file))

@@ -1,6 +1,5 @@
 """What is asked of a log-prob computation and what comes back: request, arguments, options, result."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.sequence_forecast import SequenceForecast
 from trl_fused_grpo.modeling.layout import LayoutName
-from trl_fused_grpo.modeling.out_of_memory import MemoryWatch
 from trl_fused_grpo.modeling.output_projection import LogitScaling
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
@@ -37,7 +35,6 @@ class LogpsRequest:
             `[B]`, bool: the sequences that are left out of the model if they can receive no gradient.
         reads_padding (`bool`): whether TRL's objective reads padding, so that every row keeps it.
         micro_batch (`int`, *optional*): sequences in each of the micro-batches that are joined here.
-        watch (`Callable`, *optional*): makes a [`MemoryWatch`] for a forward of these.
         begins_window (`bool`): whether an accumulation window begins with this forward.
         head_grad (`bool`, *optional*): of a reference, whether the policy's head has a gradient.
     """
@@ -49,7 +46,6 @@ class LogpsRequest:
     skippable: Tensor | None = None
     reads_padding: bool = False
     micro_batch: int | None = None
-    watch: Callable[[], MemoryWatch] | None = None
     begins_window: bool = False
     head_grad: bool | None = None
 

@@ -6,7 +6,6 @@ training step of its own. The backward of all runs with the last of them.
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,19 +17,16 @@ from trl import GRPOTrainer
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import traits
-from trl_fused_grpo.modeling.out_of_memory import MemoryWatch, SharedOutOfMemoryError
 
-from .agreement import memory_watch, of_all_processes, why_not_split, with_images_anywhere
+from .agreement import of_all_processes, with_images_anywhere
 from .checks import log_no_effect
 from .engine import LogpsEngine
 from .exchange import exchanged
-from .first_forward import why_memory_is_taken
-from .logps_request import LogpsRequest, PerTokenLogps, images_of
-from .memory import free_memory, limits_in_budget, token_limits
-from .merge_plan import plan_merges, window_starts
+from .logps_request import PerTokenLogps, images_of
+from .memory import free_memory, limits_in_budget, token_limits, why_memory_is_taken
+from .partitioning import plan_merges, window_starts
 from .plan import why_forwards_are_not_shared
-from .random_states import RandomStates
-from .shared_backward import SharedForward, can_be_repeated
+from .randomness import RandomStates
 
 
 logger = logging.get_logger(__name__)
@@ -53,8 +49,6 @@ class MicroBatchMerger:
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.engine = engine
         self._most_together = sys.maxsize  # micro-batches in a forward
-        self._watch: Callable[[], MemoryWatch] | None = None  # of a forward that is split where memory runs out
-        self._why_not_split: str | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -74,7 +68,6 @@ class MicroBatchMerger:
         """Forget the forward that micro-batches share, and those of its log-probs that were not taken."""
         self._logps: dict[int, PerTokenLogps] = {}
         self._last = -1
-        self._shared: SharedForward | None = None
 
     @contextmanager
     def training(self) -> Generator[None, None, None]:
@@ -109,9 +102,6 @@ class MicroBatchMerger:
         ends = ends_of_first = []
         if limits_of is not None:
             processes = trainer.accelerator.num_processes
-            self._why_not_split = why_not_split(trainer, causal_lm)
-            is_watched = processes > 1 and self._why_not_split is None
-            self._watch = memory_watch(trainer, causal_lm) if is_watched else None
             padded = batches[0]["prompt_ids"].numel() + batches[0]["completion_ids"].numel()
             limits = limits_in_budget(limits_of(padded), self.engine)
             needs_last_column = traits(causal_lm).needs_last_column
@@ -191,47 +181,35 @@ class MicroBatchMerger:
             logger.warning_once(f"The first forward of a window has no more tokens than others, because {reason}.")
         return bool(of_all_processes(self.trainer.accelerator, "memory of gradients", [reason is None]).all())
 
-    def joined(self, parts: list[LogpsRequest], begins_window: bool) -> LogpsRequest:
-        """The request of micro-batches that share a forward: where memory runs out in it, all processes hear of it."""
-        request = LogpsRequest.joined(parts)
-        return replace(request, watch=self._watch if len(parts) > 1 else None, begins_window=begins_window)
-
     def fitting(
         self, group: list[dict[str, Any]], compute: Callable[[list[dict[str, Any]]], PerTokenLogps]
     ) -> tuple[list[dict[str, Any]], PerTokenLogps]:
         """
-        The first micro-batches of a group that fit into the device's memory together, on all processes, from now on at
-        most so many, and what `compute` returns for them. Their backward calls it again where memory runs out.
-        """
-        while True:
-            before = RandomStates(group[0]["completion_ids"])
-            try:
-                result = compute(group)
-                if len(group) > 1 and can_be_repeated(self.trainer, result, before):
-                    self._shared = SharedForward(self.trainer, group, compute)
-                    result = self._shared.with_own_backward(result)
-                return group, result
-            except torch.OutOfMemoryError as error:
-                # Other processes would wait for the forward that this one did not run
-                is_alone = self.trainer.accelerator.num_processes > 1 and not isinstance(error, SharedOutOfMemoryError)
-                if len(group) > 1 and is_alone:
-                    reason = self._why_not_split or "other processes wait within it"
-                    logger.warning(
-                        f"Memory ran out in a forward of {len(group)} micro-batches, which cannot be split here, "
-                        f"because {reason}: fused_max_tokens_per_forward sets how many tokens may share one."
-                    )
-                if len(group) == 1 or is_alone:
-                    raise
-            group = group[: len(group) // 2]
-            self._share_at_most(len(group), "a shared forward")
-            before.restore()
-            free_memory()
+        The micro-batches of a group, and what `compute` returns for them. Where the device's memory runs out, the first
+        alone, and from now on each.
 
-    def _share_at_most(self, count: int, where: str) -> None:
-        self._most_together = count
+        Raises:
+            `torch.OutOfMemoryError`: where one alone does not fit, or other processes would wait for the forward that
+                this one did not run.
+        """
+        before = RandomStates(group[0]["completion_ids"])
+        try:
+            return group, compute(group)
+        except torch.OutOfMemoryError:
+            if len(group) == 1:
+                raise
+            self._tell_memory_ran_out(len(group))
+            if self.trainer.accelerator.num_processes > 1:
+                raise
+        self._most_together = 1
+        before.restore()
+        free_memory()
+        return group[:1], compute(group[:1])
+
+    def _tell_memory_ran_out(self, count: int) -> None:
         logger.warning(
-            f"Memory ran out in {where}: at most {count} micro-batches share one from now on. "
-            "fused_max_tokens_per_forward sets how many tokens may, and fused_memory how much memory is taken."
+            f"Memory ran out where {count} micro-batches share a forward: fused_max_tokens_per_forward sets how many "
+            "tokens may (0 runs each alone), and fused_memory how much memory is taken."
         )
 
     def keep(self, inputs: dict[str, Any], logps: list[PerTokenLogps]) -> None:
@@ -272,11 +250,13 @@ class MicroBatchMerger:
         if index is not None and index < self._last and not is_last:
             return
         losses, self._losses = self._losses, []
-        shared = self._shared
         self._forget_forward()
-        backward(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
-        if shared is not None and shared.fitted < len(shared.micro_batches):
-            self._share_at_most(shared.fitted, "the backward of a shared forward")
+        try:
+            backward(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+        except torch.OutOfMemoryError:
+            if len(losses) > 1:
+                self._tell_memory_ran_out(len(losses))
+            raise
         if self.engine.memory is not None:
             self.engine.memory.learn()
 

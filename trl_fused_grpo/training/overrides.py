@@ -1,4 +1,4 @@
-"""Whose methods a trainer runs: TRL's, this package's, or somebody else's in a subclass, on the instance or in TRL's class."""
+"""Whose methods a trainer runs: TRL's, this package's, or those of a subclass, of the instance, of a patched class."""
 
 from collections.abc import Iterable
 from typing import Any

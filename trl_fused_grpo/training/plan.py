@@ -16,8 +16,8 @@ from trl_fused_grpo.modeling.layout_choice import depends_on_width, traits
 
 from .findings import Level
 from .loss_request import objective_of, padding_counts
-from .noise import why_forwards_differ, why_rows_depend_on_others
 from .overrides import replaced_objective
+from .randomness import why_forwards_differ, why_rows_depend_on_others
 
 
 def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
@@ -47,7 +47,9 @@ def why_padding_is_mixed_in(causal_lm: PreTrainedModel) -> str | None:
         return "masks of a compiled model are not seen"
     for module in modules:
         if isinstance(module, PreTrainedModel):
-            has_state = model_compat.is_stateful(module) or not architecture.layer_types(module.config) <= _MASKED_LAYERS
+            has_state = (
+                model_compat.is_stateful(module) or not architecture.layer_types(module.config) <= _MASKED_LAYERS
+            )
             lets_padding_in = has_state and not model_compat.masks_state(module)
             if lets_padding_in or module.config.model_type in model_compat.PADDING_MATTERS:
                 return "a state may take padding in"

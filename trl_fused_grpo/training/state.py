@@ -8,6 +8,7 @@ loss asks for) and `engine.py` (how log-probs are computed).
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -277,7 +278,8 @@ class FusedState:
         requests = {id(batch): self.request_of(batch) for batch in sharing}
 
         def compute(group: list[dict[str, Any]]) -> PerTokenLogps:
-            logps_request = self.merger.joined([requests[id(batch)] for batch in group], self.window.begins)
+            logps_request = LogpsRequest.joined([requests[id(batch)] for batch in group])
+            logps_request = replace(logps_request, begins_window=self.window.begins)
             is_alone = len(group) == 1 and group[0] is micro_batch
             joined = call if is_alone else call.with_batches(group)
             with reducing_gradients(call.model) if 1 < len(group) == self.window.steps_left else nullcontext():

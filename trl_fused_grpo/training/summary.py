@@ -10,8 +10,6 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers.utils import logging
 
 from trl_fused_grpo._compat import architecture, trainers
@@ -19,7 +17,7 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
+from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
 from trl_fused_grpo._compat.tried_architectures import NEWEST_TRANSFORMERS
 from trl_fused_grpo.modeling.adapters import why_not_together
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
@@ -32,9 +30,8 @@ from trl_fused_grpo.ops.linear_logps import choose_backward
 from .check import why_not_checked
 from .engine import LogpsEngine
 from .findings import WHAT_IS_DONE, Level
-from .first_forward import MOST_OF_FIRST, gradient_memory, why_not_in_memory_of_gradients
 from .loss_request import padding_counts
-from .memory import MAX_TOKENS, why_no_memory_budget
+from .memory import MAX_TOKENS, MOST_OF_FIRST, gradient_memory, why_no_memory_budget
 from .overrides import loss_type_of
 from .plan import (
     has_old_logps,
@@ -102,8 +99,7 @@ def _version_of(package: str) -> str | None:
 def versions_line() -> SummaryLine:
     """The installed packages in one line."""
     value = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
-    transformers_version = Version(Version(transformers.__version__).base_version)
-    for name, version, newest in (("TRL", TRL, NEWEST_TRL), ("transformers", transformers_version, NEWEST_TRANSFORMERS)):
+    for name, version, newest in (("TRL", TRL, NEWEST_TRL), ("transformers", TRANSFORMERS, NEWEST_TRANSFORMERS)):
         if version > newest:
             reason = f"{name} {version} is newer than the newest that was tested ({newest})"
             return SummaryLine("versions", value, reason, "run `trl-fused-grpo parity` before you rely on it")
@@ -167,7 +163,7 @@ class _Lines:
         """The lines: level and findings, then what is done at that level, in the order of a training."""
         findings = self.trainer._fused.ladder.findings
         yield SummaryLine("level", f"{findings.level.name.lower()}: {WHAT_IS_DONE[findings.level]}")
-        for level, text in findings.reasons:
+        for level, text, _ in findings.reasons:
             yield SummaryLine(f"found ({level.name.lower()})", text)
         yield SummaryLine("loss", f"TRL's own ({loss_type_of(self.trainer)})")
         if findings.level == Level.STOCK:
@@ -229,50 +225,36 @@ class _Lines:
         queries = [torch.empty(1, 1, 1, n, device=device, dtype=dtype) for n in model_compat.head_widths(config)]
         too_wide = [query for query in queries if not flash_takes(query, query)]
         if not too_wide:
-            kernel = torch_compat.flash_attention_name()
-            return SummaryLine("attention", f"{name}, by {kernel} over all sequences at once")
+            return SummaryLine(
+                "attention", f"{name}, by {torch_compat.flash_attention_name()} over all sequences at once"
+            )
+        reason = f"torch's FlashAttention does not take heads of {too_wide[0].shape[-1]} in {dtype} on {device.type}"
         if name == "sdpa" and efficient_takes(too_wide[0]):
             change = "bf16=True" if dtype == torch.float32 else None
-            heads = f"{str(dtype).removeprefix('torch.')} heads of {too_wide[0].shape[-1]}"
-            value = f"{name}, by torch's memory-efficient attention"
-            value += "" if len(too_wide) == len(queries) else " in layers with the widest heads"
-            return SummaryLine("attention", value, f"torch's FlashAttention does not take {heads}", change)
-        reason = f"torch's attention kernels do not take such tensors on {device.type}"
+            return SummaryLine("attention", f"{name}, by torch's memory-efficient attention", reason, change)
         return SummaryLine("attention", f"{name}, one sequence after the other", reason)
 
     def prompts(self) -> SummaryLine:
+        reason = why_prompts_are_not_shared(self.causal_lm) if self.layout == "packed" else f"rows are {self.layout}"
         if not self.options.fused_share_prompts:
-            reason, change = "fused_share_prompts=False", "fused_share_prompts=True"
-        else:
-            reason, change = why_prompts_are_not_shared(self.causal_lm), None
-            reason = reason if self.layout == "packed" else f"rows are {self.layout}"
-        if reason is None:
-            return SummaryLine("prompts", "once for all of their completions in a forward")
-        return SummaryLine("prompts", "once for each completion", reason, change)
+            reason = "fused_share_prompts=False"
+        return SummaryLine("prompts", "once for all of their completions" if reason is None else "once each", reason)
 
     def forwards(self) -> SummaryLine:
         name, steps = "forwards", self.trainer.args.gradient_accumulation_steps
         tokens, alone = self.options.fused_max_tokens_per_forward, "each micro-batch has its own"
         if steps == 1:
             return SummaryLine(name, "one micro-batch in an accumulation window")
-        if tokens == 0:
-            change = "leave fused_max_tokens_per_forward unset, if memory allows"
-            return SummaryLine(name, alone, "fused_max_tokens_per_forward=0", change)
-        if (reason := why_forwards_are_not_shared(self.trainer, self.layout)) is not None:
+        reason = (
+            "fused_max_tokens_per_forward=0" if tokens == 0 else why_forwards_are_not_shared(self.trainer, self.layout)
+        )
+        if reason is not None:
             return SummaryLine(name, alone, reason)
-        as_trl = f"the tokens of TRL's padded one, at most {MAX_TOKENS:,}"
-        limit = f"{tokens:,} tokens" if tokens else as_trl + self.more()
-        return SummaryLine(name, f"up to {steps} micro-batches share one: up to {limit}")
-
-    def more(self) -> str:
-        """What shared forwards get beyond the tokens of TRL's padded micro-batch."""
-        if self.engine.memory is not None:
-            return ", more where fused_memory has room"
-        asked = self.trainer, self.causal_lm, self.layout
-        if (reason := why_not_in_memory_of_gradients(*asked)) is not None:
-            return f"; the first of a window no more, because {reason}"
-        more = f"up to {gradient_memory(*asked).most_tokens:,} more"
-        return f"; the first of a window {more} where gradients will be, at most {MOST_OF_FIRST:,} in all"
+        limit = f"{tokens:,}" if tokens else f"as many as TRL's padded micro-batch, at most {MAX_TOKENS:,}"
+        more = gradient_memory(self.trainer, self.causal_lm, self.layout).most_tokens
+        if not tokens and more and self.engine.memory is None:
+            limit += f"; in the first of a window up to {more:,} more, at most {MOST_OF_FIRST:,}"
+        return SummaryLine(name, f"shared by up to {steps} micro-batches, tokens: {limit}")
 
     def old_logps(self) -> SummaryLine:
         name, computed = "old log-probs", "a forward of their own, where TRL has one"

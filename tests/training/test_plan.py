@@ -1,4 +1,4 @@
-"""Faster paths train what stock trains: no old log-probs on-policy. Where a path is not eligible, it is left."""
+"""What a generation batch gets at the highest level trains what stock trains; where it may not, it is left."""
 
 from unittest import mock
 
@@ -13,12 +13,13 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
-from trl_fused_grpo.training.eligibility import (
+from trl_fused_grpo.training.plan import (
+    why_forwards_are_not_shared,
     why_not_exchanged,
     why_old_logps_are_needed,
     why_reference_is_not_regrouped,
 )
-from trl_fused_grpo.training.noise import why_forwards_differ
+from trl_fused_grpo.training.randomness import why_forwards_differ
 
 from .sampler import use_sampler
 
@@ -101,9 +102,26 @@ def test_sequences_stay_where_a_hook_sees_the_gradient_of_each_micro_batch(tmp_p
     weight = trainer.model.get_input_embeddings().weight
     hook = weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
     with mock.patch.object(type(trainer.accelerator), "num_processes", 2):
-        assert "gradient of each micro-batch" in str(why_not_exchanged(trainer, trainer.model, "packed"))
+        trainer._fused.ladder.look()
+        assert "the gradient of model.embed_tokens.weight" in str(why_not_exchanged(trainer, trainer.model, "packed"))
         hook.remove()
+        trainer._fused.ladder.look()
         assert why_not_exchanged(trainer, trainer.model, "packed", counts_means=False) is None
+
+
+def test_one_reason_below_the_highest_level_leaves_everything_that_defers_or_shares(tmp_path):
+    trainer = make_trainer(tmp_path, beta=0.1, num_iterations=2, gradient_accumulation_steps=2)
+    asked = (
+        lambda: why_forwards_are_not_shared(trainer, "packed"),
+        lambda: why_old_logps_are_needed(trainer),
+        lambda: why_reference_is_not_regrouped(trainer, "packed"),
+    )
+    trainer.model.train()
+    assert [ask() for ask in asked] == [None] * 3
+    trainer.accelerator.backward = lambda loss, **kwargs: loss.backward()
+    trainer._fused.ladder.look()
+    (reason,) = {ask() for ask in asked}
+    assert "Accelerator.backward" in reason
 
 
 def test_a_checkpoint_in_the_middle_of_a_generation_batch_resumes(tmp_path):

@@ -1,8 +1,14 @@
-"""Finds why two forwards of a sequence may give other log-probs: random numbers, or the rows beside it."""
+"""
+Why two forwards of a sequence give other log-probs: random numbers that library modules draw, or the rows beside it.
+And the states of the generators, which a comparison or a second attempt leaves as they were.
+"""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
@@ -83,3 +89,33 @@ def _noise_option(options: dict[str, Any]) -> str | None:
         if names_noise and name not in architecture.DROPOUTS_OF_OTHER_HEADS:
             return name
     return None
+
+
+class RandomStates:
+    """
+    States of the random number generators of the CPU and of a tensor's device.
+
+    Args:
+        like (`Tensor`): on the device.
+    """
+
+    def __init__(self, like: Tensor):
+        self._device = like.device
+        self._cpu_state = torch.get_rng_state()
+        self._device_state = torch.cuda.get_rng_state(self._device) if like.is_cuda else None
+
+    def restore(self) -> None:
+        """Set the generators to what they were."""
+        torch.set_rng_state(self._cpu_state)
+        if self._device_state is not None:
+            torch.cuda.set_rng_state(self._device_state, self._device)
+
+
+@contextmanager
+def random_states_kept(like: Tensor) -> Generator[None, None, None]:
+    """Afterwards random numbers go on as if nothing had been drawn."""
+    before = RandomStates(like)
+    try:
+        yield
+    finally:
+        before.restore()
