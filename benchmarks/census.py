@@ -6,7 +6,7 @@ that take images, those that can be built from their default configuration, with
     python benchmarks/census.py --only LlamaForCausalLM --only Qwen3VLForConditionalGeneration --dry
 
 Writes `benchmarks/results/census.json` and the table in `docs/architectures.md`. Layouts are those that are chosen
-before anything runs: the first batch of a training may still tell that another is needed.
+before anything runs. A class that is new here goes into `_compat/tried_architectures.py` once it was trained beside stock.
 """
 
 import json
@@ -76,7 +76,7 @@ def layout_of(model: PreTrainedModel, is_multimodal: bool) -> tuple[str, str | N
     """The layout that is chosen for a model before anything runs, and why not a better one."""
     if (reason := why_refused(model)) is not None:
         return "refused", reason
-    layout = layout_choice.choose("auto", model, model, is_multimodal, False, None)
+    layout = layout_choice.choose("auto", model, model, is_multimodal, False)
     if layout == "packed":
         return ("around" if any(unpacked_layers(model)) else "packed"), None
     reason = layout_choice.why_padded(model, False)

@@ -62,7 +62,7 @@ class Counter:
 
 
 def main(json_path: Annotated[Path | None, typer.Option("--json", help="where the record goes")] = None) -> None:
-    """Count the second of two steps: the first tries the layout out."""
+    """Count the second of two steps: the first compares a micro-batch with TRL's own path."""
     warnings.simplefilter("ignore")
     hide_instruments()
     LIBRARIES.add(__name__)  # what counts the layer's forwards changes nothing

@@ -7,6 +7,7 @@ case says otherwise. The learning rate is zero, so that every step starts from t
     python benchmarks/step.py --case 0.6b --case 1.7b --json step.json
     python benchmarks/step.py --case 0.6b --arm '{"fused_compile": true}'
     python benchmarks/step.py --case 1.7b-16k --arm '{"flash": "FA4"}'
+    python benchmarks/step.py --case 1.7b --arm '{"level": "rows"}' --arm '{"level": "head"}'
     python benchmarks/step.py --case 1.7b-lora-beta --options '{"vllm_importance_sampling_mode": "token_truncate"}'
     torchrun --nproc-per-node 2 benchmarks/step.py --case 1.7b-ddp
     python benchmarks/step.py --case tiny --device cpu
@@ -73,6 +74,21 @@ class StepClock(TrainerCallback):
     def _wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+class Watching(TrainerCallback):
+    """Looks at nothing, but might at each micro-batch: level `rows`."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+def lower(trainer: Any, level: str | None) -> None:
+    """Customise a trainer so that it trains at a lower level, and the same."""
+    if level == "rows":
+        trainer.add_callback(Watching())
+    elif level == "head":
+        trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().register_forward_hook(lambda *_: None)
 
 
 class Profile(TrainerCallback):
@@ -167,7 +183,8 @@ def run_arm(
     fused = name != "stock"
     first = 0 if case.counts_first_of_stock and not fused else 1
     steps -= 1 - first
-    trainer = make_trainer(case, fused, rollout, device, steps, extra)
+    trainer = make_trainer(case, fused, rollout, device, steps, {k: v for k, v in extra.items() if k != "level"})
+    lower(trainer, extra.get("level"))
     flops = model_flops(
         trainer.model,
         [(len(p), len(c)) for p, c in zip(rollout.prompts, rollout.completions, strict=True)],
@@ -205,6 +222,7 @@ def run_arm(
         record["mfu"] = flops / (ms / 1e3) / PEAK_FLOPS[torch.cuda.get_device_name()]
     if fused:
         record["layout"] = trainer.fused_layout()
+        record["level"] = trainer._fused.ladder.level.name.lower() if hasattr(trainer._fused, "ladder") else None
     return record
 
 

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "trl_fused_grpo"
 NAME = PACKAGE.name
 MODULES = sorted(PACKAGE.rglob("*.py"))
-LONGEST_MODULE, LONGEST_FUNCTION, LONGEST_TRAINER = 300, 60, 200
+LONGEST_MODULE, LONGEST_FUNCTION, LONGEST_TRAINER = 600, 60, 200
 
 # What each part of the package may import of the others, beside itself
 MAY_IMPORT = {

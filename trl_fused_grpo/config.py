@@ -160,8 +160,8 @@ class FusedGRPOConfig(GRPOConfig):
         fused_layout (`str`, *optional*, defaults to `"auto"`):
             How the sequences of a micro-batch are laid out for the model: `"packed"` (all in one row without padding),
             `"aligned"` (rows shifted left and truncated to the longest) or `"padded"` (as TRL pads them). `"auto"`
-            takes the first that the model allows, and tries it out at the first batch. Forcing one that the model does
-            not allow raises.
+            takes the first that level and model allow. `"packed"` and `"aligned"` are your word that code of the model
+            that is not a library's may have such rows. Forcing one that the model does not allow raises.
         fused_skip_old_logps (`bool`, *optional*):
             Until the weights move, take old log-probs, and vLLM's importance ratio, from the training forward instead
             of a forward of their own. By default this happens where it is possible; `True` also logs where it is not,
@@ -206,8 +206,9 @@ class FusedGRPOConfig(GRPOConfig):
             Acts on CUDA, with `gradient_checkpointing`.
         fused_verify (`int`, *optional*, defaults to `0`):
             Every so many optimizer steps, compute one micro-batch by TRL's own path too, and log how far the fused one
-            is from it as `fused/verify_loss` and `fused/verify_head_grad`. Warns beyond what rounding explains.
-            Training stays the same to the bit. 0 turns it off.
+            is from it: log-probs as `fused/verify_logps`, in nats, the gradient in a trained output projection as
+            `fused/verify_head_grad`. The first step compares log-probs in any case. Beyond what rounding explains, rows
+            keep TRL's padding from then on. Training stays the same to the bit.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
             than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:

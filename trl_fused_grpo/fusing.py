@@ -52,7 +52,7 @@ def fuse(trainer_class: Class) -> Class:
     class MyTrainer(GRPOTrainer): ...
     ```
 
-    What the overrides forbid is left, and said once: see `docs/faster-paths.md`.
+    What may see micro-batches lowers the level of the training, which is said once: see `docs/faster-paths.md`.
 
     Args:
         trainer_class (`type`): [`~trl.GRPOTrainer`], [`~trl.RLOOTrainer`] or a subclass of one.

@@ -185,8 +185,8 @@ class FusedGRPOTrainer(FusedTrainerMixin, GRPOTrainer):  # ty: ignore[lost-keywo
     Micro-batches of an accumulation window may share a forward of the model (`fused_max_tokens_per_forward`). Each has
     its loss in its own training step. The gradients of all come with the last of them.
 
-    Methods that you override, hooks and replaced forwards work as in stock. Where a faster path cannot keep that up, it
-    is left, and the reason is logged once (`docs/faster-paths.md`).
+    Methods that you override, hooks and replaced forwards work as in stock: what is not a library's own code lowers the
+    level of the whole training, and the reason is logged once (`docs/faster-paths.md`).
 
     Beside TRL's metrics it logs `fused/rows_recomputed`, the fraction of rows whose gradient was not as forecast.
 

@@ -234,7 +234,8 @@ def work(run: Run, folder: Path, rank: int) -> None:
         "logs": [entry for entry in trainer.state.log_history if "grad_norm" in entry],
         "forwards": forwards,
         "layout": trainer.fused_layout() if run.trainer == "fused" else "",
-        "moved_by": trainer._fused.deferral.moved_by if run.trainer == "fused" else None,
+        "moves": run.trainer == "fused"
+        and any("moved weights" in r.text for r in trainer._fused.ladder.findings.reasons),
     }
     (folder / f"{run.name}.{rank}.json").write_text(json.dumps(seen))
     if rank == 0:

@@ -16,14 +16,12 @@ from safetensors.torch import save_file
 from . import runs
 from .batches import Batch, make
 from .engines import launcher_options
-from .out_of_memory import memory_runs_out
 from .runs import ACCUMULATION, RANKS
 from .worker import build, fed_as_stock, train
 from .wrong_forecast import misled
 
 
 ENGINES = ("ddp", "fsdp2", "zero3", "zero2", "fsdp1")
-OUT_OF_MEMORY = ("out-of-memory", "out-of-memory-in-head")
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ class Run(runs.Run):
         trainer (`str`):
             `"stock"`; `"fused"`: each micro-batch has a forward of its own; `"shared"`: micro-batches share forwards;
             `"exchanged"`: processes exchange sequences; `"skipping"`: shared, without the sequences that get no
-            gradient; `"misled"`: shared, and rank 1 alone is given a wrong forecast; `"out-of-memory"`,
-            `"out-of-memory-in-head"`: shared, and memory runs out on rank 1.
+            gradient; `"misled"`: shared, and rank 1 alone is given a wrong forecast.
     """
 
     processes = RANKS
@@ -78,8 +75,8 @@ def _runs(backend: str) -> list[Run]:
         "masked-lora": ("stock", "shared"),
         "masked-reference": ("stock", "fused"),
         "tools": ("stock", "fused", "shared"),
-        "lengths": ("stock", "shared", "exchanged", "misled", *OUT_OF_MEMORY),
-        "lengths-lora": ("stock", "shared", "out-of-memory"),
+        "lengths": ("stock", "shared", "exchanged", "misled"),
+        "lengths-lora": ("stock", "shared"),
         "still": ("stock", "shared", "skipping"),
     }
     return [Run(backend, case, trainer) for case, names in trainers.items() for trainer in names]
@@ -119,8 +116,6 @@ def work(run: Run, folder: Path, rank: int) -> None:
     with ExitStack() as stack:
         if rank == 1 and run.trainer == "misled":
             stack.enter_context(misled())
-        if rank == 1 and run.trainer in OUT_OF_MEMORY:
-            stack.enter_context(memory_runs_out(in_head=run.trainer.endswith("head")))
         if run.shares_forwards:
             stack.enter_context(fed_as_stock())
         seen, moved = train(trainer)

@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.training.sampler import expect_sampler
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, VOCAB_SIZE, tokenizer
-from trl_fused_grpo.training.exchange_plan import GENERATED_BY
+from trl_fused_grpo.training.deferred_ratio import GENERATED_BY
 
 from .adapters import adapter
 from .compiled import compiled_calls

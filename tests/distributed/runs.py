@@ -43,8 +43,8 @@ class Run:
             [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, `"misled"`: fused, and
-            rank 1 alone is given a wrong forecast, `"compiled"`: fused, with `fused_compile`, `"verified"`: fused,
-            with `fused_verify`, or `"out-of-memory"`: fused, and memory runs out on rank 1.
+            rank 1 alone is given a wrong forecast, `"compiled"`: fused, with `fused_compile`, or `"verified"`: fused,
+            with `fused_verify`.
     """
 
     backend: str
@@ -138,7 +138,6 @@ LAUNCHES = {
         *_fused("ddp", "lora-head", "saved-head"),
         *_compiled("ddp", "untied"),
         *_verified("ddp", "lora", "shared-forward"),
-        Run("ddp", "shared-forward", "out-of-memory"),
         *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, "exchanged", misled=("untied", "tied")),
         *_fused("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
         *_compiled("fsdp2", "reference", "lora"),

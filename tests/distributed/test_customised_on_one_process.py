@@ -20,7 +20,7 @@ TOLERANCE = 1e-5  # relative, float32
 LAUNCH_SECONDS = 800
 # What each micro-batch has a forward of its own with, of which all processes count as many
 SEPARATING = ("gradients", "callback", "method")
-_ADDED = ("fused/rows_recomputed", "fused/verify_loss", "fused/verify_head_grad")
+_ADDED = ("fused/rows_recomputed", "fused/verify_logps", "fused/verify_head_grad")
 
 
 def _each(*cases: str) -> pytest.MarkDecorator:
@@ -72,7 +72,7 @@ def test_no_process_shares_the_forward_of_a_micro_batch_that_one_may_see(run: Ru
 def test_an_engine_that_gathers_weights_is_not_taken_for_a_reward_function_that_moves_them(run: Run, outcome):
     ranks, _ = outcome(run)
     moves = [run.customisation == "weights" and rank == run.customised_rank for rank in range(RANKS)]
-    assert [seen["moved_by"] is not None for seen in ranks] == moves
+    assert [seen["moves"] for seen in ranks] == moves
 
 
 @_each("weights")

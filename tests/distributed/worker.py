@@ -26,15 +26,14 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import tokenizer
-from trl_fused_grpo.training import eligibility, engine, merging
-from trl_fused_grpo.training.exchange_plan import GENERATED_BY
+from trl_fused_grpo.training import findings
+from trl_fused_grpo.training.deferred_ratio import GENERATED_BY
 
 from .adapters import adapter, adapters_disabled, dense_log_probs
 from .architectures import deafen, limit_width
 from .batches import Batch, join
 from .compiled import compiled_calls
 from .engines import launcher_options, parameter_kind, plain_sgd, whole_parameters
-from .out_of_memory import memory_runs_out
 from .runs import LAUNCHES, NIGHTLY_LAUNCHES, REFUSED, ROWS, STEPS, Run
 from .wrong_forecast import misled
 
@@ -191,9 +190,7 @@ def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
 @contextmanager
 def fed_as_stock() -> Generator[None, None, None]:
     """While it lasts, the methods that feed a trainer do not count as replaced: they read no micro-batch."""
-    with ExitStack() as stack:
-        for module in (eligibility, merging):
-            stack.enter_context(mock.patch.object(module, "why_micro_batches_are_seen", return_value=None))
+    with mock.patch.object(findings, "replaced_method", return_value=None):
         yield
 
 
@@ -206,11 +203,9 @@ def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
         )
         trainer = build(run, folder, batches, **options)
         with ExitStack() as stack:
-            warning = stack.enter_context(mock.patch.object(engine.logger, "warning"))
+            warning = stack.enter_context(mock.patch.object(findings.logger, "warning"))
             if run.trainer == "misled" and rank == 1:
                 stack.enter_context(misled())
-            if run.trainer == "out-of-memory" and rank == 1:
-                stack.enter_context(memory_runs_out())
             compiled = stack.enter_context(compiled_calls()) if run.trainer == "compiled" else {}
             if run.shares_forwards:
                 stack.enter_context(fed_as_stock())

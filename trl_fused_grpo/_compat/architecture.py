@@ -20,8 +20,8 @@ _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 # transformers < 5.18: SDPA gets no mask where a batch has no padding, and Doge's own then keeps later tokens too
 _DOGE_LOOKS_AHEAD = Version("5.18.0") > TRANSFORMERS
 
-# Classes that carry a state without a convolution, and so are not known by their parts. One that is missing here is
-# found out by the first batch, and its model is aligned
+# Classes that carry a state without a convolution, and so are not known by their parts. The census has
+# looked at all families
 _STATE_CLASSES = ("LightningAttention", "LinearAttention", "DeltaNet", "GatedDeltaNet")
 
 # Options of heads for classification, in the configurations of GPT-2 and GPT-NeoX among others. Wherever they act, they
@@ -123,8 +123,7 @@ def carries_state(module: nn.Module) -> bool:
 def tokens_looked_back(module: nn.Module) -> int | None:
     """
     How many tokens back a module sees that is a short convolution between projections without bias (LFM2): zeros in its
-    input are zeros before the convolution. `None` for anything else, which may carry its state on over zeros. Should a
-    module make something of zeros before it convolves them, the first batch finds it out.
+    input are zeros before the convolution. `None` for anything else, which may carry its state on over zeros.
     """
     if next(module.parameters(recurse=False), None) is not None or next(module.buffers(), None) is not None:
         return None
@@ -166,8 +165,7 @@ def _files(text_model: nn.Module) -> set[Any]:
     return {sys.modules.get(type(module).__module__) for module in text_model.modules()}
 
 
-# The first batch need not show either: few tokens are all chosen, and too few to be compressed. So it is told by the
-# name under which a layer keeps the part that does it, the same in every family
+# Told by the name under which a layer keeps the part that does it, the same in every family
 def compresses_tokens(module: nn.Module) -> bool:
     """Whether a module compresses tokens of a few columns into one, as in the sparse attention of DeepSeek V4."""
     return getattr(module, "compressor", None) is not None

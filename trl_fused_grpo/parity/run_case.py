@@ -1,6 +1,7 @@
 """Takes one trainer through a case by its own training, evaluation or log-prob step, and collects the outcome."""
 
 import math
+import sys
 import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from .case import Case, Rollout, SkippedError, Trainer
 from .tiny import batches
 from .tiny.serve import serve_batches, serve_rollouts
-from .trainers import load_weights
+from .trainers import StockGRPOTrainer, load_weights
 
 
 # Standard deviation of the weights' step between accumulation windows: ratios leave 1 but not the clip bounds
@@ -170,18 +171,23 @@ def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Ou
 @contextmanager
 def _high_entropy_noted() -> Generator[list[torch.Tensor], None, None]:
     """
-    While it lasts, notes which entropies are at least the quantile that TRL asks torch for. A method of the trainer may
-    not be replaced for it: the fused trainer would leave its faster paths.
+    While it lasts, notes which entropies are at least the quantile that TRL asks torch for, under the name that torch
+    has in TRL's file. No method of the trainer and no function of torch's may be replaced for it: the fused trainer
+    would take a lower level.
     """
     noted: list[torch.Tensor] = []
-    quantile = torch.quantile
 
-    def noting(entropies: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        threshold = quantile(entropies, *args, **kwargs)
-        noted.append((entropies.detach() >= threshold).cpu())
-        return threshold
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
 
-    with mock.patch.object(torch, "quantile", noting):
+        @staticmethod
+        def quantile(entropies: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            threshold = torch.quantile(entropies, *args, **kwargs)
+            noted.append((entropies.detach() >= threshold).cpu())
+            return threshold
+
+    with mock.patch.object(sys.modules[StockGRPOTrainer.__module__], "torch", Torch()):
         yield noted
 
 

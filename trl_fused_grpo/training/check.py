@@ -186,13 +186,13 @@ class Check:
         cannot = reason is not None or trained is None or loss is None
         if on_any_process(trainer.accelerator, "check", cannot) or trained is None or loss is None:
             return
-        gradient_error = 0.0
+        gradient_error: float | None = None
         try:
             logps_error = self._logps_error(trained)
             head = [weight for weight in output_projection(causal_lm).parameters() if weight.requires_grad]
             reason = why_gradients_are_not_checked(trainer, model, head) if asks_for_gradients else None
             log_no_effect(f"{asked_for} for gradients", reason)
-            if asks_for_gradients and reason is None:
+            if asks_for_gradients and not on_any_process(trainer.accelerator, "check of gradients", reason is not None):
                 gradient_error = self._gradient_error(model, head, loss, compute_loss)
         except torch.OutOfMemoryError:
             # Other processes would wait for what this one did not run
@@ -202,7 +202,7 @@ class Check:
             log_no_effect(asked_for, "there is no memory for TRL's own path")
             free_memory()
             return
-        self._tell(logps_error, gradient_error, causal_lm, asks_for_gradients)
+        self._tell([logps_error, *([] if gradient_error is None else [gradient_error])], causal_lm, asks_for_gradients)
 
     @torch.no_grad()
     def _logps_error(self, trained: _Trained) -> float:
@@ -259,23 +259,27 @@ class Check:
                 del vars(trainer)[name]
             vars(trainer).update(attributes)  # never without them: threads of rewards and tools may look
 
-    def _tell(self, logps_error: float, gradient_error: float, causal_lm: PreTrainedModel, logs: bool) -> None:
-        """Log the largest errors of any process; beyond what rounding explains, warn and leave the faster rows."""
+    def _tell(self, errors: list[float], causal_lm: PreTrainedModel, logs: bool) -> None:
+        """
+        Log the largest errors of any process, of log-probs and, if it was asked for, of the gradient; beyond what
+        rounding explains, leave the faster rows.
+        """
         accelerator, metrics = self.trainer.accelerator, trl_compat.metrics_of(self.trainer)
-        errors = torch.tensor([[logps_error, gradient_error]], device=accelerator.device, dtype=torch.float32)
-        told = [pair for pair in accelerator.gather(errors).tolist() if not math.isnan(pair[0])]
+        local = torch.tensor([errors], device=accelerator.device, dtype=torch.float32)
+        told = [row for row in accelerator.gather(local).tolist() if not math.isnan(row[0])]
         if not told:
             return
-        logps_error, gradient_error = (_largest(errors) for errors in zip(*told, strict=True))
+        largest = [_largest(values) for values in zip(*told, strict=True)]
         if logs:
-            metrics["fused/verify_logps"].append(logps_error)
-            metrics["fused/verify_head_grad"].append(gradient_error)
+            for name, error in zip(("fused/verify_logps", "fused/verify_head_grad"), largest, strict=False):
+                metrics[name].append(error)
         precision, bound = self._precision(causal_lm)
-        if not (logps_error <= bound and gradient_error <= bound):
+        if not all(error <= bound for error in largest):
+            gradient = f", the gradient in the output projection by {largest[1]:.1e} (relative)" if largest[1:] else ""
             reason = (
                 f"in optimizer step {self._last_step} log-probs differ from those of TRL's own path by "
-                f"{logps_error:.1e} nats, and the gradient in the output projection by {gradient_error:.1e} "
-                f"(relative), more than rounding in {precision} explains ({bound:.0e}): please report it"
+                f"{largest[0]:.1e} nats{gradient}, more than rounding in {precision} explains ({bound:.0e}): please "
+                "report it"
             )
             self.trainer._fused.ladder.fall(Reason(Level.HEAD, reason))
 

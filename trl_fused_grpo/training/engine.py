@@ -12,6 +12,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
@@ -208,7 +209,8 @@ class LogpsEngine:
         kept = kept_in_forward(self, logps_request, call, is_multimodal)
         has_kernels = self.options.fused_kernels and why_not_triton(call.input_ids.device) is None
         stack.enter_context(lean_checkpoints(model, kept))
-        stack.enter_context(fused_adapters(torch_compat.modules_of(model) if self.options.fused_lora else ()))
+        has_adapters = self.options.fused_lora and peft_compat.lora_linear_class() is not None
+        stack.enter_context(fused_adapters(torch_compat.modules_of(model) if has_adapters else ()))
         stack.enter_context(compiling(model, self.options.fused_compile, has_kernels))
 
     def _refuse(self, options: LogpsOptions, error: RowsRefusedError) -> None:
@@ -252,5 +254,6 @@ class LogpsEngine:
             forces_layout=self.options.forces_layout,
             needs_last_column=needs_last_column,
             processes=self.trainer.accelerator.num_processes,
-            opens_masks=findings.knows_model and why_padding_is_mixed_in(causal_lm) is None,
+            is_known=findings.knows_model,
+            opens_masks=layout == "padded" and findings.knows_model and why_padding_is_mixed_in(causal_lm) is None,
         )

@@ -318,19 +318,19 @@ def _replaced_in_module(modules: list[nn.Module], inner: list[nn.Module]) -> str
         return "a hook on every module"
     if (changed := _hooked_or_replaced(modules)) is not None:
         return changed
-    for module in inner:
-        own = module.__dict__
-        names = own.keys() - _OF_EVERY_MODULE - {"forward"}
-        foreign = (name for name in names if not _is_known_class(type(own[name])))
-        name = next(foreign, None) or replaced_name(own, names)
-        if name is not None:
-            return f"{name} of {type(module).__name__}, which was replaced,"
+    for module in inner:  # thousands, with dozens of attributes each
+        for name, value in module.__dict__.items():
+            if type(value) in _PLAIN or name in _OF_EVERY_MODULE or name == "forward":
+                continue
+            if not _is_known_class(type(value)) or replaced_name(module.__dict__, [name]):
+                return f"{name} of {type(module).__name__}, which was replaced,"
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and not _is_known_class(type(tensor)):
+            if type(tensor) not in _PLAIN and not _is_known_class(type(tensor)):
                 return f"{type(tensor).__name__}, whose code is not known,"
     return None
 
 
+_PLAIN = frozenset({bool, int, float, str, type(None), tuple, list, dict, torch.dtype, torch.Tensor, nn.Parameter})
 _is_known_class = lru_cache(maxsize=1024)(is_library_class)
 
 
@@ -360,13 +360,16 @@ _CHANGE_BUFFERS = (torch_compat.BatchNorm, torch_compat.InstanceNorm, torch_comp
 
 def _changing_or_mixing(causal_lm: PreTrainedModel, modules: Iterable[nn.Module]) -> str | None:
     """A module of torch's that mixes rows, or changes buffers or weights in each forward, in words, or `None`."""
-    for module in torch_compat.modules_of(architecture.text_model(causal_lm)):
-        if isinstance(module, _MIX_TOKENS):
-            return f"{type(module).__name__}, which mixes the tokens of its input,"
+    for cls in {*map(type, torch_compat.modules_of(architecture.text_model(causal_lm)))}:
+        if issubclass(cls, _MIX_TOKENS):
+            return f"{cls.__name__}, which mixes the tokens of its input,"
+    kinds = {*map(type, modules)}
+    for cls in kinds:
+        if issubclass(cls, _CHANGE_BUFFERS) or cls.__module__.startswith("torch.ao."):
+            return f"{cls.__name__}, which changes its buffers in each forward,"
+    embeddings = {cls for cls in kinds if issubclass(cls, (nn.Embedding, nn.EmbeddingBag))}
     for module in modules:
-        own, name = module.__dict__, type(module).__name__
-        if isinstance(module, _CHANGE_BUFFERS) or type(module).__module__.startswith("torch.ao."):
-            return f"{name}, which changes its buffers in each forward,"
-        if own.get("scale_grad_by_freq") or own.get("max_norm") is not None:
-            return f"{name}, whose weights or gradients depend on the tokens of a forward,"
+        own = module.__dict__
+        if type(module) in embeddings and (own["scale_grad_by_freq"] or own["max_norm"] is not None):
+            return f"{type(module).__name__}, whose weights or gradients depend on the tokens of a forward,"
     return None

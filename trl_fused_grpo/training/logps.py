@@ -137,7 +137,7 @@ def compute_logps(
         sub_batch = SubBatch(logps_request, rows)
         layout = lay_out(options, call, rows, sub_batch.selected, rows_of_images)
         request = _fused_request(sub_batch, layout, options, call, rows, logps_request)
-        values = run_model(call.model, layout, request, options.opens_masks)
+        values = run_model(call.model, layout, request, options)
         request.stats.layout = layout.name
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
     return _in_order(results, torch.cat(parts).argsort())
@@ -162,7 +162,7 @@ def _compute_in_widths(logps_request: LogpsRequest, options: LogpsOptions, call:
     layout = Layout("aligned", {}, logit_positions)
     request = _fused_request(sub_batch, layout, options, call, everything, logps_request)
     request.forwards = forwards
-    values = run_model(call.model, layout, request, options.opens_masks)
+    values = run_model(call.model, layout, request, options)
     request.stats.layout = layout.name
     return sub_batch.in_place(values, call.compute_entropy, request.stats)
 
@@ -293,15 +293,17 @@ def _fused_request(
     )
 
 
-def run_model(model: nn.Module, layout: Layout, request: FusedRequest, opens_masks: bool) -> tuple[Tensor, ...]:
+def run_model(model: nn.Module, layout: Layout, request: FusedRequest, options: LogpsOptions) -> tuple[Tensor, ...]:
     """
-    Call the model with a request, and raise where it does not fit the layout. `opens_masks`: see [`LogpsOptions`].
+    Call the model with a request, and raise where it does not fit the layout.
 
     Raises:
         [`RowsRefusedError`]: when it does not.
     """
-    if layout.name == "padded":
-        with padded_call(model, opens_masks) as padded:
+    if layout.name == "padded" and not options.is_known:
+        results = model(**layout.model_inputs, fused=request)
+    elif layout.name == "padded":
+        with padded_call(model, options.opens_masks) as padded:
             results = model(**layout.model_inputs, fused=request)
         request.stats.leaves_cudnn_off = padded.leaves_cudnn_off
     else:

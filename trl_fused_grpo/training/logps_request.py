@@ -189,6 +189,7 @@ class LogpsOptions:
         forces_layout (`bool`): whether the layout was asked for, so that no other may stand in for it.
         needs_last_column (`bool`): see [`layout_choice.Traits`].
         processes (`int`): how many train together.
+        is_known (`bool`): whether the model's code is a library's. Other code runs as in stock.
         opens_masks (`bool`): whether what attention returns at TRL's padding may be anything.
     """
 
@@ -203,6 +204,7 @@ class LogpsOptions:
     forces_layout: bool = False
     needs_last_column: bool = False
     processes: int = 1
+    is_known: bool = True
     opens_masks: bool = False
 
 
