@@ -5,8 +5,8 @@ that take images, those that can be built from their default configuration, with
     python benchmarks/census.py
     python benchmarks/census.py --only LlamaForCausalLM --only Qwen3VLForConditionalGeneration --dry
 
-Writes `benchmarks/results/census.json` and the table in `docs/architectures.md`. Layouts are those that are chosen
-before anything runs. A class that is new here goes into `_compat/tried_architectures.py` once it was trained beside stock.
+Writes `benchmarks/results/census.json` and the table in `docs/architectures.md`. A class
+that is new here goes into `_compat/tried_architectures.py` once it was trained beside stock.
 """
 
 import json

@@ -13,9 +13,9 @@ from tests.tiny_training import make_inputs, make_trainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 from trl_fused_grpo.training import exchange
-from trl_fused_grpo.training.plan import why_not_exchanged
 from trl_fused_grpo.training.exchange import Work, balanced_sources, expected_forwards
 from trl_fused_grpo.training.memory import TokenLimits
+from trl_fused_grpo.training.plan import why_not_exchanged
 
 
 SIZE = 4

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_training import make_inputs
-from trl_fused_grpo.training.partitioning import plan_merges, window_starts
-from trl_fused_grpo.training.partitioning import prompt_group_ids, rows_by_width, widths_of
+from trl_fused_grpo.training.partitioning import plan_merges, prompt_group_ids, rows_by_width, widths_of, window_starts
 
 
 @settings(deadline=None, max_examples=60)

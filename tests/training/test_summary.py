@@ -10,8 +10,8 @@ from tests.tiny_training import make_trainer
 from trl_fused_grpo._compat.models import head_widths
 from trl_fused_grpo.parity.tiny import tiny_model
 from trl_fused_grpo.parity.tiny.families import FAMILIES
-from trl_fused_grpo.training.plan import why_forwards_are_not_shared
 from trl_fused_grpo.training.memory import why_no_memory_budget
+from trl_fused_grpo.training.plan import why_forwards_are_not_shared
 
 from .sampler import use_sampler
 

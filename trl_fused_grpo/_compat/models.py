@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedModel, masking_utils
+from transformers import GenerationMixin, PreTrainedModel, masking_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -71,6 +71,10 @@ FILES = (
     *("transformers.modeling_rope_utils", "transformers.pytorch_utils"),
     *(f"transformers.integrations.{name}" for name in ("sdpa_attention", "flash_attention", "flex_attention")),
 )
+
+
+# Methods with which a model generates; none of them runs in a forward for log-probs
+GENERATION_METHODS = frozenset(vars(GenerationMixin)) - {"__doc__", "__module__", "__dict__", "__weakref__"}
 
 
 def foreign_attention(config: Any) -> str | None:

@@ -288,7 +288,7 @@ def _unknown_code(classes: Iterable[type]) -> str | None:
             return f"{cls.__name__}, whose code is not known,"
         bases.update(cls.__mro__)
     for cls in bases - {object}:
-        name = replaced_name(vars(cls))
+        name = replaced_name(vars(cls), vars(cls).keys() - model_compat.GENERATION_METHODS)
         if name is not None:
             return f"{cls.__name__}.{name}, which was replaced,"
     return None
@@ -308,8 +308,8 @@ def _hooked_or_replaced(modules: Iterable[nn.Module]) -> str | None:
     return None
 
 
-# What every module has: parts, weights, hooks
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# What every module has: parts, weights, hooks. Forwards are looked at with the hooks
+_NOT_LOOKED_AT = frozenset({"forward", *vars(nn.Module()), *model_compat.GENERATION_METHODS})
 
 
 def _replaced_in_module(modules: list[nn.Module], inner: list[nn.Module]) -> str | None:
@@ -320,7 +320,7 @@ def _replaced_in_module(modules: list[nn.Module], inner: list[nn.Module]) -> str
         return changed
     for module in inner:  # thousands, with dozens of attributes each
         for name, value in module.__dict__.items():
-            if type(value) in _PLAIN or name in _OF_EVERY_MODULE or name == "forward":
+            if type(value) in _PLAIN or name in _NOT_LOOKED_AT:
                 continue
             if not _is_known_class(type(value)) or replaced_name(module.__dict__, [name]):
                 return f"{name} of {type(module).__name__}, which was replaced,"
