@@ -53,7 +53,7 @@ def test_it_trains_and_logs_as_stock(run: Run, outcome):
 def test_all_processes_have_the_same_forwards_and_layout(run: Run, outcome):
     ranks, _ = outcome(run)
     assert ranks[0]["forwards"] == ranks[1]["forwards"]
-    is_hooked = run.customisation in ("module", "wrapper", "head")
+    is_hooked = run.customisation in ("module", "wrapper", "head", "own-class")
     assert ranks[0]["layout"] == ranks[1]["layout"] == ("padded" if is_hooked else "packed")
     if run.customisation == "nothing" and not run.verifies:
         assert sum(ranks[0]["forwards"]) == run.windows  # one for each, shared

@@ -16,6 +16,7 @@ from transformers.integrations import hub_kernels
 from transformers.integrations.flash_attention import flash_attention_forward
 
 from tests.attention_oracle import one_sequence
+from tests.code_of import as_code_of
 
 
 def flash_attn_varlen_func(
@@ -64,12 +65,16 @@ CALLS = []  # tokens and keys of each call
 def install(monkeypatch):
     """Let transformers find the package; returns the list of calls."""
     package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
-    package.flash_attn_func, package.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    functions = (
+        as_code_of("flash_attn.flash_attn_interface", one) for one in (flash_attn_func, flash_attn_varlen_func)
+    )
+    package.flash_attn_func, package.flash_attn_varlen_func = functions
     package.flash_attn_with_kvcache, package.__version__ = None, "2.8.0"
     padding.pad_input, padding.unpad_input = utils._pad_input, utils._unpad_input
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
-    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda *args, **kwargs: True)
+    is_available = as_code_of("transformers", lambda *args, **kwargs: True)
+    monkeypatch.setattr(utils, "is_flash_attn_2_available", is_available)
     for name in ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_process_flash_kwargs_fn"):
         if hasattr(utils, name):
             monkeypatch.setattr(utils, name, None)
@@ -87,5 +92,7 @@ def register_as_hub_kernel(monkeypatch, name):
     monkeypatch.setitem(masks, name, masks["flash_attention_2"])
     for module in (utils, hub_kernels):
         if hasattr(module, "load_and_register_attn_kernel"):
-            monkeypatch.setattr(module, "load_and_register_attn_kernel", lambda *args, **kwargs: kernel)
-    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda *args, **kwargs: False)
+            load = as_code_of("transformers", lambda *args, **kwargs: kernel)
+            monkeypatch.setattr(module, "load_and_register_attn_kernel", load)
+    is_available = as_code_of("transformers", lambda *args, **kwargs: False)
+    monkeypatch.setattr(utils, "is_flash_attn_2_available", is_available)

@@ -87,7 +87,7 @@ def test_only_the_files_of_the_model_are_touched():
     assert registered() == STOCK
 
 
-def test_a_function_of_the_user_s_own_stays_and_rows_are_aligned(tmp_path, monkeypatch):
+def test_a_function_of_the_user_s_own_stays_and_rows_are_padded(tmp_path, monkeypatch):
     calls = []
 
     def own(*args, **kwargs):
@@ -97,7 +97,7 @@ def test_a_function_of_the_user_s_own_stays_and_rows_are_aligned(tmp_path, monke
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", own)
     fused, stock = make_pair(tmp_path, from_config(LlamaConfig(**SHAPE), "eager"))
     assert_trains_as_stock(fused, stock, short_rows())
-    assert fused.fused_layout() == "aligned"
+    assert fused.fused_layout() == "padded"
     assert modeling_llama.eager_attention_forward is own
     assert calls
     monkeypatch.undo()

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.code_of import as_code_of
 from tests.modeling.heads import QuantizedLinear, lora
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.modeling import fused_forward
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
-from trl_fused_grpo.training import state
 
 
 peft = pytest.importorskip("peft")
@@ -65,13 +65,13 @@ def test_lora_on_the_head_trains_in_the_trainer(tmp_path, kind, old_logps):
         assert relative_error(fused_gradients[name], gradient) < 1e-5, name
 
 
-def test_every_module_that_holds_weights_of_the_head_runs_through_its_own_call(tmp_path, monkeypatch):
-    monkeypatch.setattr(state, "why_not_fused", lambda *_: None)  # the hooks stand for those of ZeRO-3, not a user's
+def test_every_module_that_holds_weights_of_the_head_runs_through_its_own_call(tmp_path):
     _, trainer = pair(tmp_path, lora("lm_head"))
     head = trainer.model.get_base_model().lm_head
     entered = []
     for name in ("base_layer", "lora_A.default", "lora_B.default"):  # where ZeRO-3 gathers its shards
-        head.get_submodule(name).register_forward_hook(lambda *_, name=name: entered.append(name))
+        hook = as_code_of("deepspeed", lambda *_, name=name: entered.append(name))
+        head.get_submodule(name).register_forward_hook(hook)
     loss_and_gradients(trainer, make_inputs())
     assert sorted(entered) == ["base_layer", "lora_A.default", "lora_B.default"]
 

@@ -11,6 +11,7 @@ from tests.modeling.compiled import built, nothing_is_compiled_yet  # noqa: F401
 from tests.modeling.kernels import called, gradients, kernels_of
 from tests.ops.test_triton_kernels import DEVICE, gpu, kernels_run
 from trl_fused_grpo.modeling import compiled_modules, shared_casts
+from trl_fused_grpo.modeling.as_read import StandIn
 from trl_fused_grpo.modeling.compiled_modules import compiled_forwards, compiled_parts, compiling, why_without_kernel
 from trl_fused_grpo.modeling.compiled_parts import CompiledForward
 from trl_fused_grpo.modeling.layer_kernels import KernelFunction

@@ -12,7 +12,7 @@ from tests.oracle import relative_error
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
-from trl_fused_grpo.training import engine
+from trl_fused_grpo.training import findings
 
 
 WINDOW = 3  # sequences have up to 11 tokens
@@ -51,9 +51,9 @@ WINDOWED = {
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """What the engine warns of."""
+    """What is told of levels."""
     messages = []
-    monkeypatch.setattr(engine.logger, "warning", messages.append)
+    monkeypatch.setattr(findings.logger, "warning", messages.append)
     return messages
 
 
@@ -142,7 +142,7 @@ def test_a_mask_function_of_a_model_s_own_keeps_the_padding(tmp_path, attention,
         assert_trains_as_stock(fused, stock, short_rows(seed=seed))
     assert fused.fused_layout() == "padded"
     (message,) = warnings
-    assert "its mask is more than causality and a window" in message
+    assert "OwnMaskForCausalLM, whose code is not known" in message
 
 
 def test_a_layout_that_was_asked_for_raises_instead(tmp_path):

@@ -12,7 +12,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 from tests.layout_pairs import SHAPE, assert_trains_as_stock, from_config, make_pair, short_rows
 from tests.oracle import relative_error
-from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.architecture import tokens_looked_back
 from trl_fused_grpo._compat.models import PADDING_MATTERS
@@ -232,12 +231,3 @@ def test_what_may_make_something_of_zeros_has_rows_of_its_own(kind):
     if kind == "two-convolutions":
         module.other = nn.Conv1d(4, 4, 3)
     assert tokens_looked_back(module) is None
-
-
-def test_convolutions_that_see_farther_than_the_zeros_are_found_out(tmp_path, monkeypatch):
-    if "lfm2" in PADDING_MATTERS:
-        pytest.skip("this transformers lets padding into its convolutions")
-    monkeypatch.setattr(architecture, "tokens_looked_back", lambda _: 0)
-    fused, stock = make_pair(tmp_path, lambda: tiny_model("lfm2"), {})
-    assert_trains_as_stock(fused, stock, short_rows(8))
-    assert fused.fused_layout() == "aligned"

@@ -7,6 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaAttention
 from trl import GRPOTrainer
 
+from tests.code_of import as_code_of
 from tests.layout_pairs import assert_trains_as_stock, make_pair, seeded, short_rows
 from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
@@ -30,6 +31,10 @@ class ColumnAttention(LlamaAttention):
 class ScaledLinear(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x) * self.scale
+
+
+for cls in (ColumnAttention, ScaledLinear):  # stand for transformers' own: other code is not packed
+    cls.__module__, cls.forward = "transformers", as_code_of("transformers", cls.forward)
 
 
 def limit_width(config, columns):

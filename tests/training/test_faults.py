@@ -18,10 +18,12 @@ from torch.nn import functional as F
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from tests.code_of import as_code_of
 from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.modeling.packed_attention import _living
+from trl_fused_grpo.training.findings import Level
 
 from .sampler import use_sampler
 
@@ -50,8 +52,8 @@ class FaultError(Exception):
 
 class Fault(TrainerCallback):
     """
-    Throws once, at a place in the second optimizer step. Functions of torch and of Accelerate are replaced: replaced
-    methods and hooks would be customisations, for which faster paths are left.
+    Throws once, at a place in the second optimizer step. Functions of torch and of Accelerate are replaced by some that
+    count as theirs: for those of a user's the training would be another.
     """
 
     def __init__(self, place):
@@ -79,7 +81,8 @@ class Fault(TrainerCallback):
             functions = [(F, "embedding", self.embedding), (torch, "rsqrt", self.rsqrt)]
             functions += [(torch.autograd, "backward", self.backward), (Accelerator, "gather", self.gather)]
             for owner, name, replacement in functions:
-                stack.enter_context(mock.patch.object(owner, name, replacement(getattr(owner, name))))
+                function = as_code_of(getattr(owner, "__module__", owner.__name__), replacement(getattr(owner, name)))
+                stack.enter_context(mock.patch.object(owner, name, function))
             yield
 
     def embedding(self, original):
@@ -169,6 +172,7 @@ def interrupted(folder, cls, place, **options):
     with fault.in_place(), pytest.raises(FaultError, match=place):
         trainer.train()
     assert fault.is_thrown
+    assert cls is GRPOTrainer or trainer._fused.ladder.level == Level.WINDOW
     gc.collect()
     return trainer
 

@@ -11,11 +11,13 @@ from packaging.version import Version
 from torch.nn import functional
 from trl import GRPOTrainer
 
+from tests.code_of import as_code_of
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling import padded_attention
+from trl_fused_grpo.training.check import Check
 from trl_fused_grpo.training.plan import why_padding_is_mixed_in
 
 
@@ -40,7 +42,11 @@ def attention_calls():
         calls.append((has_masked_queries, torch.backends.cuda.cudnn_sdp_enabled()))
         return original(query, key, value, attn_mask=attn_mask, **options)
 
-    with mock.patch.object(functional, "scaled_dot_product_attention", spy):
+    spy = as_code_of("torch.nn.functional", spy)
+    with (
+        mock.patch.object(functional, "scaled_dot_product_attention", spy),
+        mock.patch.object(torch._C._nn, "scaled_dot_product_attention", spy),  # as if it were torch's own
+    ):
         yield calls
 
 
@@ -52,7 +58,7 @@ def step(trainer, inputs):
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     trainer.current_gradient_accumulation_steps = 1
     trainer._prepare_inputs = lambda examples: dict(inputs)
-    with attention_calls() as calls:
+    with attention_calls() as calls, mock.patch.object(Check, "after_backward"):
         loss = trainer.training_step(trainer.model, [], None)
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}, calls
 
@@ -93,24 +99,20 @@ def test_masks_that_a_model_builds_by_itself_keep_cudnn_off(tmp_path):
         return torch.ones(width, width, dtype=torch.bool).tril() & attention_mask.bool()[:, None, None]
 
     trainer = make_trainer(tmp_path, fused_layout="padded", gradient_checkpointing=True)
-    with mock.patch("transformers.models.llama.modeling_llama.create_causal_mask", own_mask):
+    file = "transformers.models.llama.modeling_llama"
+    with mock.patch(f"{file}.create_causal_mask", as_code_of(file, own_mask)):
         _, _, calls = step(trainer, make_inputs())
     assert len(calls) == 4
     assert set(calls) == {(True, False)}
 
 
 def test_padding_stays_masked_where_it_may_reach_a_sequence(tmp_path):
-    class Unknown(torch.nn.Module):
-        def forward(self, hidden):
-            return hidden
-
     trainer = make_trainer(tmp_path, fused_layout="padded")
     assert why_padding_is_mixed_in(trainer.model) is None
-    assert "Unknown" in why_padding_is_mixed_in(torch.nn.Sequential(trainer.model, Unknown()))
     layer = trainer.model.model.layers[0].mlp
-    layer.__class__ = type("OwnMlp", (type(layer),), {"forward": lambda self, hidden: hidden})
-    trainer._fused.engine.list_modules_anew()  # as every generation does
-    assert "OwnMlp" in why_padding_is_mixed_in(trainer.model)
+    layer.__class__ = type("OwnMlp", (type(layer),), {})
+    _, _, calls = step(trainer, make_inputs())
+    assert set(calls) == {(True, True)}  # what code of the user's makes of it is as in stock
     stateful = make_trainer(tmp_path, kind="falcon-h1", fused_layout="padded")
     with mock.patch.object(model_compat, "masks_state", return_value=False):
         assert "state" in why_padding_is_mixed_in(stateful.model)

@@ -1,16 +1,15 @@
-"""Memory that runs out in the backward of a forward that micro-batches share: it is done again in parts."""
+"""
+Memory that runs out in the backward of a forward that micro-batches share: the training ends as in stock, the log says
+what to set, and nothing is left for the next training.
+"""
 
-from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig
 
 from tests.tiny_training import make_trainer
-from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.required import TRANSFORMERS
-from trl_fused_grpo.modeling import fused_forward, packed_attention
+from trl_fused_grpo.modeling import packed_attention
 
 
 pytestmark = pytest.mark.ends
@@ -35,18 +34,16 @@ class _LimitedBackward(torch.autograd.Function):
 def memory(monkeypatch):
     """
     Its `limit` is for how many tokens the first attention has memory in backward, when weights behind it have their
-    gradients; in the forwards whose number is in `never` it has none. Its `tokens` are those of every such forward.
+    gradients. Its `tokens` are those of every such forward.
     """
-    memory = SimpleNamespace(limit=10_000, never=(), tokens=[])
+    memory = SimpleNamespace(limit=10_000, tokens=[])
 
     def varlen_attention(module, *args, **kwargs):
         output = original(module, *args, **kwargs)
-        kinds = getattr(module.config, "layer_types", None) or ["full_attention"]
-        if module.layer_idx != kinds.index("full_attention") or not output.requires_grad:
+        if module.layer_idx != 0 or not output.requires_grad:
             return output
-        limit = 0 if len(memory.tokens) in memory.never else memory.limit
         memory.tokens.append(output.shape[1])
-        return _LimitedBackward.apply(output, limit)
+        return _LimitedBackward.apply(output, memory.limit)
 
     original = packed_attention.varlen_attention
     monkeypatch.setattr(packed_attention, "varlen_attention", varlen_attention)
@@ -67,107 +64,49 @@ def train(folder, memory, **options):
     return logs, [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
-OPTIONS = {
-    "plain": {},
-    "checkpointed": {"gradient_checkpointing": True},
-    "reference": {"beta": 0.1},
-    "whole-sequences": {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "num_iterations": 2},
-    "tied": {"kind": "tied"},
-    # Before, its rows keep their padding
-    **({"convolutions": {"kind": "lfm2"}} if TRANSFORMERS.major >= 5 else {}),
-    "lora": {"peft_config": LoraConfig(target_modules=["q_proj", "down_proj"])},
-    **({"entropy-bonus": {"entropy_coef": 0.1}} if trl_compat.TRL.release >= (1, 8) else {}),
-}
+TOLD = "Memory ran out where 8 micro-batches share a forward: fused_max_tokens_per_forward sets how many tokens may"
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_it_is_done_again_in_parts_and_nothing_is_lost(tmp_path, memory, caplog, options):
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
+def test_the_training_ends_and_the_log_says_what_to_set(tmp_path, memory, caplog, options):
     logs, weights = train(tmp_path, memory, **options)
-    together = max(memory.tokens)
     assert "Memory ran out" not in caplog.text
-    memory.limit = together - 1
-    found_logs, found = train(tmp_path, memory, **options)
-    assert caplog.text.count("Memory ran out in the backward of a shared forward: at most 4 micro-batches") == 1
-    # The first forward, whose layers may be computed again in backward. Then halves, and so from then on
-    forwards = 2 if "gradient_checkpointing" in options else 1
-    assert memory.tokens[:forwards] == [together] * forwards
-    assert max(memory.tokens[forwards:]) < together
+    memory.limit = max(memory.tokens) - 1
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, memory, **options)
+    assert caplog.text.count(TOLD) == 1
+    found_logs, found = train(tmp_path, memory, **options, fused_max_tokens_per_forward=0)  # as it says
+    assert max(memory.tokens) <= memory.limit
     for mine, other in zip(found_logs, logs, strict=True):
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
     for mine, other in zip(found, weights, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_it_is_done_again_in_autograds_own_thread(tmp_path, memory, caplog):
-    options = {"use_cpu": False, "gradient_checkpointing": True}
-    _, weights = train(tmp_path, memory, **options)
-    memory.limit = max(memory.tokens) - 1
-    _, found = train(tmp_path, memory, **options)
-    assert "Memory ran out in the backward" in caplog.text
-    for mine, other in zip(found, weights, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-
-
-def test_gradients_of_earlier_forwards_stay(tmp_path, memory, caplog):
-    """Two forwards in an accumulation window: memory runs out in the backward of the second."""
-    options = {"max_steps": 1, "fused_max_tokens_per_forward": 40}
-    _, weights = train(tmp_path, memory, **options)
-    assert len(memory.tokens) == 2
-    memory.never = (1,)
-    _, found = train(tmp_path, memory, **options)
-    assert len(memory.tokens) == 4
-    assert "Memory ran out in the backward" in caplog.text
-    for mine, other in zip(found, weights, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("nested", ["reentrant checkpoints", "aligned rows in widths"])
-def test_a_backward_with_backwards_in_it_is_not_repeated(tmp_path, memory, monkeypatch, nested):
-    """They add to gradients that are not complete."""
-    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    if nested == "aligned rows in widths":
-        options = {"fused_layout": "aligned", "max_completion_length": 12}
-    train(tmp_path, memory, **options)
-    if nested == "aligned rows in widths":
-        backward, calls = fused_forward._OwnBackward.backward, count()
-
-        def second_fails(ctx, *grads):
-            if next(calls):
-                raise torch.OutOfMemoryError("as CUDA would")
-            return backward(ctx, *grads)
-
-        monkeypatch.setattr(fused_forward._OwnBackward, "backward", staticmethod(second_fails))
-    else:
-        memory.limit = max(memory.tokens) - 1
-    with pytest.raises(torch.OutOfMemoryError):
-        train(tmp_path, memory, **options)
-
-
-@pytest.mark.parametrize("together", [1, 2])
-def test_parts_are_halved_until_they_fit(tmp_path, memory, caplog, together):
-    _, weights = train(tmp_path, memory)
-    memory.limit = 3 + 8 * together  # a prompt and its completions
-    _, found = train(tmp_path, memory)
-    assert f"backward of a shared forward: at most {together} micro-batches" in caplog.text
-    for mine, other in zip(found, weights, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-
-
-def test_a_micro_batch_that_does_not_fit_alone_ends_the_training_and_leaves_nothing(tmp_path, memory):
-    _, weights = train(tmp_path, memory)
-    memory.limit = 1
-    with pytest.raises(torch.OutOfMemoryError):
-        train(tmp_path, memory)
     memory.limit = 10_000
-    _, again = train(tmp_path, memory)
+    _, again = train(tmp_path, memory, **options)
     assert all(torch.equal(mine, other) for mine, other in zip(again, weights, strict=True))
 
 
-def test_a_forward_that_draws_random_numbers_is_not_repeated(tmp_path, memory):
-    dropout = {"peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.5)}
-    train(tmp_path, memory, **dropout)
-    memory.limit = max(memory.tokens) - 1
+def test_the_same_trainer_trains_again_what_it_would_have_trained(tmp_path, memory):
+    options = {"gradient_accumulation_steps": 8, "max_steps": 1, "fused_max_tokens_per_forward": 10_000}
+    trainers = [make_trainer(tmp_path, per_device_train_batch_size=1, **options) for _ in range(2)]
+    for number, trainer in enumerate(trainers):
+        if number == 1:
+            memory.limit = 1
+            with pytest.raises(torch.OutOfMemoryError):
+                trainer.train()
+            memory.limit = 10_000
+            trainer.model.zero_grad()
+            assert not trainer._fused.merger.is_waiting
+        torch.manual_seed(2)
+        trainer._buffered_inputs = None
+        trainer._step = 0
+        trainer.train()
+    for mine, other in zip(trainers[1].model.parameters(), trainers[0].model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_micro_batch_alone_that_does_not_fit_raises_and_tells_nothing(tmp_path, memory, caplog):
+    memory.limit = 1
     with pytest.raises(torch.OutOfMemoryError):
-        train(tmp_path, memory, **dropout)
+        train(tmp_path, memory, fused_max_tokens_per_forward=0)
+    assert "Memory ran out" not in caplog.text

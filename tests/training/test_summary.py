@@ -10,6 +10,7 @@ from tests.tiny_training import make_trainer
 from trl_fused_grpo._compat.models import head_widths
 from trl_fused_grpo.parity.tiny import tiny_model
 from trl_fused_grpo.parity.tiny.families import FAMILIES
+from trl_fused_grpo.training.findings import WHAT_IS_DONE, Level, Reason
 from trl_fused_grpo.training.memory import why_no_memory_budget
 from trl_fused_grpo.training.plan import why_forwards_are_not_shared
 
@@ -39,19 +40,19 @@ def lines_of(trainer):
             {"top_entropy_quantile": 0.5},
             *("backward of the head", "4 matmuls", "the entropy quantile looks", "top_entropy_quantile=1.0"),
         ),
-        ({}, "layout", "packed: no padding, if the first batch shows no difference", None, None),
+        ({}, "layout", "packed: no padding", None, None),
         ({"fused_layout": "aligned"}, "layout", "aligned, as asked for", "fused_layout='aligned'", "'auto'"),
         ({"kind": "gemma3-bidirectional"}, "layout", "padded", "its attention is not causal", None),
-        ({"kind": "qwen3-next"}, "prompts", "once for each completion", "rows of their own", None),
-        ({"fused_share_prompts": False}, "prompts", "once for each", "fused_share_prompts=False", "=True"),
-        ({"gradient_accumulation_steps": 4}, "forwards", "up to 4 micro-batches share one", None, None),
+        ({"kind": "qwen3-next"}, "prompts", "once each", "rows of their own", None),
+        ({"fused_share_prompts": False}, "prompts", "once each", "fused_share_prompts=False", None),
+        ({"gradient_accumulation_steps": 4}, "forwards", "shared by up to 4 micro-batches", None, None),
         (
             {"gradient_accumulation_steps": 4, "fused_max_tokens_per_forward": 64},
-            *("forwards", "up to 64 tokens", None, None),
+            *("forwards", "up to 4 micro-batches, tokens: 64", None, None),
         ),
         (
             {"gradient_accumulation_steps": 4, "fused_max_tokens_per_forward": 0},
-            *("forwards", "its own", "fused_max_tokens_per_forward=0", "unset"),
+            *("forwards", "its own", "fused_max_tokens_per_forward=0", None),
         ),
         ({}, "old log-probs", "none: no weight moves", None, None),
         (
@@ -67,7 +68,9 @@ def lines_of(trainer):
         ({"fused_kernels": False}, "layers", "the model's own operations", "fused_kernels=False", "=True"),
         ({"fused_compile": False}, "compiled parts", "none", "off by default", "fused_compile=True"),
         ({"beta": 0.1}, "zero-grad sequences", "in the model", "KL term", None),
-        ({"fused_verify": 50}, "verification", "every 50 optimizer steps", None, None),
+        ({}, "check", "log-probs of the first step beside TRL's own", None, None),
+        ({"fused_verify": 50}, "check", "first step beside TRL's own, then every 50 optimizer steps", None, None),
+        ({}, "level", "window: everything is fused", None, None),
     ],
 )
 def test_each_line_has_the_reason_and_what_to_change(tmp_path, options, name, value, reason, change):
@@ -80,6 +83,7 @@ def test_each_line_has_the_reason_and_what_to_change(tmp_path, options, name, va
 def test_the_reasons_are_those_of_the_predicates(tmp_path):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=4, fused_memory=0.9)
     trainer.training_step = lambda *args, **kwargs: None
+    trainer._fused.ladder.look()
     lines = lines_of(trainer)
     assert lines["forwards"].reason == why_forwards_are_not_shared(trainer, "packed")
     assert lines["memory for speed"].reason == why_no_memory_budget(trainer)
@@ -99,9 +103,34 @@ def test_a_backward_that_may_move_weights_is_the_reason_for_old_log_probs(tmp_pa
     use_sampler(trainer)
     assert lines_of(trainer)["old log-probs"].reason is None
     trainer.accelerator.backward = lambda *args, **kwargs: None
+    trainer._fused.ladder.look()
     line = lines_of(trainer)["old log-probs"]
     assert line.value.startswith("a forward of their own")
-    assert "may move weights" in line.reason and line.change is None
+    assert "the moment when weights move" in line.reason and line.change is None
+
+
+@pytest.mark.parametrize(
+    ("level", "names"),
+    [
+        (Level.ROWS, {"layout", "attention", "forwards", "check"}),
+        (Level.HEAD, {"loss", "backward of the head", "check"}),
+        (Level.STOCK, {"loss"}),
+    ],
+    ids=["rows", "head", "stock"],
+)
+def test_it_begins_with_the_level_and_every_finding(tmp_path, level, names):
+    trainer = make_trainer(tmp_path)
+    for each in (Level.ROWS, Level.HEAD, Level.STOCK):
+        if each >= level:
+            trainer._fused.ladder.fall(Reason(each, f"of something at {each.name}"))
+    lines = [line.name for line in trainer.fused_summary()]
+    found = [f"found ({each.name.lower()})" for each in (Level.ROWS, Level.HEAD, Level.STOCK) if each >= level]
+    assert lines[2 : 3 + len(found)] == ["level", *found]
+    assert names <= set(lines)
+    assert ("layout" in lines) == (level == Level.ROWS) and ("check" in lines) == (level > Level.STOCK)
+    by_name = lines_of(trainer)
+    assert by_name["level"].value == f"{level.name.lower()}: {WHAT_IS_DONE[level]}"
+    assert by_name[found[-1]].value == f"of something at {level.name}"
 
 
 def test_a_trainer_without_the_fused_loss_says_so(tmp_path):

@@ -28,7 +28,7 @@ _OBSERVERS = {"transformers.debug_utils", "torch.nn.utils.spectral_norm"}
 # What these libraries import into their own files. Mocks are nobody's library
 _IMPORTED = sys.stdlib_module_names - {"unittest"} | {
     *("PIL", "einops", "huggingface_hub", "numpy", "packaging", "safetensors", "scipy", "sympy", "tokenizers", "tqdm"),
-    *("torchvision", "triton", "typing_extensions"),
+    *("pybind11_builtins", "torchvision", "triton", "typing_extensions"),
 }
 _PACKAGE = __name__.partition(".")[0]
 

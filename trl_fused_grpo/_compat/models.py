@@ -67,8 +67,7 @@ def head_widths(config: Any) -> list[int]:
 # Files of torch and transformers with functions that models call, beside their own
 FILES = (
     *("torch", "torch.nn.functional", "transformers.activations", "transformers.masking_utils"),
-    *("transformers.modeling_flash_attention_utils", "transformers.modeling_layers"),
-    *("transformers.modeling_rope_utils", "transformers.pytorch_utils"),
+    *("transformers.modeling_layers", "transformers.modeling_rope_utils", "transformers.pytorch_utils"),
     *(f"transformers.integrations.{name}" for name in ("sdpa_attention", "flash_attention", "flex_attention")),
 )
 

@@ -98,6 +98,11 @@ def why_not_together(layer: Any, names: list[str], x: Tensor) -> str | None:
     base = layer.base_layer
     if type(base) is not nn.Linear or _has_hooks_or_forward(base):
         return f"{type(base).__name__}, which carries an adapter, is wrapped, has a hook or another forward"
+    if any(torch_compat.GLOBAL_HOOKS):
+        return "there is a hook on every module"
+    replaced = torch_compat.replaced_in_linear()
+    if replaced is not None:
+        return f"{replaced} was replaced"
     tensors += [x, base.weight] if base.bias is None else [x, base.weight, base.bias]
     return _why_not_in_one_dtype(tensors, x)
 
@@ -117,7 +122,7 @@ def _why_not_in_one_dtype(tensors: list[Any], x: Tensor) -> str | None:
 def _cast_for_base(layer: Any, x: Tensor) -> Tensor:
     """The input of a layer without adapters: cast once for all layers that share it, where autocast would cast it."""
     base = layer.base_layer
-    is_plain = type(base) is nn.Linear and not _is_changed(base)
+    is_plain = type(base) is nn.Linear and not _is_changed(base) and not any(torch_compat.GLOBAL_HOOKS)
     is_cast = is_plain and type(x) is Tensor and x.dtype == torch.float32 and not torch.is_grad_enabled()
     return cast_once(x, _product_dtype(x)) if is_cast else x
 

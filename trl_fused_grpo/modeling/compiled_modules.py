@@ -23,8 +23,10 @@ from transformers.utils import logging
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo._compat.libraries import is_library_function
 from trl_fused_grpo.ops.kernels import why_not_triton
 
+from .as_read import StandIn
 from .attention_places import InFile
 from .compiled_parts import CompiledInFile, Forward, find_parts
 from .layer_memo import LayerMemo
@@ -85,6 +87,7 @@ def compiled_forwards(causal_lm: PreTrainedModel) -> Generator[None, None, None]
     functions = [(layer, model_compat.checkpoint_function(layer), inside) for layer, inside in parts.checkpointed]
     functions = [entry for entry in functions if entry[1] is not None]
     with _in_place(parts.forwards, parts.functions) as forwards:
+        _tell_what_was_replaced(parts)
         try:
             for layer, function, inside in functions:
                 again = _Recomputation([forward for forward in inside if forward in forwards], parts.functions)
@@ -226,6 +229,17 @@ def _in_place(forwards: Iterable[Forward], functions: list[CompiledInFile]) -> G
 
 def _is_projection(forward: Forward) -> TypeGuard[ProjectionForward]:
     return isinstance(forward, ProjectionForward)
+
+
+def _tell_what_was_replaced(parts: CompiledParts) -> None:
+    left: dict[str, Forward | CompiledInFile] = {}
+    for forward in parts.forwards:
+        own = vars(forward.module).get("forward")
+        if not isinstance(own, StandIn) and (own is None or not is_library_function(own)):
+            left[type(forward.module).__name__] = forward
+    left |= {f.place.name: f for f in parts.functions if not isinstance(f.place.read(), CompiledInFile)}
+    for name, part in left.items():
+        logger.warning_once(f"{name} runs as it is, because {part.change()}.")
 
 
 def _use(function: CompiledInFile, user: object) -> None:

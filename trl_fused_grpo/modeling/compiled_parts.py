@@ -13,9 +13,10 @@ from transformers.utils import logging
 
 from trl_fused_grpo._compat import models as model_compat
 
+from .as_read import GlobalsAsRead, StandIn
 from .attention_places import InFile
 from .compiled_functions import CompiledFunction
-from .forward_override import StandIn, is_override
+from .forward_override import is_override
 from .layer_kernels import KernelFunction, gated_function, has_rotary_kernel, norm_function, rotary_function
 from .layer_memo import layers_of
 from .mlp_activations import MLPParts, read_mlp
@@ -87,7 +88,7 @@ class CompiledActivation(StandIn):
     """
 
     def __init__(self, module: nn.Module, parts: MLPParts, function: Function):
-        super().__init__(module, function.needs_compiler)
+        super().__init__(module, function.needs_compiler, parts.functions)
         self.parts, self.function = parts, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,13 +126,15 @@ class CompiledInFile:
     def __init__(self, place: InFile, make: Callable[[str, Callable], Function], needs_compiler: bool):
         self.place, self.original = place, place.read()
         self._make, self.needs_compiler = make, needs_compiler
+        self._read = GlobalsAsRead(self.original)
         self.name = f"{place.file.__name__.rpartition('.')[2]}_{place.name}"
         self._compiled: dict[Any, Function] = {}
 
     def change(self) -> str | None:
-        """What stands in its place, in words; `None` while that is the original."""
-        is_own = self.place.read() in (self, self.original)
-        return None if is_own else f"`{self.place.name}` was replaced in {self.place.file.__name__}"
+        """What stands in its place, or what the original calls, in words; `None` while those are as they were."""
+        if self.place.read() not in (self, self.original) or not self._read.holds():
+            return f"`{self.place.name}`, or a function that it calls, was replaced in {self.place.file.__name__}"
+        return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(self.original, *args, **kwargs)

@@ -56,23 +56,3 @@ def restore_forward(module: nn.Module) -> None:
         del module.forward
     else:
         module.forward = installed._own_forward
-
-
-class StandIn:
-    """
-    What stands in the place of a module's forward while a model runs.
-
-    Args:
-        module (`nn.Module`): the module.
-        needs_compiler (`bool`): whether torch's compiler makes it.
-    """
-
-    def __init__(self, module: nn.Module, needs_compiler: bool):
-        self.module, self.needs_compiler = module, needs_compiler
-
-    def change(self) -> str | None:
-        """Why it may not stand there, in words, or `None`: a library has put another forward in its place."""
-        return f"{type(self.module).__name__} has a forward of its own" if "forward" in vars(self.module) else None
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.module, "forward")  # a copy made meanwhile has nothing of its own yet: that of its class

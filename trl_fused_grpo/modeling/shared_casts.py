@@ -10,12 +10,16 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.ops.layer_functions import SharedCast
 
-from .forward_override import StandIn
+from .as_read import StandIn
 from .layer_kernels import MOST_ELEMENTS
+
+
+logger = logging.get_logger(__name__)
 
 
 class _Round:
@@ -113,7 +117,10 @@ def projections_in(module: nn.Module) -> Iterator[ProjectionForward]:
     several adapters, which lie in a dictionary.
     """
     projections = [part for part in module.children() if type(part) is nn.Linear]
-    if len(projections) > 1:
+    replaced = torch_compat.replaced_in_linear()
+    if replaced is not None:
+        logger.warning_once(f"Projections cast an input one by one, because {replaced} was replaced.")
+    elif len(projections) > 1:
         shared = SharedInput()
         yield from (ProjectionForward(projection, shared) for projection in projections)
     for part in module.children():

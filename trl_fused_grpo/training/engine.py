@@ -199,7 +199,9 @@ class LogpsEngine:
                 except PromptsNotSharedError:
                     self._unshared_with_images.add(causal_lm)
                 except RowsRefusedError as error:
-                    self._refuse(options, error)
+                    findings = self._refuse(options, findings, error)
+                    stack.close()  # without fast layers
+                    stack.enter_context(accelerator.autocast())
                 before.restore()
 
     def _enter_fast_layers(
@@ -213,10 +215,10 @@ class LogpsEngine:
         stack.enter_context(fused_adapters(torch_compat.modules_of(model) if has_adapters else ()))
         stack.enter_context(compiling(model, self.options.fused_compile, has_kernels))
 
-    def _refuse(self, options: LogpsOptions, error: RowsRefusedError) -> None:
+    def _refuse(self, options: LogpsOptions, findings: Findings, error: RowsRefusedError) -> Findings:
         """
-        Have rows keep TRL's padding from now on. All processes decide alike, because the decision does not depend on
-        the batch.
+        Have rows keep TRL's padding from now on, and return the findings with that. All processes decide alike, because
+        the decision does not depend on the batch.
 
         Raises:
             `ValueError`: when the layout was asked for.
@@ -225,7 +227,9 @@ class LogpsEngine:
             raise ValueError(
                 f"fused_layout={options.layout!r} does not fit this model: {error}. Use 'auto'."
             ) from error
-        self.trainer._fused.ladder.fall(Reason(Level.HEAD, str(error)))
+        reason = Reason(Level.HEAD, str(error))
+        self.trainer._fused.ladder.fall(reason)
+        return Findings((*findings.reasons, reason))
 
     def _logps_options(
         self,
