@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
-from trl_fused_grpo.training.customised_model import changed_module
+from trl_fused_grpo.training.findings import replaced_around_head
 
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.models import is_transformers_own
@@ -260,7 +260,8 @@ def test_detach_gives_back_a_forward_of_the_users():
 
     model.forward = own = types.MethodType(forward, model)
     install_fused_forward(model)
-    assert changed_module([model]) == f"the forward of {type(model).__name__}"  # it is found under the fused forward
+    # It is found under the fused forward
+    assert replaced_around_head(model, model) == f"the forward of {type(model).__name__}"
     model(input_ids=torch.tensor([[5, 6]]))
     uninstall_fused_forward(model)
     uninstall_fused_forward(model)

@@ -279,7 +279,8 @@ def _counting_forwards(trainer: Trainer, run: Run) -> Generator[None, None, None
     original = getattr(owner, name)
 
     def counted(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-        if owner is fused_forward or second.shape[0] == vocab_size:
+        is_check = owner is fused_forward and trainer._fused.check.is_running
+        if not is_check and (owner is fused_forward or second.shape[0] == vocab_size):
             run.forwards += torch.is_grad_enabled()
             run.forwards_without_gradient += not torch.is_grad_enabled()
         return original(first, second, *args, **kwargs)

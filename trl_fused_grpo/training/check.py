@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -30,7 +30,7 @@ from trl_fused_grpo.modeling.output_projection import has_adapter, output_projec
 from .agreement import on_any_process
 from .checks import log_no_effect
 from .findings import Level, Reason
-from .logps_request import LogpsArgs, PerTokenLogps
+from .logps_request import LogpsArgs
 from .memory import free_memory
 from .overrides import replaced_objective
 from .randomness import random_states_kept, why_forwards_differ
@@ -87,16 +87,6 @@ def why_gradients_are_not_checked(trainer: Any, model: nn.Module, head: list[nn.
     return "a hook would see the gradient of TRL's own path" if hooked else why_forwards_differ(model)
 
 
-class _Trained(NamedTuple):
-    """A micro-batch that was trained: its log-probs, where they count, and how they were computed."""
-
-    inputs: dict[str, Any]
-    call: LogpsArgs
-    trl_method: Callable
-    result: PerTokenLogps
-    mask: Tensor
-
-
 class Check:
     """
     Compares a micro-batch with TRL's own path, and logs how far it is from it.
@@ -119,8 +109,7 @@ class Check:
     def reset(self) -> None:
         """Forget which step was checked last, as at the start of a training."""
         self._last_step: int | None = None
-        self._had_no_memory = False
-        self._trained: _Trained | None = None
+        self._had_no_memory = self._awaits_gradients = False
         self._loss: tuple[dict[str, Any], dict[str, Any], Any] | None = None
 
     @property
@@ -135,6 +124,68 @@ class Check:
         every = self.engine.options.fused_verify
         return every > 0 and self.trainer.state.global_step % every == 0
 
+    def compare_logps(self, inputs: dict[str, Any], call: LogpsArgs, trl_method: Callable) -> None:
+        """
+        Compare the log-probs of a micro-batch before it is trained on, if one is due. All processes come here at the
+        same steps.
+
+        Args:
+            inputs (`dict`): the micro-batch.
+            call ([`LogpsArgs`]): TRL's call for its log-probs.
+            trl_method (`Callable`): TRL's own method for it.
+        """
+        if not self.is_due:
+            return
+        trainer, self._last_step = self.trainer, self.trainer.state.global_step
+        self._awaits_gradients = self._is_asked_for
+        reason = why_not_checked(trainer, self.engine.causal_lm(trainer.model))
+        log_no_effect(self._asked_for, reason)
+        if on_any_process(trainer.accelerator, "check", reason is not None):
+            self._awaits_gradients = False
+            return
+        with self._memory_expected():
+            error = self._logps_error(inputs, replace(call, compute_entropy=False, compute_aux_loss=False), trl_method)
+            self._tell("fused/verify_logps", error, "log-probs differ from those of TRL's own path by {} nats")
+
+    @property
+    def _asked_for(self) -> str | None:
+        every = self.engine.options.fused_verify
+        return f"fused_verify={every}" if every else None
+
+    @contextmanager
+    def _memory_expected(self) -> Generator[None, None, None]:
+        """Where memory runs out in it, one process goes on without checks; several would wait for one another."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            if self.trainer.accelerator.num_processes > 1:
+                raise
+            self._had_no_memory, self._awaits_gradients = True, False
+            log_no_effect(self._asked_for, "there is no memory for TRL's own path")
+            free_memory()
+
+    @torch.no_grad()
+    def _logps_error(self, inputs: dict[str, Any], call: LogpsArgs, trl_method: Callable) -> float:
+        """How far log-probs are from TRL's own: the root of the mean square, nats; negative where no token counts."""
+        trainer = self.trainer
+        if trainer.accelerator.state.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            call = replace(call, model=self.engine.unwrapped(call.model))
+        modules = torch_compat.modules_of(call.model)
+        in_training = [module for module in modules if module.training and model_compat.may_evaluate(module)]
+        running = temporary_attr(self, "is_running", True)
+        with random_states_kept(call.input_ids), running, trainer.compute_loss_context_manager():
+            for module in in_training:  # nobody's `train()` is called
+                module.training = False
+            try:
+                expected, *_ = trl_compat.call_trl_logps(trl_method, **vars(call))
+                result = self.engine.compute(trainer._fused.request_of(inputs), call, trl_method)
+            finally:
+                for module in in_training:
+                    module.training = True
+                trl_compat.forget_order_of_modules(call.model)
+        difference = (result.logps - expected)[trl_compat.loss_mask(trainer, inputs).bool()].double()
+        return difference.square().mean().sqrt().item() if len(difference) else -1.0
+
     def snapshot(self, micro_batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A micro-batch as TRL keeps it, and [`trl_compat.entropy_control`], before its loss is computed."""
         return dict(micro_batch), trl_compat.entropy_control(self.trainer)
@@ -147,88 +198,32 @@ class Check:
             before (`tuple[dict, dict]`): its [`snapshot`].
             trl_loss (`functools.partial`): TRL's own `_compute_loss` with its model, for given inputs.
         """
-        if self.is_due:
+        if self._awaits_gradients:
             self._loss = *before, trl_loss.func
-
-    def keep_logps(self, inputs: dict[str, Any], call: LogpsArgs, trl_method: Callable, result: PerTokenLogps) -> None:
-        """
-        Keep the log-probs of a micro-batch until its backward is done.
-
-        Args:
-            inputs (`dict`): the micro-batch.
-            call ([`LogpsArgs`]): TRL's call for them.
-            trl_method (`Callable`): TRL's own method for it.
-            result ([`PerTokenLogps`]): what TRL got.
-        """
-        if self.is_due:
-            mask = trl_compat.loss_mask(self.trainer, inputs).bool()
-            mask = mask if result.left_out is None else mask & ~result.left_out.unsqueeze(1)
-            detached = replace(result, logps=result.logps.detach(), entropies=None, aux_loss=None)
-            call = replace(call, compute_entropy=False, compute_aux_loss=False)
-            self._trained = _Trained(dict(inputs), call, trl_method, detached, mask)
 
     def after_backward(self, compute_loss: Callable[[dict[str, Any], Callable], Tensor]) -> None:
         """
-        Compare the micro-batch whose backward was the last, if one is due. All processes come here at the same steps.
+        Compare the gradient in the output projection of the micro-batch whose backward was the last, if it is asked
+        for. All processes come here at the same steps.
 
         Args:
             compute_loss (`Callable`): the loss of a micro-batch by a given `_compute_loss`.
         """
-        if not self.is_due:
+        if not self._awaits_gradients or self.is_running:
             return
+        self._awaits_gradients, loss, self._loss = False, self._loss, None
         trainer, engine = self.trainer, self.engine
-        asks_for_gradients, self._last_step = self._is_asked_for, trainer.state.global_step
-        trained, loss, self._trained, self._loss = self._trained, self._loss, None, None
         model, causal_lm = engine.unwrapped(trainer.model), engine.causal_lm(trainer.model)
-        asked_for = f"fused_verify={engine.options.fused_verify}" if engine.options.fused_verify else None
-        reason = why_not_checked(trainer, causal_lm)
-        log_no_effect(asked_for, reason)
-        cannot = reason is not None or trained is None or loss is None
-        if on_any_process(trainer.accelerator, "check", cannot) or trained is None or loss is None:
+        head = [weight for weight in output_projection(causal_lm).parameters() if weight.requires_grad]
+        reason = why_gradients_are_not_checked(trainer, model, head)
+        log_no_effect(f"{self._asked_for} for gradients", reason)
+        cannot = reason is not None or loss is None
+        if on_any_process(trainer.accelerator, "check of gradients", cannot) or loss is None:
             return
-        gradient_error: float | None = None
-        try:
-            logps_error = self._logps_error(trained)
-            head = [weight for weight in output_projection(causal_lm).parameters() if weight.requires_grad]
-            reason = why_gradients_are_not_checked(trainer, model, head) if asks_for_gradients else None
-            log_no_effect(f"{asked_for} for gradients", reason)
-            if asks_for_gradients and not on_any_process(trainer.accelerator, "check of gradients", reason is not None):
-                gradient_error = self._gradient_error(model, head, loss, compute_loss)
-        except torch.OutOfMemoryError:
-            # Other processes would wait for what this one did not run
-            if trainer.accelerator.num_processes > 1:
-                raise
-            self._had_no_memory = True
-            log_no_effect(asked_for, "there is no memory for TRL's own path")
-            free_memory()
-            return
-        self._tell([logps_error, *([] if gradient_error is None else [gradient_error])], causal_lm, asks_for_gradients)
-
-    @torch.no_grad()
-    def _logps_error(self, trained: _Trained) -> float:
-        """How far log-probs are from TRL's own: the root of the mean square, nats; NaN where no token counts."""
-        trainer, call = self.trainer, trained.call
-        if trainer.accelerator.state.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-            call = replace(call, model=self.engine.unwrapped(call.model))
-        modules = torch_compat.modules_of(call.model)
-        in_training = [module for module in modules if module.training and model_compat.may_evaluate(module)]
-        draws = why_forwards_differ(call.model) is not None
-        running = temporary_attr(self, "is_running", True)
-        with random_states_kept(call.input_ids), running, trainer.compute_loss_context_manager():
-            for module in in_training:  # nobody's `train()` is called
-                module.training = False
-            try:
-                expected, *_ = trl_compat.call_trl_logps(trained.trl_method, **vars(call))
-                logps = trained.result.logps
-                if draws:  # once more, without what is drawn at random
-                    request = trainer._fused.request_of(trained.inputs)
-                    logps = self.engine.compute(request, call, trained.trl_method).logps
-            finally:
-                for module in in_training:
-                    module.training = True
-                trl_compat.forget_order_of_modules(call.model)
-        difference = (logps - expected)[trained.mask].double()
-        return difference.square().mean().sqrt().item() if len(difference) else math.nan
+        with self._memory_expected():
+            error = self._gradient_error(model, head, loss, compute_loss)
+            text = "the gradient in the output projection differs from that of TRL's own path by {} (relative)"
+            self._tell("fused/verify_head_grad", error, text)
 
     def _gradient_error(self, model: nn.Module, head: list[nn.Parameter], kept: Any, compute_loss: Any) -> float:
         """How far the gradient of the loss in the output projection is from that of TRL's own path, relative."""
@@ -259,28 +254,20 @@ class Check:
                 del vars(trainer)[name]
             vars(trainer).update(attributes)  # never without them: threads of rewards and tools may look
 
-    def _tell(self, errors: list[float], causal_lm: PreTrainedModel, logs: bool) -> None:
-        """
-        Log the largest errors of any process, of log-probs and, if it was asked for, of the gradient; beyond what
-        rounding explains, leave the faster rows.
-        """
+    def _tell(self, metric: str, error: float, text: str) -> None:
+        """Log the largest error of any process; beyond what rounding explains, leave the faster rows."""
         accelerator, metrics = self.trainer.accelerator, trl_compat.metrics_of(self.trainer)
-        local = torch.tensor([errors], device=accelerator.device, dtype=torch.float32)
-        told = [row for row in accelerator.gather(local).tolist() if not math.isnan(row[0])]
-        if not told:
+        errors = accelerator.gather(torch.tensor([error], device=accelerator.device, dtype=torch.float32)).tolist()
+        errors = [one for one in errors if not one < 0]
+        if not errors:
             return
-        largest = [_largest(values) for values in zip(*told, strict=True)]
-        if logs:
-            for name, error in zip(("fused/verify_logps", "fused/verify_head_grad"), largest, strict=False):
-                metrics[name].append(error)
-        precision, bound = self._precision(causal_lm)
-        if not all(error <= bound for error in largest):
-            gradient = f", the gradient in the output projection by {largest[1]:.1e} (relative)" if largest[1:] else ""
-            reason = (
-                f"in optimizer step {self._last_step} log-probs differ from those of TRL's own path by "
-                f"{largest[0]:.1e} nats{gradient}, more than rounding in {precision} explains ({bound:.0e}): please "
-                "report it"
-            )
+        error = next((one for one in errors if math.isnan(one)), max(errors))
+        if self._is_asked_for:
+            metrics[metric].append(error)
+        precision, bound = self._precision(self.engine.causal_lm(self.trainer.model))
+        if not error <= bound:
+            reason = f"in optimizer step {self._last_step} {text.format(f'{error:.1e}')}"
+            reason = f"{reason}, more than rounding in {precision} explains ({bound:.0e}): please report it"
             self.trainer._fused.ladder.fall(Reason(Level.HEAD, reason))
 
     def _precision(self, causal_lm: PreTrainedModel) -> tuple[str, float]:
@@ -301,8 +288,3 @@ def _relative_error(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> floa
             squares += both.cpu()
     difference, size = squares.sqrt().tolist()
     return 0.0 if difference == 0 else difference / size if size else math.inf
-
-
-def _largest(errors: tuple[float, ...]) -> float:
-    """The largest of some errors; NaN counts as the largest."""
-    return next((error for error in errors if math.isnan(error)), max(errors))

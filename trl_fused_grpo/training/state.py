@@ -236,6 +236,8 @@ class FusedState:
         # An override of this method may ask for other rows than those of the loss
         is_overridden = replaced_method(trainer, ("_get_per_token_logps_and_entropies",)) is not None
         loss_call = None if is_overridden else self._loss
+        if loss_call is not None and self.window.is_in_step and torch.is_grad_enabled():
+            self.check.compare_logps(loss_call.inputs, call, trl_method)
         findings = self.ladder.of_call(call.model)
         reason = findings.why_below(Level.HEAD)
         checks.check_trl_logps(trainer, self.engine.causal_lm(call.model), reason)
@@ -248,8 +250,6 @@ class FusedState:
         if loss_call is not None:
             loss_call.logps = result.logps
             self.ratio.fill(loss_call, result, counts=not self.check.is_running)
-            if self.window.is_in_step:
-                self.check.keep_logps(loss_call.inputs, call, trl_method, result)
         entropies = trl_compat.entropies_as_trl(trainer, result.entropies)
         return trl_compat.logps_result(result.logps, entropies, result.aux_loss)
 
