@@ -48,7 +48,8 @@ def test_it_tells_what_a_training_would_do_without_weights_vllm_or_reference(tmp
     assert result.exit_code == 0, result.output
     lines = {line["name"]: line["value"] for line in json.loads(result.stdout)["summary"]}
     assert "packed" in lines["layout"]
-    assert lines["forwards"] == "up to 4 micro-batches share one: up to 4,096 tokens"
+    assert lines["forwards"] == "shared by up to 4 micro-batches, tokens: 4,096"
+    assert lines["level"].startswith("window: ")
     assert "from the training forward" in lines["old log-probs"]
     assert lines["reference"] == "in the same forwards as the policy"
     assert all("left out" in lines[name] for name in ("fsdp", "num_processes", "accelerate_config"))

@@ -113,6 +113,7 @@ class Ladder:
         self.trainer = trainer
         self.findings = Findings()
         self._for_good: list[Reason] = []
+        self._elsewhere: list[Reason] = []  # what another process had found when all looked
         self._told: set[str] = set()
 
     @property
@@ -140,8 +141,9 @@ class Ladder:
         findings = Findings(tuple(dict.fromkeys(reasons)))
         if together:
             lowest = Level(int(of_all_processes(trainer.accelerator, "levels", [int(findings.level)]).amin()))
-            if lowest < findings.level:
-                findings = Findings((*findings.reasons, Reason(lowest, "another process found code of yours")))
+            is_elsewhere = lowest < findings.level
+            self._elsewhere = [Reason(lowest, "another process found code of yours")] if is_elsewhere else []
+        findings = Findings((*findings.reasons, *self._elsewhere))
         self.findings = findings
         self._tell()
         return findings
