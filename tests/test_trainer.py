@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
-from trl_fused_grpo.training.findings import replaced_around_head
 
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.models import is_transformers_own
@@ -19,6 +18,7 @@ from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninsta
 from trl_fused_grpo.modeling.packed_attention import uninstall_attention
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
 from trl_fused_grpo.training import engine, state
+from trl_fused_grpo.training.findings import replaced_around_head
 from trl_fused_grpo.training.loss_request import build_loss_request
 
 from .oracle import relative_error

@@ -10,6 +10,7 @@ from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo.modeling import fused_forward
 from trl_fused_grpo.modeling.kept_activations import KeptActivations, LayerBytes, MeasuredActivations
 from trl_fused_grpo.training import engine, memory
 from trl_fused_grpo.training.memory import DeviceMemory, MemoryBudget
@@ -127,11 +128,14 @@ def test_tokens_are_counted_as_the_model_runs_them(tmp_path, monkeypatch, layout
     trainer = make_trainer(tmp_path, fused_max_tokens_per_forward=10_000 if together > 1 else 0, **options)
     use_sampler(trainer)
 
-    def count(module, args, output):
-        if torch.is_grad_enabled():
-            seen.append(args[0].numel())
+    run_backbone = fused_forward.run_backbone
 
-    trainer.model.get_input_embeddings().register_forward_hook(count)
+    def count(causal_lm, model_inputs, *args):
+        if torch.is_grad_enabled():
+            seen.append(model_inputs["input_ids"].numel())
+        return run_backbone(causal_lm, model_inputs, *args)
+
+    monkeypatch.setattr(fused_forward, "run_backbone", count)
     trainer.train()
     assert counted and sum(counted) == sum(seen)
 
