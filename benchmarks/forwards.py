@@ -39,17 +39,18 @@ ARMS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 class Counter:
-    """Counts the forwards of a model by those of its first layer."""
+    """Counts the forwards of a trainer's model by those of its first layer, but for the check of a first step."""
 
-    def __init__(self, model: Any):
-        self.first, self.calls, self.tokens = model.model.layers[0], [0, 0], [0, 0]  # without gradient, with
+    def __init__(self, trainer: Any):
+        self.check = trainer._fused.check if hasattr(trainer, "_fused") else None
+        self.first, self.calls, self.tokens = trainer.model.model.layers[0], [0, 0], [0, 0]  # without gradient, with
 
     def __enter__(self) -> Self:
         self.original = forward = Qwen3DecoderLayer.forward
 
         @wraps(forward)
         def counted(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if layer is self.first:
+            if layer is self.first and not (self.check is not None and self.check.is_running):
                 self.calls[torch.is_grad_enabled()] += 1
                 self.tokens[torch.is_grad_enabled()] += hidden_states.shape[0] * hidden_states.shape[1]
             return forward(layer, hidden_states, *args, **kwargs)
@@ -62,7 +63,7 @@ class Counter:
 
 
 def main(json_path: Annotated[Path | None, typer.Option("--json", help="where the record goes")] = None) -> None:
-    """Count the second of two steps: the first compares a micro-batch with TRL's own path."""
+    """Count the second of two steps."""
     warnings.simplefilter("ignore")
     hide_instruments()
     LIBRARIES.add(__name__)  # what counts the layer's forwards changes nothing
@@ -74,7 +75,7 @@ def main(json_path: Annotated[Path | None, typer.Option("--json", help="where th
         case = replace(CASES["tiny"], options={"gradient_checkpointing": False, **options})
         trainer = make_trainer(case, fused, rollout, "cpu", 1, {})
         trainer.train()  # TRL begins the next with a new generation batch
-        with Counter(trainer.model) as counter:
+        with Counter(trainer) as counter:
             trainer.train()
         entry = {"name": name, "forwards": counter.calls, "tokens": counter.tokens}
         entries.append(entry)
