@@ -279,7 +279,7 @@ def replaced_around_head(model: nn.Module, causal_lm: PreTrainedModel) -> str | 
     else:
         wrappers_of_head = wrappers[:-1]  # TRL calls the model's own backbone and head, whatever its forward does
     unknown = _unknown_code({*map(type, (*wrappers_of_head, *parts))})
-    return unknown or _hooked_or_replaced((*wrappers, *parts))
+    return unknown or _replaced_in_module([*wrappers, *parts], [causal_lm, *parts])
 
 
 def _unknown_code(classes: Iterable[type]) -> str | None:
@@ -311,7 +311,9 @@ def _hooked_or_replaced(modules: Iterable[nn.Module]) -> str | None:
 
 
 # What every module has: parts, weights, hooks. Forwards are looked at with the hooks
-_NOT_LOOKED_AT = frozenset({"forward", *vars(nn.Module()), *model_compat.GENERATION_METHODS})
+_NOT_LOOKED_AT = frozenset(
+    {"forward", "config", "generation_config", *vars(nn.Module()), *model_compat.GENERATION_METHODS}
+)
 
 
 def _replaced_in_module(modules: list[nn.Module], inner: list[nn.Module]) -> str | None:
