@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -276,6 +277,9 @@ def main(
     case: Annotated[list[str], typer.Option(help=f"{', '.join(CASES)}; repeatable")],
     arm: Annotated[list[str] | None, typer.Option(help="further options of ours, as JSON; repeatable")] = None,
     options: Annotated[str, typer.Option(help="further options of stock and ours, as JSON")] = "{}",
+    seed: Annotated[
+        list[int] | None, typer.Option(help="of lengths and tokens, for the case's own; repeatable")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="steps that count", min=1)] = 5,
     stock_repeats: Annotated[int, typer.Option(help="the same for stock; 0 leaves it out", min=0)] = 2,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda" if torch.cuda.is_available() else "cpu",
@@ -295,9 +299,11 @@ def main(
     arms = [json.loads(text) for text in arm or []]
     record: dict[str, Any] = {**environment(device, commit), "processes": _world_size(), "results": []}
     of_both = json.loads(options)
-    for name in case:
+    for name, drawn in product(case, seed or [None]):
         chosen = replace(CASES[name], options={**CASES[name].options, **of_both})
         title = ", ".join([name, *(f"{option}={value}" for option, value in of_both.items())])
+        if drawn is not None:
+            chosen, title = replace(chosen, seed=drawn), f"{title}, seed={drawn}"
         for entry in run_case(title, chosen, device, repeats, stock_repeats, arms, profile):
             record["results"].append(entry)
             if json_path is not None and _is_main():  # a run that is cut short keeps what it has

@@ -43,8 +43,8 @@ def test_a_model_without_a_text_configuration_keeps_the_padding_and_says_so_once
     for seed in range(2):
         assert_trains_as_stock(fused, stock, short_rows(8, seed=seed))
     assert fused.fused_stats.layout == "padded"
-    assert len(warnings()) == len({*warnings()}) == 2
-    assert all("WithTower" in message for message in warnings())  # its class and its configuration
+    (warning,) = warnings()
+    assert "WithTower" in warning
     forced, _ = make_pair(tmp_path, with_tower, fused_layout="packed")
     with pytest.raises(ValueError, match="'packed' does not fit this model: its configuration names no text model"):
         seeded(forced, short_rows())

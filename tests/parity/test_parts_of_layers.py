@@ -1,4 +1,7 @@
-"""Whole trainings in which a user replaces parts of layers are stock's, with kernels in the place of the others."""
+"""
+Whole trainings in which a user replaces parts of layers are stock's: with kernels in the place of all parts until
+something is replaced, and with none from then on.
+"""
 
 import os
 import subprocess
@@ -28,7 +31,8 @@ def test_a_training_is_stock_s(name, tmp_path, monkeypatch):
     monkeypatch.setattr(KernelFunction, "__call__", lambda self, *args: kernel(self, *args))
     result = compare(CASES[name], Settings(tmp_path, DEVICE))
     assert (result.verdict, result.reason) == ("equal", "")
-    assert kernel.called
+    is_known_at_first = name.endswith("-later") or name == "part-activation"  # by another of torch's
+    assert kernel.called == is_known_at_first
 
 
 @pytest.mark.nightly

@@ -20,7 +20,8 @@ from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.ops import linear_logps
 from trl_fused_grpo.parity.customisations.rewards import reward_switches_adapter, with_two_adapters
 from trl_fused_grpo.parity.tiny import save_checkpoint
-from trl_fused_grpo.training import deferral, merging
+from trl_fused_grpo.training import deferral
+from trl_fused_grpo.training.findings import Findings, Level
 
 
 def train(tmp_path, cls=FusedGRPOTrainer, reward=None, **options):
@@ -75,7 +76,7 @@ def test_a_policy_that_is_its_reference_does_not_move_without_advantages(tmp_pat
     ids=lambda options: "-".join(map(str, options.values())) or "dapo",
 )
 @pytest.mark.parametrize("adapter", [None, ["q_proj"], ["q_proj", "lm_head"]], ids=["model", "lora", "lora-head"])
-def test_the_reference_has_the_policys_chunks(tmp_path, monkeypatch, options, adapter):
+def test_the_reference_has_the_policys_chunks(tmp_path, monkeypatch, unchecked, options, adapter):
     """On CUDA their size depends on which gradients there are to build."""
     if "loss_type" in options and not hasattr(GRPOConfig, "vespo_k_pos"):
         pytest.skip("this TRL has no VESPO")
@@ -132,9 +133,7 @@ def test_log_probs_of_rows_that_depend_on_one_another_come_from_generation(tmp_p
         assert entry["loss"] == pytest.approx(stock_entry["loss"], rel=1e-4, abs=1e-7)
 
 
-def test_the_log_says_that_a_reward_function_leaves_the_model_in_evaluation(tmp_path, monkeypatch):
-    messages = []
-    monkeypatch.setattr(merging.logger, "warning_once", messages.append, raising=False)
+def test_the_log_says_that_a_reward_function_leaves_the_model_in_evaluation(tmp_path, caplog):
     trainer = make_trainer(tmp_path, max_steps=1, gradient_accumulation_steps=4)
 
     def evaluates(completions, **_):
@@ -143,8 +142,8 @@ def test_the_log_says_that_a_reward_function_leaves_the_model_in_evaluation(tmp_
 
     trainer.reward_funcs = [evaluates]
     trainer.train()
-    (message,) = messages
-    assert "because a generation has left the model in evaluation" in message
+    (message,) = [message for message in caplog.messages if "a generation has left the model in evaluation" in message]
+    assert message.startswith("Level rows (")
 
 
 def test_the_log_says_that_a_reward_function_leaves_other_adapters_on(tmp_path, monkeypatch):
@@ -170,7 +169,8 @@ def test_a_frozen_weight_that_a_reward_function_moves_counts(tmp_path):
 
     trainer.reward_funcs = [moves]
     trainer.train()
-    assert trainer._fused.deferral.moved_by == "a reward function"
+    assert trainer._fused.ladder.level == Level.ROWS
+    assert "a reward function has moved weights" in trainer._fused.ladder.findings.reasons[0].text
 
 
 @pytest.mark.parametrize("options", [{"num_iterations": 2, "beta": 0.0}, {"beta": 0.5}], ids=["old", "reference"])
@@ -197,7 +197,9 @@ def test_log_probs_come_from_generation_once_a_reward_function_moves_weights(tmp
         results.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
     stock, fused = results
     assert max(relative_error(fused[name], weight) for name, weight in stock.items()) < 1e-5
-    assert caplog.text.count("A reward function has moved weights") == 1
+    told = [message for message in caplog.messages if message.startswith("Level ")]
+    assert len(told) == 1 and "a reward function has moved weights" in told[0]
+    assert trainer._fused.ladder.level == Level.ROWS
 
 
 @pytest.mark.parametrize("adapters", [["default"], ["default", "ref"]], ids=["base", "adapter"])
@@ -207,8 +209,8 @@ def test_adapters_that_are_off_for_the_reference_are_not_taken_for_moved_weights
     for name in set(adapters) - set(trainer.model.peft_config):
         trainer.model.add_adapter(name, lora())
     trainer.train()
-    assert "A reward function has moved weights" not in caplog.text
-    assert trainer._fused.deferral.moved_by is None
+    assert "a reward function has moved weights" not in caplog.text
+    assert trainer._fused.ladder.look() == Findings()
 
 
 def projected_for_the_reference(trainer) -> tuple[list[int], list[int]]:
@@ -238,7 +240,7 @@ def projected_for_the_reference(trainer) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize(
     ("layout", "adapter"), [("packed", False), ("packed", True), ("aligned", False), ("padded", False)]
 )
-def test_the_reference_projects_no_row_of_a_masked_completion(tmp_path, layout, adapter, truncated):
+def test_the_reference_projects_no_row_of_a_masked_completion(tmp_path, unchecked, layout, adapter, truncated):
     """A truncated completion has no loss here, so nobody reads its KL."""
     options: dict[str, Any] = {"peft_config": lora()} if adapter else {}
     options |= {"generation_kwargs": {"min_new_tokens": 8}} if truncated == "all" else {}

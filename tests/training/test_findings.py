@@ -7,6 +7,7 @@ import textwrap
 import types
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, spectral_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, GenerationMixin, TrainerCallback
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer_callback import CallbackHandler
@@ -488,10 +489,6 @@ CHANGES = {
     "subclass with another helper": (class_of(mlp_of, extra_repr=users_function), HEAD, "OwnLlamaMLP"),
     "subclass without anything": (class_of(mlp_of), HEAD, "OwnLlamaMLP"),
     "class of the model": (class_of(model_of), OUTER, "OwnLlamaForCausalLM"),
-    "class of the configuration": (
-        lambda trainer, patch, stack: own_class(trainer.model.config),
-        *(HEAD, "config of LlamaForCausalLM"),
-    ),
     "class of the head": (class_of(head_of, __call__=users_function), STOCK, "OwnLinear"),
     "wrapper": (in_own_wrapper, STOCK, "OwnWrapper"),
     "parametrization": (parametrized(up_proj_of), HEAD, "OwnModule"),
@@ -502,7 +499,7 @@ CHANGES = {
     # of torch's, but other in other rows, or in another number of forwards
     "batch norm": (has_part(layer_of, lambda: nn.BatchNorm1d(4)), HEAD, "BatchNorm1d"),
     "instance norm": (has_part(layer_of, lambda: nn.InstanceNorm1d(4)), HEAD, "InstanceNorm1d"),
-    "fake quantization": (has_part(layer_of, fake_quantized), HEAD, "FakeQuantize"),
+    "fake quantization": (has_part(layer_of, fake_quantized), HEAD, "which changes its buffers"),
     "spectral norm": (
         lambda trainer, patch, stack: parametrizations.spectral_norm(mlp_of(trainer).up_proj),
         *(HEAD, "_SpectralNorm"),
@@ -592,11 +589,23 @@ def with_librarys_callbacks(trainer, stack):
     trainer.optimizer, trainer.lr_scheduler = trainer.accelerator.prepare(trainer.optimizer, trainer.lr_scheduler)
 
 
+def with_own_configuration(trainer, stack):
+    own_class(trainer.model.config)
+
+
+def with_own_generation(trainer, stack):
+    generate = trainer.model.generate
+    trainer.model.generate = calling(generate)
+    stack.enter_context(mock.patch.object(GenerationMixin, "generate", calling(GenerationMixin.generate)))
+
+
 def prepared(trainer, stack):
     trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
 
 
-LIBRARIES = {
+NO_REASON = {
+    "the user's configuration, which is data": ({}, with_own_configuration),
+    "the user's generation, which is no forward for log-probs": ({}, with_own_generation),
     "plain": ({}, None),
     "LoRA": ({"peft_config": lora}, None),
     "LoRA on the head": ({"peft_config": lambda: lora(target_modules=["q_proj", "lm_head"])}, None),
@@ -612,9 +621,9 @@ LIBRARIES = {
 }
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_what_libraries_do_gives_no_reason(tmp_path, stack, name):
-    options, change = LIBRARIES[name]
+@pytest.mark.parametrize("name", NO_REASON)
+def test_what_libraries_do_and_what_no_training_step_runs_gives_no_reason(tmp_path, stack, name):
+    options, change = NO_REASON[name]
     options = {key: value() if key == "peft_config" else value for key, value in options.items()}
     trainer = make_trainer(tmp_path, **options)
     if change is not None:

@@ -16,6 +16,9 @@ from trl_fused_grpo.training import engine, memory
 from trl_fused_grpo.training.memory import DeviceMemory, MemoryBudget
 
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
 class Memory(DeviceMemory):
     """1000 bytes of which 200 stay allocated; a step takes 300 more."""
 

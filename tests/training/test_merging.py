@@ -20,6 +20,9 @@ from trl_fused_grpo.training.loss_request import build_loss_request
 from trl_fused_grpo.training.partitioning import widths_of
 
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -8,6 +8,9 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.training.plan import why_forwards_are_not_shared
 
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
 @pytest.fixture
 def warnings_logged(caplog):
     """How often a warning that begins so was logged in this test."""

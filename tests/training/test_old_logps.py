@@ -16,7 +16,7 @@ from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from .sampler import use_sampler
 
 
-pytestmark = pytest.mark.any_trl
+pytestmark = [pytest.mark.any_trl, pytest.mark.usefixtures("unchecked")]
 
 # Micro-batches of a window and of a generation batch, and how often this is trained on
 SCHEDULES = {

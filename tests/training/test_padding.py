@@ -58,7 +58,7 @@ def step(trainer, inputs):
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     trainer.current_gradient_accumulation_steps = 1
     trainer._prepare_inputs = lambda examples: dict(inputs)
-    with attention_calls() as calls, mock.patch.object(Check, "after_backward"):
+    with attention_calls() as calls, mock.patch.object(Check, "compare_logps"):
         loss = trainer.training_step(trainer.model, [], None)
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}, calls
 

@@ -54,7 +54,9 @@ MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
     ids=["packed", "micro-batches-alone", "one-forward", "aligned"],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_an_accumulation_window_without_old_log_probs_trains_and_logs_as_stock(tmp_path, mode, fused_options):
+def test_an_accumulation_window_without_old_log_probs_trains_and_logs_as_stock(
+    tmp_path, unchecked, mode, fused_options
+):
     options = {"vllm_importance_sampling_mode": mode}
     expected, expected_log, _ = train(tmp_path, GRPOTrainer, **options)
     weights, log, forwards = train(tmp_path, FusedGRPOTrainer, **fused_options, **options)
@@ -70,7 +72,7 @@ def test_an_accumulation_window_without_old_log_probs_trains_and_logs_as_stock(t
 
 
 @pytest.mark.parametrize("option", ["fused_skip_old_logps", "fused_share_prompts"])
-def test_each_option_can_be_switched_off_and_trains_the_same(tmp_path, option):
+def test_each_option_can_be_switched_off_and_trains_the_same(tmp_path, unchecked, option):
     expected, _, _ = train(tmp_path, FusedGRPOTrainer)
     weights, log, forwards = train(tmp_path, FusedGRPOTrainer, **{option: False})
     assert all(relative_error(weights[name], weight) < 1e-5 for name, weight in expected.items())

@@ -151,7 +151,7 @@ def test_the_forecast_is_the_gradient_of_the_loss_in_float64(has_old):
     assert len(both.needs_grad) == 12
 
 
-def test_on_policy_without_a_penalty_no_old_logps_are_computed(tmp_path, monkeypatch):
+def test_on_policy_without_a_penalty_no_old_logps_are_computed(tmp_path, unchecked, monkeypatch):
     def forwards_without_gradient(beta):
         trainer = make_trainer(tmp_path, FusedRLOOTrainer, config=FusedRLOOConfig, max_steps=2, beta=beta)
         compute, calls = trainer._fused.engine.compute, []

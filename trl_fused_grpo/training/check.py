@@ -32,7 +32,7 @@ from .checks import log_no_effect
 from .findings import Level, Reason
 from .logps_request import LogpsArgs
 from .memory import free_memory
-from .overrides import replaced_objective
+from .overrides import replaced_method, replaced_objective
 from .randomness import random_states_kept, why_forwards_differ
 
 
@@ -83,6 +83,10 @@ def why_gradients_are_not_checked(trainer: Any, model: nn.Module, head: list[nn.
         return f"{method} was replaced, and TRL's own path is another"
     if (reason := trainer._fused.ladder.findings.why_below(Level.ROWS)) is not None:
         return reason
+    if (
+        method := replaced_method(trainer, ["compute_loss_context_manager", "autocast_smart_context_manager"])
+    ) is not None:
+        return f"{method} would be called once more"
     hooked = any(map(torch_compat.gradient_hooks, torch_compat.parameters_of(model)))
     return "a hook would see the gradient of TRL's own path" if hooked else why_forwards_differ(model)
 
@@ -173,7 +177,7 @@ class Check:
         modules = torch_compat.modules_of(call.model)
         in_training = [module for module in modules if module.training and model_compat.may_evaluate(module)]
         running = temporary_attr(self, "is_running", True)
-        with random_states_kept(call.input_ids), running, trainer.compute_loss_context_manager():
+        with random_states_kept(call.input_ids), running:
             for module in in_training:  # nobody's `train()` is called
                 module.training = False
             try:
@@ -217,7 +221,7 @@ class Check:
         head = [weight for weight in output_projection(causal_lm).parameters() if weight.requires_grad]
         reason = why_gradients_are_not_checked(trainer, model, head)
         log_no_effect(f"{self._asked_for} for gradients", reason)
-        cannot = reason is not None or loss is None
+        cannot = reason is not None or loss is None or not loss[0]["advantages"].any()  # all would be rounding
         if on_any_process(trainer.accelerator, "check of gradients", cannot) or loss is None:
             return
         with self._memory_expected():

@@ -258,6 +258,8 @@ def replaced_around_head(model: nn.Module, causal_lm: PreTrainedModel) -> str | 
     What was hooked or replaced on a causal language model, on a wrapper around it, on its output projection or between
     the two, in words, or `None`. Such code would see other outputs here than in TRL's own call.
     """
+    if (mode := torch_compat.foreign_mode()) is not None:
+        return mode
     path = next(name for name, module in model.named_modules() if module is causal_lm)
     wrappers = [model]
     for name in path.split(".") if path else ():
@@ -342,8 +344,6 @@ def _replaced_function(modules: Iterable[nn.Module]) -> str | None:
     """A function of torch or transformers that modules may call and that is not a library's, in words, or `None`."""
     if not torch_compat.sdpa_is_own():
         return "scaled_dot_product_attention, which was replaced,"
-    if (mode := torch_compat.foreign_mode()) is not None:
-        return mode
     files = filter(is_library_module, {cls.__module__ for kind in {*map(type, modules)} for cls in kind.__mro__})
     for name in (*model_compat.FILES, *sorted(files)):
         file = sys.modules.get(name)
