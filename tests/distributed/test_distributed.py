@@ -87,25 +87,24 @@ def test_trains_what_stock_trains(run: Run, outcome):
 
 @each_run(("compiled",))
 def test_what_can_be_compiled_under_an_engine_is(run: Run, outcome):
-    """Nothing runs as it is. ZeRO-3 gathers the weights of each projection by itself."""
+    """FSDP1 and ZeRO-3 gather the weights of layers, or of projections, in calls of their own."""
     for calls in outcome(run).each_rank("compiled"):
-        names = {"LlamaRMSNorm", "modeling_llama_apply_rotary_pos_emb"}
-        names |= {"LlamaMLP_activation" if run.backend == "zero3" else "LlamaMLP"}
-        assert names - calls.keys() == set()
         assert "eager" not in calls
+        assert (calls.get("graphs", 0) > 0) == (run.backend in ("ddp", "fsdp2"))
 
 
 @each_run(("verified",))
 def test_a_comparison_with_trls_own_path_leaves_the_training_as_it_was(run: Run, outcome):
-    """To the bit: nobody reduces or keeps a gradient of it. Where weights are sharded there is none."""
+    """To the bit: nobody reduces or keeps a gradient of it. There is none where weights are sharded, or frozen."""
     verified, fused = outcome(run), outcome(run, "fused")
     assert verified.moved.keys() == fused.moved.keys()
     assert all(torch.equal(moved, fused.moved[name]) for name, moved in verified.moved.items())
     for mine in verified.ranks:
-        errors = [[entry.get(f"fused/verify_{name}") for name in ("loss", "head_grad")] for entry in mine["logs"]]
+        errors = [[entry.get(f"fused/verify_{name}") for name in ("logps", "head_grad")] for entry in mine["logs"]]
         assert errors[1] == [None, None]
-        for error in (*errors[0], *errors[2]):
-            assert error is None if run.backend == "fsdp2" else error <= TOLERANCE
+        for logps, head_grad in (errors[0], errors[2]):
+            assert logps <= TOLERANCE
+            assert head_grad is None if run.backend == "fsdp2" or run.case == "lora" else head_grad <= TOLERANCE
 
 
 @each_run(("fused",), *ARCHITECTURES)
