@@ -65,6 +65,9 @@ def why_not_checked(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
         return "code of the model that is not known is not run twice"
     if has_adapter(causal_lm.get_output_embeddings()) and trl_compat.REFUSES_ADAPTER_ON_HEAD:
         return "this version of TRL leaves out an adapter on the output projection"
+    parts = [] if trl_compat.LOGPS_FROM_LOGITS else torch_compat.modules_of(causal_lm.get_output_embeddings())
+    if any(torch_compat.without_fsdp1(part) is not part for part in parts):
+        return "TRL's own path does not gather an output projection that FSDP1 shards by itself"
     if any(map(torch_compat.is_compiled, trainer.model.modules())):
         return "a compiled model does not run in parts"
     return None
@@ -182,6 +185,7 @@ class Check:
                 module.training = False
             try:
                 expected, *_ = trl_compat.call_trl_logps(trl_method, **vars(call))
+                trl_compat.forget_order_of_modules(call.model)  # which the next forward would take for complete
                 result = self.engine.compute(trainer._fused.request_of(inputs), call, trl_method)
             finally:
                 for module in in_training:
