@@ -24,7 +24,6 @@ MAY_IMPORT = {
     "config": {"loss", "_compat"},
     "defaults": {"config"},
     "trainer": {"defaults", "training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
-    "integrations": {"config", "fusing"},
     "rloo": {"trainer"},
     "patching": {"trainer", "rloo", "defaults", "_compat"},
     "fusing": {"trainer", "rloo", "config", "_compat"},

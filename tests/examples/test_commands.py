@@ -78,6 +78,7 @@ def test_a_command_is_one_that_works(command, monkeypatch):
 def test_every_script_and_configuration_has_a_command():
     files = [*small.EXAMPLES.glob("*.py"), *small.EXAMPLES.glob("accelerate/*.yaml")]
     assert len(files) > 7
+    files.remove(small.EXAMPLES / "axolotl_plugin.py")  # axolotl imports it
     for path in files:
         name = str(path.relative_to(ROOT))
         assert any(name in command for command in COMMANDS), name
