@@ -20,7 +20,7 @@ LIMITS = {
 # What CUDA's allocator takes at once for large tensors, and for small ones: one more of each is no growth
 SEGMENTS_MIB = 20.0 + 2.0
 COURSE = 8  # means of as many equal parts, for whoever wants to know whether a series comes to rest
-EXACT = ("graphs", "compilations", "caches")  # do not grow at all
+EXACT = ("graphs", "caches")  # do not grow at all
 # Not judged: each log entry adds some objects, stock's as well; each batch has its own peak; lengths that are multiples
 # of 16 have kernels of their own
 TOLD = ("objects", "peak_mib", "kernels")

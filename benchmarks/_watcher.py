@@ -12,8 +12,6 @@ import torch
 from _left_over import sizes_of_caches
 from transformers import TrainerCallback
 
-from trl_fused_grpo.modeling.compiled_functions import compilations
-
 
 class Watcher(TrainerCallback):
     """
@@ -69,7 +67,6 @@ class Watcher(TrainerCallback):
             "tensors": sum(issubclass(type(value), torch.Tensor) for value in objects),
             "objects": len(objects),
             "graphs": _graphs(),
-            "compilations": compilations.total(),
             "caches": sum(sizes.values()),
             "kernels": _kernels(),
         }

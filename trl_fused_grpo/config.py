@@ -194,10 +194,10 @@ class FusedGRPOConfig(GRPOConfig):
             in this trainer's forwards and backwards alone. Those that compute something else stay as they are. Under
             autocast projections of the same input cast it once.
         fused_compile (`bool`, *optional*, defaults to `False`):
-            Compile the norms, MLPs and rotary embeddings of the text model with `torch.compile`, with dynamic shapes,
-            as far as they have no kernel (`fused_kernels`). They run compiled in this trainer's forwards and backwards
-            alone. The first steps take longer. Needs Triton on CUDA and a C++ compiler on the CPU; without them this is
-            logged once, and nothing is compiled.
+            Compile the decoder layers of the text model with `torch.compile`, one code for all layers of a kind and
+            all lengths, in this trainer's forwards of packed rows. torch's partitioner decides what they keep for
+            backward, in place of checkpointing. The first step takes up to a minute longer. Needs Triton on CUDA and a
+            C++ compiler on the CPU. Layers that cannot be compiled run as they are, which is logged once.
         fused_memory (`float`, *optional*):
             Fraction of the device's memory that this process may take, for speed: larger shared forwards, and layers
             that keep for backward what gradient checkpointing would compute again, attention's results first. Layers
@@ -269,7 +269,7 @@ class FusedGRPOConfig(GRPOConfig):
     )
     fused_compile: bool = field(
         default=FusedOptions.fused_compile,
-        metadata={"help": "Compile norms, MLPs and rotary embeddings, as far as they have no kernel."},
+        metadata={"help": "Compile the decoder layers of the text model with torch.compile."},
     )
     fused_memory: float | None = field(
         default=FusedOptions.fused_memory,

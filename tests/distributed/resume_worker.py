@@ -18,13 +18,13 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.compiler import traced_layers
 from tests.training.sampler import expect_sampler
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, VOCAB_SIZE, tokenizer
 from trl_fused_grpo.training.deferred_ratio import GENERATED_BY
 
 from .adapters import adapter
-from .compiled import compiled_calls
 from .engines import launcher_options, whole_parameters
 from .forked import QUICK
 from .worker import fed_as_stock
@@ -220,7 +220,7 @@ def work(run: Run, folder: Path, rank: int) -> None:
     with ExitStack() as stack:
         stack.enter_context(fed_as_stock())
         if "fused_compile" in case.fused:
-            stack.enter_context(compiled_calls())
+            stack.enter_context(traced_layers())
         trainer = _build(run, folder)
         # The last rank is killed
         trainer.killed = case.killed if run.mode == "killed" and rank == run.processes - 1 else None

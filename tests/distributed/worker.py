@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.compiler import traced_layers
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import tokenizer
@@ -32,7 +33,6 @@ from trl_fused_grpo.training.deferred_ratio import GENERATED_BY
 from .adapters import adapter, adapters_disabled, dense_log_probs
 from .architectures import deafen, limit_width
 from .batches import Batch, join
-from .compiled import compiled_calls
 from .engines import launcher_options, parameter_kind, plain_sgd, whole_parameters
 from .runs import LAUNCHES, NIGHTLY_LAUNCHES, REFUSED, ROWS, STEPS, Run
 from .wrong_forecast import misled
@@ -206,7 +206,7 @@ def _train(run: Run, folder: Path, rank: int) -> tuple[dict[str, Any], Batch]:
             warning = stack.enter_context(mock.patch.object(findings.logger, "warning"))
             if run.trainer == "misled" and rank == 1:
                 stack.enter_context(misled())
-            compiled = stack.enter_context(compiled_calls()) if run.trainer == "compiled" else {}
+            compiled = stack.enter_context(traced_layers()) if run.trainer == "compiled" else {}
             if run.shares_forwards:
                 stack.enter_context(fed_as_stock())
             seen, moved = train(trainer)

@@ -11,6 +11,7 @@ from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling import (
     adapters,
     checkpointing,
+    compiled_layers,
     compiled_modules,
     kept_activations,
     layer_memo,
@@ -20,12 +21,19 @@ from trl_fused_grpo.modeling import (
 from trl_fused_grpo.modeling.attention_watch import WatchedCall, running_call
 from trl_fused_grpo.modeling.kept_activations import CostlyResults, KeptActivations
 
-from .compiled import built
+from .built import built
+
+
+@contextmanager
+def in_kernels(model):
+    with compiled_modules.kernels_on(), compiled_modules.compiled_forwards(model):
+        yield
 
 
 @contextmanager
 def compiled(model):
-    with compiled_modules.compiling(model), compiled_modules.compiled_forwards(model):
+    call = WatchedCall(packed=True, lengths=[3, 4])
+    with compiled_layers.compiling(), compiled_layers.compiled_layers(model, call):
         yield
 
 
@@ -35,20 +43,22 @@ REPLACE = {
     "checkpoints": lambda model: checkpointing.lean_checkpoints(model, KeptActivations()),
     "kept-activations": lambda _: kept_activations.planned(KeptActivations()),
     "costly-results": lambda _: CostlyResults(bool).of_call(),
+    "kernels": in_kernels,
     "compiled": compiled,
     "adapters": lambda _: adapters.fused_adapters(()),
     "memo": lambda _: layer_memo.layers_as_they_are(),
     "attribute": lambda model: temporary_attr(model, "forward", nullcontext),
 }
 VARIABLES = (
-    *(running_call, adapters._is_own_call, compiled_modules._is_on),
+    *(running_call, adapters._is_own_call, compiled_modules._is_on, compiled_layers._is_on),
     *(kept_activations._planned, kept_activations._running, layer_memo._walked),
 )
 
 
 def found_in(model):
     """Whatever is replaced in a model, in its file, in transformers' tables and in the context."""
-    modules = [(vars(m).get("forward"), vars(m).get("_gradient_checkpointing_func")) for m in model.modules()]
+    names = ("forward", "gradient_checkpointing", "_gradient_checkpointing_func")
+    modules = [[vars(module).get(name) for name in names] for module in model.modules()]
     file = sys.modules[type(model).__module__]
     functions = [file.apply_rotary_pos_emb, file.eager_attention_forward]
     tables = [AttentionInterface()["sdpa"], *(AttentionMaskInterface()[name] for name in ("sdpa", "eager"))]

@@ -6,22 +6,24 @@ from unittest import mock
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import nn
 
-from tests.modeling.compiled import built, nothing_is_compiled_yet  # noqa: F401 - a fixture
+from tests.modeling.built import built
 from tests.modeling.kernels import called, gradients, kernels_of
 from tests.ops.test_triton_kernels import DEVICE, gpu, kernels_run
 from trl_fused_grpo.modeling import compiled_modules, shared_casts
 from trl_fused_grpo.modeling.as_read import StandIn
-from trl_fused_grpo.modeling.compiled_modules import compiled_forwards, compiled_parts, compiling, why_without_kernel
-from trl_fused_grpo.modeling.compiled_parts import CompiledForward
+from trl_fused_grpo.modeling.compiled_modules import compiled_forwards, compiled_parts, kernels_on, why_without_kernel
 from trl_fused_grpo.modeling.layer_kernels import KernelFunction
+from trl_fused_grpo.modeling.mlp_activations import read_mlp
+from trl_fused_grpo.modeling.module_functions import is_norm
 from trl_fused_grpo.modeling.shared_casts import ProjectionForward
 
 
 def test_a_function_that_calls_another_than_it_did_runs_as_it_is(monkeypatch):
     model = built("llama")
     file = sys.modules[type(model).__module__]
-    [rotary] = [function for function in compiled_parts(model).functions if not function.needs_compiler]
+    [rotary] = compiled_parts(model).functions
     assert rotary.change() is None
     monkeypatch.setattr(file, "rotate_half", lambda x: x)
     assert "was replaced" in rotary.change()
@@ -46,16 +48,16 @@ def test_an_mlp_takes_its_input_by_name_too():
     model = built("llama")
     mlp, hidden = model.model.layers[0].mlp, torch.ones(1, 2, model.config.hidden_size)
     expected = mlp(x=hidden)
-    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+    with kernels_on(), compiled_forwards(model):
         assert "forward" in vars(mlp)
         assert torch.equal(mlp(x=hidden), expected)
 
 
 def test_without_kernels_nothing_stands_in_a_model_s_place():
     model = built("qwen3")
-    with compiling(model, is_on=False, kernels=False), compiled_forwards(model):
+    with kernels_on(False), compiled_forwards(model):
         assert not [module for module in model.modules() if "forward" in vars(module)]
-    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+    with kernels_on(), compiled_forwards(model):
         placed = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
         projections = [forward for forward in placed if isinstance(forward, ProjectionForward)]
         assert {type(forward.function) for forward in placed if forward not in projections} == {KernelFunction}
@@ -92,7 +94,7 @@ def test_what_was_replaced_is_counted_and_told(is_known_before, monkeypatch):
     assert reasons["MLPs"] == ["SiLUActivation in Qwen3MLP has hooks or another forward"]
     assert ["apply_rotary_pos_emb" in reason for reason in reasons["rotary embeddings"]] == [True]
     monkeypatch.setattr(compiled_modules.logger, "warning_once", told.append)
-    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+    with kernels_on(), compiled_forwards(model):
         pass
     classes = {line.split(" runs as it is, because ")[0] for line in told}
     expected = {"Qwen3RMSNorm", "Qwen3MLP", "Linear"}
@@ -103,7 +105,7 @@ def test_a_norm_that_a_library_has_wrapped_is_not_told(monkeypatch):
     model, told = built("qwen3"), []
     add_hook_to_module(model.model.norm, ModelHook())
     monkeypatch.setattr(compiled_modules.logger, "warning_once", told.append)
-    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+    with kernels_on(), compiled_forwards(model):
         assert not isinstance(vars(model.model.norm)["forward"], StandIn)
     assert told == []
 
@@ -117,20 +119,43 @@ def test_a_function_of_torch_that_was_replaced_counts(is_known_before, monkeypat
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: torch._C._nn.linear(*args) * 2)
     for logger in (compiled_modules.logger, shared_casts.logger):
         monkeypatch.setattr(logger, "warning_once", told.append)
-    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+    with kernels_on(), compiled_forwards(model):
         placed = {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
     assert placed == {"Qwen3RMSNorm"}
     assert any("linear" in line and "was replaced" in line for line in told)
     assert all(why_without_kernel(model)["MLPs"])
 
 
-def test_the_compiler_has_what_is_left():
-    model = built("cohere")
-    with compiling(model, kernels=True), compiled_forwards(model):
-        layer = model.model.layers[0]
-        assert isinstance(vars(layer.mlp)["forward"].function, KernelFunction)
-        assert isinstance(vars(layer.input_layernorm)["forward"], CompiledForward)
-        assert vars(layer.input_layernorm)["forward"].needs_compiler
+def change_constant(model):
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.5
+
+
+def add_bias(model):
+    model.model.layers[0].mlp.gate_proj.bias = nn.Parameter(torch.ones(model.config.intermediate_size))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()) + x
+
+
+def test_only_an_activation_between_projections_is_taken_out_of_an_mlp():
+    assert read_mlp(Gated()) is None
+    assert read_mlp(built("llama").model.layers[0].mlp).firsts == ("gate_proj", "up_proj")
+
+
+def test_a_flattened_embedding_is_no_norm():
+    embedding = nn.Embedding(4, 2)
+    embedding.weight = nn.Parameter(torch.empty(8))  # as FSDP1 leaves it between forwards
+    assert not is_norm(embedding)
+
+
+def test_experts_are_left_alone():
+    assert not [name for name in kernels_of(built("moe")) if "Expert" in name or "Sparse" in name]
 
 
 # With kernels: on a GPU, or in Triton's interpreter
@@ -160,6 +185,19 @@ class TestInAModel:
             found, calls = called(model)
         assert (found - expected).norm() <= 1e-5 * expected.norm()
         assert calls["rotary"] == 0
+
+
+class TestWhatHasChanged:
+    pytestmark = with_kernels
+
+    @pytest.mark.parametrize("change", [change_constant, add_bias])
+    def test_since_a_forward_counts_in_the_next(self, change):
+        model = built("llama").to(DEVICE)
+        gradients(model, kernels=True)
+        change(model)
+        model.to(DEVICE)
+        expected = gradients(model, kernels=False)
+        assert (gradients(model, kernels=True) - expected).norm() <= 1e-5 * expected.norm()
 
 
 class TestCasts:

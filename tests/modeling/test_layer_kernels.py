@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.modeling.compiled import built, nothing_is_compiled_yet  # noqa: F401 - a fixture
+from tests.modeling.built import built
 from tests.modeling.kernels import kernels_of
 from trl_fused_grpo.modeling.layer_kernels import (
     gated_function,

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.modeling.compiled import built
+from tests.modeling.built import built
 from tests.modeling.kernels import gradients
 from tests.modeling.projections import WIDTH, Projections, run
 from tests.ops.test_triton_kernels import DEVICE, gpu, kernels_run

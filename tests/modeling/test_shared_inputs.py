@@ -13,9 +13,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.modeling.compiled import built
+from tests.modeling.built import built
 from tests.modeling.projections import WIDTH, Projections
-from trl_fused_grpo.modeling.compiled_modules import compiled_forwards, compiling
+from trl_fused_grpo.modeling.compiled_modules import compiled_forwards, kernels_on
 from trl_fused_grpo.modeling.shared_casts import SharedInput, projections_in
 
 
@@ -48,7 +48,7 @@ def test_casts_that_nobody_asked_for_are_let_go_with_the_forward():
     attention = model.model.layers[0].self_attn
     casts = []
     with (
-        compiling(model, is_on=False, kernels=True),
+        kernels_on(),
         compiled_forwards(model),
         torch.autocast("cpu", torch.bfloat16),
         torch.no_grad(),
@@ -67,11 +67,11 @@ def test_casts_that_nobody_asked_for_are_let_go_with_the_forward():
 def test_a_projection_that_was_replaced_is_let_go_and_the_new_one_shares():
     model = built("qwen3")
     attention = model.model.layers[0].self_attn
-    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+    with kernels_on(), compiled_forwards(model):
         assert "forward" in vars(attention.q_proj)
     old = ref(attention.q_proj)
     attention.q_proj = nn.Linear(attention.q_proj.in_features, attention.q_proj.out_features, bias=False)
-    with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+    with kernels_on(), compiled_forwards(model):
         assert "forward" in vars(attention.q_proj)
     gc.collect()
     assert old() is None
@@ -104,9 +104,9 @@ def test_replaced_projections_see_the_input_itself(change):
     }[change]
     x = torch.randn(1, 2, attention.q_proj.in_features)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        with compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+        with kernels_on(), compiled_forwards(model):
             attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
-        with target(), compiling(model, is_on=False, kernels=True), compiled_forwards(model):
+        with target(), kernels_on(), compiled_forwards(model):
             attention.q_proj(x)
     assert seen == [torch.float32]
 

@@ -66,7 +66,7 @@ def lines_of(trainer):
         ({"beta": 0.1}, "reference", "in the same forwards as the policy", None, None),
         ({}, "layers", "the model's own operations", "Triton's kernels are for CUDA", None),
         ({"fused_kernels": False}, "layers", "the model's own operations", "fused_kernels=False", "=True"),
-        ({"fused_compile": False}, "compiled parts", "none", "off by default", "fused_compile=True"),
+        ({"fused_compile": True}, "layers", "compiled, as far as torch can", None, None),
         ({"beta": 0.1}, "zero-grad sequences", "in the model", "KL term", None),
         ({}, "check", "log-probs of the first step beside TRL's own", None, None),
         ({"fused_verify": 50}, "check", "first step beside TRL's own, then every 50 optimizer steps", None, None),

@@ -112,6 +112,10 @@ def is_library_hook(hook: Any) -> bool:
     return all(map(is_library_function, [hook, *functions]))
 
 
+# What `torch.compile` puts into the file of what it has compiled, for that alone to find
+_OF_COMPILER = ("__compiled_fn_", "__resume_at_")
+
+
 def replaced_name(namespace: Mapping[str, Any], names: Iterable[str] | None = None) -> str | None:
     """
     A name in the namespace of a library's file, class or object under which somebody has put code of theirs, or `None`.
@@ -121,6 +125,8 @@ def replaced_name(namespace: Mapping[str, Any], names: Iterable[str] | None = No
         names (`Iterable[str]`, *optional*): those to look at; by default all.
     """
     for name in tuple(namespace) if names is None else names:
+        if name.startswith(_OF_COMPILER):
+            continue
         value = namespace[name]
         if isinstance(value, _WRAPPERS) or (callable(value) and not isinstance(value, _BUILTIN)):
             for attribute in ("fget", "func", "__func__"):

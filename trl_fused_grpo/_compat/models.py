@@ -15,6 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel, masking_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer as CheckpointingLayer  # noqa: F401
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .libraries import is_library_function
@@ -222,6 +223,8 @@ SDPA_ARGUMENTS = [
     for name, argument in list(inspect.signature(sdpa_attention_forward).parameters.items())[5:]
     if argument.kind is not argument.VAR_KEYWORD
 ]
+# Those beside dropout, scale and causality
+FURTHER_SDPA_ARGUMENTS = [name for name in SDPA_ARGUMENTS if name not in ("dropout", "scaling", "is_causal")]
 
 # Whether transformers' attention through SDPA refuses soft-capped scores; before transformers 5.14 or so it leaves out
 # the cap without a word

@@ -2,12 +2,14 @@
 
 import functools
 import inspect
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn, overrides
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import batchnorm, dropout, instancenorm
@@ -141,6 +143,16 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
     return isinstance(module, checkpoint_wrapper.CheckpointWrapper)
 
 
+def has_fsdp1(module: nn.Module) -> bool:
+    """Whether FSDP1 splits the weights of a module, or of a part of it, apart from those around it."""
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Whether FSDP2 splits the weights of a module over processes, and gathers them whenever it runs."""
+    return isinstance(module, FSDPModule)
+
+
 def without_fsdp1(module: Any) -> Any:
     """The module inside FSDP1's wrapper, whose own forward gathers weights, or the module itself. FSDP2 wraps none."""
     return module._fsdp_wrapped_module if isinstance(module, FullyShardedDataParallel) else module
@@ -166,11 +178,23 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
     return compiled
 
 
-def whole_graphs() -> Any:
-    """A context in which the compiler does not split graphs at the buckets of the DDP whose forward runs."""
-    from torch._dynamo import config
+# Kinds of tensors, adapters and modes of gradients for which a layer is compiled; those that come later are not
+MOST_VARIANTS = 24
 
-    return config.patch(optimize_ddp=False)
+
+@contextmanager
+def compiled_with(budget: float) -> Generator[None, None, None]:
+    """
+    While it lasts, what is compiled keeps for backward this share of what it would keep at most, and is not split at
+    the buckets of the DDP whose forward runs.
+    """
+    from torch._dynamo import config
+    from torch._functorch import config as functorch_config
+
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # torch < 2.7
+    changes: dict[str, Any] = {"optimize_ddp": False, limit: MOST_VARIANTS}
+    with config.patch(changes), functorch_config.patch(activation_memory_budget=budget):
+        yield
 
 
 @functools.cache
@@ -188,6 +212,16 @@ def compiler_is_off() -> bool:
     from torch._dynamo import config
 
     return bool(config.disable)
+
+
+@contextmanager
+def autograd_within_operation() -> Generator[None, None, None]:
+    """While it lasts, operations within a custom operation, which runs below autograd, build a graph."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
 
 
 def matmuls_are_tf32() -> bool:

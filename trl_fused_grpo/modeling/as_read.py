@@ -60,12 +60,11 @@ class StandIn:
 
     Args:
         module (`nn.Module`): the module.
-        needs_compiler (`bool`): whether torch's compiler makes it.
         names (`Iterable[str]`, *optional*): of the parts that were read, by default all.
     """
 
-    def __init__(self, module: nn.Module, needs_compiler: bool, names: Iterable[str] | None = None):
-        self.module, self.needs_compiler = module, needs_compiler
+    def __init__(self, module: nn.Module, names: Iterable[str] | None = None):
+        self.module = module
         self._read = AsRead(module, names)
 
     def change(self) -> str | None:

@@ -88,6 +88,7 @@ def efficient_takes(query: Tensor) -> bool:
     return query.dtype != torch.bfloat16 or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def _widest_head(device: torch.device) -> int:
     """The widest head that torch's FlashAttention takes on a device, backward included; 0 where there is none."""

@@ -18,7 +18,6 @@ PACKED_ARGUMENTS = (
     *("shared_prefix_kv", "watched"),
 )
 _CARRIED = "packed_arguments"
-_FURTHER_OPTIONS = [name for name in model_compat.SDPA_ARGUMENTS if name not in ("dropout", "scaling", "is_causal")]
 
 
 def carry_arguments(model_inputs: dict[str, Any]) -> None:
@@ -160,7 +159,7 @@ class WatchedCall:
             self.refuse("its layers make masks of their own")
         elif attention_mask is None and query.shape[2] > 1 and not is_causal:
             self.refuse("its attention is not causal")
-        for name in _FURTHER_OPTIONS:
+        for name in model_compat.FURTHER_SDPA_ARGUMENTS:
             if options.get(name) is not None:
                 self.refuse(f"its attention takes {name}")
 

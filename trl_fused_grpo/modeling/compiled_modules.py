@@ -1,10 +1,10 @@
 """
-Norms, MLPs and rotary embeddings of a text model, compiled for the time of a forward: by a kernel where they have one
-(`layer_kernels`), and with `fused_compile` by torch's compiler.
+Norms, MLPs and rotary embeddings of a text model, by a kernel for the time of a forward where they have one
+(`layer_kernels`).
 
 They are found by what they are (`module_functions`). While a model runs, and while its checkpointed layers are computed
-again in backward, each has a forward that calls what was compiled for all of its kind (`compiled_parts`). At any other
-time the model is what it was.
+again in backward, each has a forward that calls the kernel of all of its kind (`compiled_parts`). At any other time the
+model is what it was.
 """
 
 import functools
@@ -37,34 +37,15 @@ from .shared_casts import ProjectionForward
 logger = logging.get_logger(__name__)
 
 
-class _On(NamedTuple):
-    """What is on: the kernels, and torch's compiler."""
-
-    kernels: bool
-    compiler: bool
-
-
-_NOTHING = _On(kernels=False, compiler=False)
-_is_on: ContextVar[_On] = ContextVar("compiled", default=_NOTHING)
+_is_on: ContextVar[bool] = ContextVar("_is_on", default=False)
 
 
 @contextmanager
-def compiling(model: nn.Module, is_on: bool = True, kernels: bool = False) -> Generator[None, None, None]:
-    """
-    While it lasts, [`compiled_forwards`] has an effect. Where the compiler was asked for and can do nothing, this is
-    logged once.
-
-    Args:
-        model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
-        is_on (`bool`): whether torch's compiler was asked for.
-        kernels (`bool`): whether kernels were asked for.
-    """
-    reason = why_not_compiled(model) if is_on else None
-    if reason is not None:
-        logger.warning_once(f"fused_compile=True has no effect, because {reason}.")
+def kernels_on(is_on: bool = True) -> Generator[None, None, None]:
+    """While it lasts, [`compiled_forwards`] has an effect."""
     before = _is_on.get()
     try:
-        _is_on.set(_On(kernels, is_on and reason is None))
+        _is_on.set(is_on)
         yield
     finally:
         _is_on.set(before)
@@ -73,15 +54,13 @@ def compiling(model: nn.Module, is_on: bool = True, kernels: bool = False) -> Ge
 @contextmanager
 def compiled_forwards(causal_lm: PreTrainedModel) -> Generator[None, None, None]:
     """
-    While it lasts, the norms, MLPs and rotary embeddings of a model's text model run compiled, as far as [`compiling`]
-    has them. So they do when its checkpointed layers are computed again in backward. What runs as it is because the
-    user has replaced it is told once.
+    While it lasts, the norms, MLPs and rotary embeddings of a model's text model run in kernels, where these are on. So
+    they do when its checkpointed layers are computed again in backward. What runs as it is because the user has
+    replaced it is told once.
     """
-    on = _is_on.get()
     # A mode may have ended when the layers are computed again
-    parts = compiled_parts(causal_lm) if any(on) and not torch_compat.operations_are_seen() else None
-    parts = None if parts is None or parts.refusal is not None else parts.that_need(on)
-    if parts is None or not (parts.forwards or parts.functions):
+    parts = compiled_parts(causal_lm) if _is_on.get() and not torch_compat.operations_are_seen() else None
+    if parts is None or parts.refusal is not None or not (parts.forwards or parts.functions):
         yield
         return
     functions = [(layer, model_compat.checkpoint_function(layer), inside) for layer, inside in parts.checkpointed]
@@ -98,20 +77,6 @@ def compiled_forwards(causal_lm: PreTrainedModel) -> Generator[None, None, None]
                 model_compat.set_checkpoint_function(layer, function)
 
 
-def why_not_compiled(model: nn.Module) -> str | None:
-    """
-    Why nothing of a model is compiled, or `None`.
-
-    Args:
-        model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
-    """
-    if torch_compat.is_compiled(model):
-        return "the model is compiled already"
-    if torch_compat.compiler_is_off():
-        return "torch.compile is switched off"
-    return compiled_parts(model_compat.without_adapter(model)).refusal
-
-
 def why_no_kernels(model: nn.Module, device: torch.device) -> str | None:
     """
     Why no norm, MLP or rotary embedding of a model runs in a kernel, or `None`.
@@ -124,8 +89,7 @@ def why_no_kernels(model: nn.Module, device: torch.device) -> str | None:
     if reason is not None:
         return reason
     parts = compiled_parts(model_compat.without_adapter(torch_compat.without_compiler(model)))
-    kernels = parts.that_need(_On(kernels=True, compiler=False))
-    if parts.refusal is None and not (kernels.forwards or kernels.functions):
+    if parts.refusal is None and not (parts.forwards or parts.functions):
         return "its norms, MLPs and rotary embeddings compute something else"
     return parts.refusal
 
@@ -138,10 +102,9 @@ def why_without_kernel(model: nn.Module) -> dict[str, list[str | None]]:
         model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
     """
     parts = compiled_parts(model_compat.without_adapter(torch_compat.without_compiler(model)))
-    kernels = parts.that_need(_On(kernels=True, compiler=False))
     reasons: dict[nn.Module | InFile, str | None] = {**parts.without_kernel}
-    reasons |= {forward.module: forward.change() for forward in kernels.forwards if not _is_projection(forward)}
-    reasons |= {function.place: function.change() for function in kernels.functions}
+    reasons |= {forward.module: forward.change() for forward in parts.forwards if not _is_projection(forward)}
+    reasons |= {function.place: function.change() for function in parts.functions}
     found: dict[str, list[str | None]] = {"norms": [], "MLPs": [], "rotary embeddings": []}
     for part, reason in reasons.items():
         kind = "rotary embeddings" if isinstance(part, InFile) else "norms" if is_norm(part) else "MLPs"
@@ -176,14 +139,6 @@ class CompiledParts(NamedTuple):
     without_kernel: dict[nn.Module | InFile, str]
     refusal: str | None
 
-    def that_need(self, on: _On) -> "CompiledParts":
-        """Those that need nothing but what is on."""
-        if all(on):
-            return self
-        forwards = [forward for forward in self.forwards if forward.needs_compiler == on.compiler]
-        functions = [function for function in self.functions if function.needs_compiler == on.compiler]
-        return self._replace(forwards=forwards, functions=functions)
-
 
 @LayerMemo
 def compiled_parts(causal_lm: PreTrainedModel) -> CompiledParts:
@@ -193,9 +148,9 @@ def compiled_parts(causal_lm: PreTrainedModel) -> CompiledParts:
         return CompiledParts([], [], [], {}, refusal)
     text_model = architecture.text_model(causal_lm)
     found, functions, without_kernel = find_parts(text_model)
-    forwards = [forward for of_module in found.values() for forward in of_module]
+    forwards = [*found.values()]
     checkpointed = [module for module in text_model.modules() if hasattr(module, "gradient_checkpointing")]
-    inside = [(layer, [f for module in layer.modules() for f in found.get(module, ())]) for layer in checkpointed]
+    inside = [(layer, [found[m] for m in layer.modules() if m in found]) for layer in checkpointed]
     refusal = None if found or functions else "its norms, MLPs and rotary embeddings are not known"
     return CompiledParts(forwards, functions, inside, without_kernel, refusal)
 

@@ -1,7 +1,4 @@
-"""
-Compiled stand-ins: for the forward of a module, and for a function of a modeling file. What is compiled is a kernel of
-`layer_kernels`, or was made by torch's compiler.
-"""
+"""Stand-ins by kernels of `layer_kernels`: for the forward of a module, and for a function of a modeling file."""
 
 import functools
 import inspect
@@ -9,13 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from trl_fused_grpo._compat import models as model_compat
 
 from .as_read import GlobalsAsRead, StandIn
 from .attention_places import InFile
-from .compiled_functions import CompiledFunction
 from .forward_override import is_override
 from .layer_kernels import KernelFunction, gated_function, has_rotary_kernel, norm_function, rotary_function
 from .layer_memo import layers_of
@@ -32,11 +27,6 @@ from .module_functions import (
 from .shared_casts import ProjectionForward, projections_in
 
 
-logger = logging.get_logger(__name__)
-
-Function: TypeAlias = CompiledFunction | KernelFunction
-
-
 class CompiledForward(StandIn):
     """
     The forward of one module, by what was compiled for all of its blueprint.
@@ -44,11 +34,11 @@ class CompiledForward(StandIn):
     Args:
         module (`nn.Module`): a norm or an MLP.
         blueprint ([`Blueprint`]): what its forward reads.
-        function (`CompiledFunction` or `KernelFunction`): of its input and its parameters.
+        function ([`KernelFunction`]): of its input and its parameters.
     """
 
-    def __init__(self, module: nn.Module, blueprint: Blueprint, function: Function):
-        super().__init__(module, function.needs_compiler)
+    def __init__(self, module: nn.Module, blueprint: Blueprint, function: KernelFunction):
+        super().__init__(module)
         self.function = function
         self._places = parameter_places(module, blueprint)
         self._original: Callable = type(module).forward
@@ -61,20 +51,9 @@ class CompiledForward(StandIn):
         return self.function(tensors, original)
 
 
-def _by_blueprint(module: nn.Module, blueprint: Blueprint) -> list[CompiledForward]:
-    """The compiled forwards of a module, the best first."""
-    functions = _norm_function(blueprint), _compiled_forward(blueprint)
-    return [CompiledForward(module, blueprint, function) for function in functions if function is not None]
-
-
 @functools.cache
 def _norm_function(blueprint: Blueprint) -> KernelFunction | None:
     return norm_function(blueprint.cls.__name__, as_function(blueprint))
-
-
-@functools.cache
-def _compiled_forward(blueprint: Blueprint) -> CompiledFunction:
-    return CompiledFunction(blueprint.cls.__name__, as_function(blueprint))
 
 
 class CompiledActivation(StandIn):
@@ -84,11 +63,11 @@ class CompiledActivation(StandIn):
     Args:
         module (`nn.Module`): the MLP.
         parts ([`MLPParts`]): what its forward is made of.
-        function (`CompiledFunction` or `KernelFunction`): of what its first projections return.
+        function ([`KernelFunction`]): of what its first projections return.
     """
 
-    def __init__(self, module: nn.Module, parts: MLPParts, function: Function):
-        super().__init__(module, function.needs_compiler, parts.functions)
+    def __init__(self, module: nn.Module, parts: MLPParts, function: KernelFunction):
+        super().__init__(module, parts.functions)
         self.parts, self.function = parts, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,17 +79,16 @@ class CompiledActivation(StandIn):
         return getattr(module, parts.last)(self.function(projected, lambda: self.function.function(*projected)))
 
 
-# Of each kind of MLP, the best first
-_activations: dict[Any, list[Function]] = {}
+# Of each kind of MLP
+_activations: dict[Any, KernelFunction | None] = {}
 
 
-def _by_parts(module: nn.Module, parts: MLPParts) -> list[CompiledActivation]:
-    """The compiled forwards of an MLP whose projections run as they are, the best first."""
+def _by_parts(module: nn.Module, parts: MLPParts) -> CompiledActivation | None:
+    """The forward of an MLP whose projections run as they are."""
     if parts.key not in _activations:
-        name = f"{type(module).__name__}_activation"
-        kernel = gated_function(name, parts.activation)
-        _activations[parts.key] = [*filter(None, [kernel]), CompiledFunction(name, parts.activation)]
-    return [CompiledActivation(module, parts, function) for function in _activations[parts.key]]
+        _activations[parts.key] = gated_function(f"{type(module).__name__}_activation", parts.activation)
+    function = _activations[parts.key]
+    return None if function is None else CompiledActivation(module, parts, function)
 
 
 class CompiledInFile:
@@ -119,16 +97,13 @@ class CompiledInFile:
 
     Args:
         place ([`InFile`]): where the layers look it up.
-        make (`Callable`): makes a `CompiledFunction` or a `KernelFunction` of a name and a function of tensors.
-        needs_compiler (`bool`): whether it is the former.
     """
 
-    def __init__(self, place: InFile, make: Callable[[str, Callable], Function], needs_compiler: bool):
+    def __init__(self, place: InFile):
         self.place, self.original = place, place.read()
-        self._make, self.needs_compiler = make, needs_compiler
         self._read = GlobalsAsRead(self.original)
         self.name = f"{place.file.__name__.rpartition('.')[2]}_{place.name}"
-        self._compiled: dict[Any, Function] = {}
+        self._compiled: dict[Any, KernelFunction] = {}
 
     def change(self) -> str | None:
         """What stands in its place, or what the original calls, in words; `None` while those are as they were."""
@@ -148,7 +123,7 @@ class CompiledInFile:
         except TypeError:
             return original()
         if not known:
-            self._compiled[key] = self._make(self.name, self._of_tensors(args, kwargs))
+            self._compiled[key] = rotary_function(self.name, self._of_tensors(args, kwargs))
         return self._compiled[key](tensors, original) if tensors else original()
 
     def _of_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable:
@@ -173,12 +148,9 @@ def _hashable(value: Any) -> Any:
 
 
 @functools.cache
-def compiled_in_file(place: InFile) -> list[CompiledInFile]:
-    """What may stand in the place of a function, the best first."""
-    by_compiler = CompiledInFile(place, CompiledFunction, needs_compiler=True)
-    if not has_rotary_kernel(by_compiler.original):
-        return [by_compiler]
-    return [CompiledInFile(place, rotary_function, needs_compiler=False), by_compiler]
+def compiled_in_file(place: InFile) -> CompiledInFile | None:
+    """What may stand in the place of a function."""
+    return CompiledInFile(place) if has_rotary_kernel(place.read()) else None
 
 
 Forward: TypeAlias = CompiledForward | CompiledActivation | ProjectionForward
@@ -186,15 +158,15 @@ Forward: TypeAlias = CompiledForward | CompiledActivation | ProjectionForward
 
 class FoundParts(NamedTuple):
     """
-    The parts of a text model that may run compiled.
+    The parts of a text model that may run in kernels.
 
     Args:
-        forwards (`dict`): the norms, MLPs and projections, each with its compiled forwards, the best first.
-        functions (`list`): for rotary embeddings, those in one place the best first.
+        forwards (`dict`): of norms, MLPs and projections.
+        functions (`list`): for rotary embeddings.
         without_kernel (`dict`): the norms, the MLPs and the places of functions that have no kernel, with the reason.
     """
 
-    forwards: dict[nn.Module, list[Forward]]
+    forwards: dict[nn.Module, Forward]
     functions: list[CompiledInFile]
     without_kernel: dict[nn.Module | InFile, str]
 
@@ -205,25 +177,25 @@ def find_parts(text_model: nn.Module) -> FoundParts:
     found = FoundParts({}, [], {})
     for module in _candidates(text_model):
         name = type(module).__name__
-        forwards, reason = _forwards_of(module)
+        forward, reason = _forward_of(module)
         if is_norm(module) and not _is_of_the_library(callers[module]):
             # A kernel keeps the norm's input for backward, and who calls it may change that in place
-            forwards = [forward for forward in forwards if forward.needs_compiler]
-            reason = f"{type(callers[module]).__name__}, which calls {name}, is not transformers'"
-        if forwards:
-            found.forwards[module] = forwards
-        if all(forward.needs_compiler for forward in forwards):
-            found.without_kernel[module] = reason or f"{name} computes something else"
+            forward, reason = None, f"{type(callers[module]).__name__}, which calls {name}, is not transformers'"
+        if forward is None:
+            found.without_kernel[module] = reason
+        else:
+            found.forwards[module] = forward
     # Last: a forward that has a whole MLP in it asks whether its projections are as they were
     for layer in layers_of(text_model):
-        found.forwards.update({forward.module: [forward] for forward in projections_in(layer)})
+        found.forwards.update({forward.module: forward for forward in projections_in(layer)})
     for place in _rotary_places(text_model):
         is_known = model_compat.is_plain_library_function(place.read())
-        functions = compiled_in_file(place) if is_known else []
-        found.functions.extend(functions)
-        if all(function.needs_compiler for function in functions):
+        function = compiled_in_file(place) if is_known else None
+        if function is None:
             reason = "computes something else" if is_known else "is not transformers'"
             found.without_kernel[place] = f"`{place.name}` of {place.file.__name__} {reason}"
+        else:
+            found.functions.append(function)
     return found
 
 
@@ -233,24 +205,18 @@ def _is_of_the_library(caller: nn.Module) -> bool:
     return (own is None or is_override(own)) and model_compat.is_plain_library_function(forward)
 
 
-def _forwards_of(module: nn.Module) -> tuple[list[Forward], str | None]:
-    """
-    The compiled forwards that a module may have, the best first: that of its whole, that of an MLP's activation. Where
-    there are none, the reason.
-    """
-    forwards: list[Forward] = []
+def _forward_of(module: nn.Module) -> tuple[Forward | None, str]:
+    """The forward in a kernel that a module may have: of its whole, or of an MLP's activation. Else the reason."""
+    reason = f"{type(module).__name__} computes something else"
     try:
-        forwards += _by_blueprint(module, read_blueprint(module))
+        blueprint = read_blueprint(module)
+        norm = _norm_function(blueprint)
+        if norm is not None:
+            return CompiledForward(module, blueprint, norm), ""
     except NotAFunctionError as error:
         reason = str(error)
     parts = _parts_of_mlp(module)
-    if parts is not None:
-        forwards += _by_parts(module, parts)
-        forwards.sort(key=lambda forward: forward.needs_compiler)  # the order of the others stays
-    if not forwards:
-        logger.info(f"{type(module).__name__} is not compiled, because {reason}.")
-        return [], reason
-    return forwards, None
+    return None if parts is None else _by_parts(module, parts), reason
 
 
 def _parts_of_mlp(module: nn.Module) -> MLPParts | None:

@@ -19,6 +19,7 @@ from trl_fused_grpo.ops.linear_logps import FusedStats, fused_linear_logps
 from trl_fused_grpo.ops.lm_head import LMHead
 
 from .attention_watch import PACKED_ARGUMENTS
+from .compiled_layers import compiled_layers
 from .compiled_modules import compiled_forwards
 from .forward_override import override_forward, restore_forward
 from .kept_activations import begin_run
@@ -43,7 +44,12 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any], is_on
     ):  # all of its layers that need to know of packed rows run unpacked
         given = {name: value for name, value in given.items() if name not in PACKED_ARGUMENTS}
     begin_run(is_only_run)
-    with compiled_forwards(causal_lm), unpacking(causal_lm, call), text_model_alone(causal_lm, PACKED_ARGUMENTS):
+    with (
+        compiled_layers(causal_lm, call),
+        compiled_forwards(causal_lm),
+        unpacking(causal_lm, call),
+        text_model_alone(causal_lm, PACKED_ARGUMENTS),
+    ):
         return backbone(**given, use_cache=False)
 
 

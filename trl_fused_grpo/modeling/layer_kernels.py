@@ -35,8 +35,6 @@ class KernelFunction:
         fits (`Callable`): whether such a kernel may run with these tensors.
     """
 
-    needs_compiler = False
-
     def __init__(
         self,
         name: str,

@@ -27,7 +27,7 @@ from .attention_places import InFile, InTable
 from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
 from .eager_attention import EagerLayer, eager_attention
 from .sequence_masks import are_sequence_masks, attend_with_masks, build_sequence_masks, mask_device
-from .varlen_attention import chunked, gathered_keys, varlen_attention
+from .varlen_attention import chunked, gathered_keys, traced_attention, varlen_attention
 
 
 # The watched calls that are alive. One lives as long as something refers to it: the forward that it watches, or a
@@ -221,7 +221,7 @@ def _watched_sdpa(original: Callable) -> Callable:
         arguments: dict[str, Any] = {**options, "sliding_window": window}
         return varlen_attention(layer.module, query, key, value, **arguments)
 
-    return _watched_attention(original, packed)
+    return _watched_attention(original, packed, traced_attention)
 
 
 @functools.cache
@@ -243,16 +243,27 @@ def _watched_flash(original: Callable) -> Callable:
     return _watched_attention(original, packed, watches_aligned=False)
 
 
-def _watched_attention(original: Callable, packed: Callable[..., Tensor], watches_aligned: bool = True) -> Callable:
+def _not_traced(*_: Any, **__: Any) -> Tensor:
+    raise NotImplementedError("only attention through SDPA is compiled")
+
+
+def _watched_attention(
+    original: Callable,
+    packed: Callable[..., Tensor],
+    traced: Callable[..., Tensor] = _not_traced,
+    watches_aligned: bool = True,
+) -> Callable:
     """
     One of transformers' attention functions, watched, with another one for `packed` rows, which takes the [`_Layer`],
-    query, key and value, and returns `[1, S, heads, D]`. Transformers' FlashAttention has masks of another form in
-    aligned rows, where it is not watched.
+    query, key and value, and returns `[1, S, heads, D]`, and the one that torch's compiler sees (`traced`).
+    Transformers' FlashAttention has masks of another form in aligned rows, where it is not watched.
     """
     names = list(inspect.signature(original).parameters)[5:]
 
     @functools.wraps(original)
     def attention(module, query, key, value, attention_mask, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return traced(module, query, key, value, attention_mask, **kwargs), None
         kwargs = with_carried_arguments(kwargs)
         # Packed rows bring their call: none runs when a layer is computed again, whoever checkpoints it
         watched: WatchedCall | None = kwargs.pop("watched", None)

@@ -101,7 +101,7 @@ class ProjectionForward(StandIn):
     """
 
     def __init__(self, module: nn.Module, shared: SharedInput):
-        super().__init__(module, needs_compiler=False)
+        super().__init__(module)
         self.shared = shared
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

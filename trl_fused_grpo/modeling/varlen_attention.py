@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
+
 from .attention_kernels import (
     Boundaries,
     FlashCall,
@@ -165,12 +168,145 @@ def varlen_attention(
         return of_one_width(attention, query, key, value, scaling)
     query, key, value = (tensor.to(autocast_dtype(tensor)) for tensor in (query, key, value))
     key, value = gathered_keys(key, value, shared_prefix_kv)
-    queries, keys, values = by_token(query, key, value)
-    if efficient_takes(query):
-        return efficient_attention(queries, keys, values, boundaries, scaling, sliding_window).unsqueeze(0)
-    lengths, key_lengths = cu_seq_lens_q.diff().tolist(), cu_seq_lens_k.diff().tolist()
+    return _without_flash(*by_token(query, key, value), boundaries, scaling, sliding_window).unsqueeze(0)
+
+
+def traced_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    packed_window: int | None,
+    shared_prefix_kv: SharedPrefixKV | None = None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> Tensor:
+    """The same as torch's compiler sees it, with the window of the layer's mask in `packed_window`."""
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    further = [others.get(name) for name in model_compat.FURTHER_SDPA_ARGUMENTS]
+    if attention_mask is not None or dropout or not is_causal or any(value is not None for value in further):
+        raise NotImplementedError("attention of more than causality and a window")
+    boundaries = Boundaries(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    queries, keys, values = by_token(*(tensor.to(autocast_dtype(tensor)) for tensor in (query, key, value)))
+    if shared_prefix_kv is not None:
+        keys, values = (_gather_keys(tensor, *shared_prefix_kv) for tensor in (keys, values))
+
+    def flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        return FlashCall(boundaries, scaling, packed_window).forward(queries, keys, values)[0]
+
+    if flash_takes(query, value):
+        return of_one_width(flash, queries, keys, values, scaling).unsqueeze(0)
+    scaling = queries.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attend(queries, keys, values, *boundaries, scaling, packed_window).unsqueeze(0)
+
+
+@torch.library.custom_op("trl_fused_grpo::gather_keys", mutates_args=())
+def _gather_keys(keys: Tensor, index: Tensor, first: Tensor, shared: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
+    """Keys `[S, heads, D]` as each sequence sees them `[K, heads, D]`."""
+    return keys.index_select(0, index)
+
+
+@_gather_keys.register_fake
+def _(keys: Tensor, index: Tensor, *_: Tensor) -> Tensor:
+    return keys.new_empty(index.shape[0], *keys.shape[1:])
+
+
+@torch.library.custom_op("trl_fused_grpo::sum_of_copies", mutates_args=())
+def _sum_op(grad: Tensor, first: Tensor, shared: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
+    return _sum_of_copies(grad.contiguous(), first, shared, copies, starts)
+
+
+@_sum_op.register_fake
+def _(grad: Tensor, first: Tensor, *_: Tensor) -> Tensor:
+    return grad.new_empty(first.shape[0], *grad.shape[1:])
+
+
+def _keep_places(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[2:])
+
+
+def _backward_of_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _sum_op(grad, *ctx.saved_tensors), None, None, None, None, None
+
+
+_gather_keys.register_autograd(_backward_of_gather, setup_context=_keep_places)
+
+
+@torch.library.custom_op("trl_fused_grpo::attend", mutates_args=())
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Attention of `[S, heads, D]` to `[K, key heads, D]` where FlashAttention does not take them: `[S, heads, D]`."""
+    boundaries = Boundaries(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    return _without_flash(queries, keys, values, boundaries, scaling, window).contiguous()
+
+
+@_attend.register_fake
+def _(queries: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
+    return queries.new_empty(*queries.shape[:2], values.shape[-1])
+
+
+@torch.library.custom_op("trl_fused_grpo::attend_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    scaling: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    boundaries = Boundaries(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    with torch_compat.autograd_within_operation():
+        leaves = [tensor.detach().requires_grad_() for tensor in (queries, keys, values)]
+        output = _without_flash(*leaves, boundaries, scaling, window)
+        found = torch.autograd.grad(output, leaves, grad)
+    return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
+
+
+@_attend_backward.register_fake
+def _(grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape)
+
+
+def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.numbers = inputs[5:]
+
+
+def _backward_of_attend(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 6
+
+
+_attend.register_autograd(_backward_of_attend, setup_context=_keep_inputs)
+
+
+def _without_flash(
+    queries: Tensor, keys: Tensor, values: Tensor, boundaries: Boundaries, scaling: float | None, window: int | None
+) -> Tensor:
+    if efficient_takes(queries):
+        return efficient_attention(queries, keys, values, boundaries, scaling, window)
+    lengths, key_lengths = (places.diff().tolist() for places in boundaries[:2])
     parts = queries.split(lengths), keys.split(key_lengths), values.split(key_lengths)
-    return torch.cat([_one_sequence(*part, scaling, sliding_window) for part in zip(*parts, strict=True)], dim=1)
+    return torch.cat([_one_sequence(*part, scaling, window) for part in zip(*parts, strict=True)], dim=1).squeeze(0)
 
 
 class _PackedFlash(torch.autograd.Function):

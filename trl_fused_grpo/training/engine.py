@@ -19,7 +19,8 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
-from trl_fused_grpo.modeling.compiled_modules import compiling
+from trl_fused_grpo.modeling.compiled_layers import compiling, why_layers_are_not_compiled
+from trl_fused_grpo.modeling.compiled_modules import kernels_on
 from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninstall_fused_forward
 from trl_fused_grpo.modeling.layer_memo import layers_as_they_are
 from trl_fused_grpo.modeling.layout import LayoutName
@@ -29,7 +30,7 @@ from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall
 from trl_fused_grpo.ops.kernels import why_not_triton
 
 from .agreement import widest_batch, with_images_anywhere
-from .checks import check_token_ids
+from .checks import check_token_ids, log_no_effect
 from .findings import Findings, Level, Reason
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, multimodal_inputs
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
@@ -207,13 +208,19 @@ class LogpsEngine:
     def _enter_fast_layers(
         self, stack: ExitStack, model: nn.Module, logps_request: LogpsRequest, call: LogpsArgs, is_multimodal: bool
     ) -> None:
-        """Until the stack is left, a model's layers run faster: less is checkpointed, LoRA in one product, kernels."""
+        """Until the stack is left, a model's layers run faster: compiled, or by LoRA in one product and by kernels."""
+        if self.options.fused_compile:
+            reason = why_layers_are_not_compiled(model)
+            if reason is None:
+                stack.enter_context(compiling())
+                return
+            log_no_effect("fused_compile=True", reason)
         kept = kept_in_forward(self, logps_request, call, is_multimodal)
         has_kernels = self.options.fused_kernels and why_not_triton(call.input_ids.device) is None
         stack.enter_context(lean_checkpoints(model, kept))
         has_adapters = self.options.fused_lora and peft_compat.lora_linear_class() is not None
         stack.enter_context(fused_adapters(torch_compat.modules_of(model) if has_adapters else ()))
-        stack.enter_context(compiling(model, self.options.fused_compile, has_kernels))
+        stack.enter_context(kernels_on(has_kernels))
 
     def _refuse(self, options: LogpsOptions, findings: Findings, error: RowsRefusedError) -> Findings:
         """

@@ -21,7 +21,8 @@ from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
 from trl_fused_grpo._compat.tried_architectures import NEWEST_TRANSFORMERS
 from trl_fused_grpo.modeling.adapters import why_not_together
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
-from trl_fused_grpo.modeling.compiled_modules import why_no_kernels, why_not_compiled, why_without_kernel
+from trl_fused_grpo.modeling.compiled_layers import why_layers_are_not_compiled
+from trl_fused_grpo.modeling.compiled_modules import why_no_kernels, why_without_kernel
 from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.kernels import why_not_triton
@@ -185,7 +186,7 @@ class _Lines:
         lora = self.lora()
         if lora is not None:
             yield lora
-        yield from (self.kernels(), self.compiled(), self.memory(), self.zero_grad(), self.verification())
+        yield from (self.kernels(), self.memory(), self.zero_grad(), self.verification())
 
     def backward(self) -> SummaryLine:
         asked, no_forecast = self.options.fused_backward, why_no_forecast(self.trainer)
@@ -305,6 +306,8 @@ class _Lines:
 
     def kernels(self) -> SummaryLine:
         name, off = "layers", "the model's own operations"
+        if self.options.fused_compile and why_layers_are_not_compiled(self.model) is None:
+            return SummaryLine(name, "compiled, as far as torch can, where rows are packed")
         if not self.options.fused_kernels:
             return SummaryLine(name, off, "fused_kernels=False", "fused_kernels=True")
         reason = why_no_kernels(self.model, self.trainer.accelerator.device)
@@ -314,13 +317,6 @@ class _Lines:
         counts = [f"{found.count(None)} of {len(found)} {kind}" for kind, found in reasons.items() if found]
         left = [reason for found in reasons.values() for reason in found if reason is not None]
         return SummaryLine(name, f"{', '.join(counts)} in a kernel each", left[0] if left else None)
-
-    def compiled(self) -> SummaryLine:
-        reason = why_not_compiled(self.model) if self.options.fused_compile else _OFF
-        change = "fused_compile=True, which takes longer at first" if reason == _OFF else None
-        return SummaryLine(
-            "compiled parts", "none" if reason else "what else of norms, MLPs, rotary embeddings", reason, change
-        )
 
     def memory(self) -> SummaryLine:
         fraction, reason = self.options.fused_memory, why_no_memory_budget(self.trainer)

@@ -1,0 +1,197 @@
+"""
+Decoder layers compiled by torch, one code for all layers of a kind. torch's partitioner decides what each keeps for
+backward, in place of checkpointing. A layer that torch cannot compile runs as it is.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo._utils import temporary_attr
+
+from .attention_watch import Chunk, WatchedCall
+from .layer_memo import layers_of
+from .unpacked_layers import unpacked_layers
+from .varlen_attention import chunked
+
+
+logger = logging.get_logger(__name__)
+
+# The share of what a layer without checkpointing would keep for backward that a checkpointed one may: nearly all of the
+# speed, see benchmarks/NOTES.md
+CHECKPOINTED_BUDGET = float(__import__("os").environ.get("BUDGET", 0.1))
+
+_is_on: ContextVar[bool] = ContextVar("_is_on", default=False)
+
+
+class _Kind(NamedTuple):
+    """
+    What layers have in common that share a compiled code.
+
+    Args:
+        cls (`type`): their class.
+        budget (`float`): the share of what they would keep for backward that they may.
+    """
+
+    cls: type
+    budget: float
+
+
+_compiled: dict[_Kind, Callable] = {}
+# Classes that torch could not compile, with the reason
+_refused: dict[type, str] = {}
+
+
+@contextmanager
+def compiling() -> Generator[None, None, None]:
+    """While it lasts, [`compiled_layers`] has an effect."""
+    before = _is_on.get()
+    try:
+        _is_on.set(True)
+        yield
+    finally:
+        _is_on.set(before)
+
+
+def why_layers_are_not_compiled(model: nn.Module) -> str | None:
+    """
+    Why no decoder layer of a model runs compiled, or `None`.
+
+    Args:
+        model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
+    """
+    if any(map(torch_compat.is_compiled, torch_compat.modules_of(model))):
+        return "the model, or a part of it, is compiled already"
+    if torch_compat.compiler_is_off():
+        return "torch.compile is switched off"
+    reasons = [reason for _, reason in _layers(model_compat.without_adapter(model))]
+    return None if None in reasons else next(iter(reasons), "its decoder layers are not known")
+
+
+def _layers(causal_lm: PreTrainedModel) -> list[tuple[Any, str | None]]:
+    """The decoder layers of a model, each with why it runs as it is, or `None`."""
+    unpacked = unpacked_layers(causal_lm)
+    apart = {*unpacked.with_state, *unpacked.attention}
+    layers = layers_of(architecture.text_model(causal_lm))
+    return [(layer, _refused.get(type(layer)) or _why_as_it_is(layer, apart)) for layer in layers]
+
+
+def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
+    if not isinstance(layer, model_compat.CheckpointingLayer):
+        return f"{type(layer).__name__} is no layer that transformers checkpoints"
+    is_sharded = torch_compat.is_fsdp2(layer)  # its weights are whole while it runs
+    for module in torch_compat.modules_of(layer):
+        if module in apart:
+            return f"{type(module).__name__} runs on rows of its own"
+        if module is not layer and any(getattr(module, hooks) for hooks in torch_compat.HOOKS):
+            return f"a hook on {type(module).__name__} runs inside of {type(layer).__name__}"
+        if "forward" in vars(module):  # as Accelerate's for weights that wait on another device
+            return f"{type(module).__name__} has a forward of its own"
+    for weight in torch_compat.parameters_of(layer):
+        if hasattr(weight, "ds_id") or not (is_sharded or type(weight) is nn.Parameter):
+            return f"the weights of {type(layer).__name__} are gathered, or computed, when they are read"
+    return None
+
+
+@contextmanager
+def compiled_layers(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Generator[None, None, None]:
+    """
+    While it lasts, the decoder layers of a model run compiled on the packed row that `call` watches.
+
+    Args:
+        causal_lm (`PreTrainedModel`): in no wrapper.
+        call ([`WatchedCall`], *optional*): of the row.
+    """
+    is_seen = torch_compat.operations_are_seen() or torch.is_inference_mode_enabled()
+    if not _is_on.get() or is_seen or call is None or not call.packed:
+        yield
+        return
+    config, placed = causal_lm.config.get_text_config(), list[tuple[Any, bool]]()
+    layers = [(index, layer) for index, (layer, reason) in enumerate(_layers(causal_lm)) if reason is None]
+    is_checkpointed = any(layer.gradient_checkpointing and layer.training for _, layer in layers)
+    budget = CHECKPOINTED_BUDGET if is_checkpointed else 1.0
+    try:
+        for index, layer in layers:
+            if type(layer) not in _refused:
+                placed.append((layer, layer.gradient_checkpointing))
+                layer.__dict__["forward"] = _CompiledLayer(
+                    layer, SimpleNamespace(config=config, layer_idx=index), call, budget
+                )
+                layer.gradient_checkpointing = False
+        with torch_compat.compiled_with(budget):
+            yield
+    finally:
+        for layer, is_checkpointed in placed:
+            layer.__dict__.pop("forward", None)
+            layer.gradient_checkpointing = is_checkpointed
+
+
+class _CompiledLayer:
+    """
+    The forward of a layer on one packed row.
+
+    Args:
+        layer (`nn.Module`): the layer.
+        place (`Any`): with the text model's `config` and the layer's `layer_idx`.
+        call ([`WatchedCall`]): of the row.
+        budget (`float`): see [`_Kind`].
+    """
+
+    def __init__(self, layer: Any, place: Any, call: WatchedCall, budget: float):
+        self.layer, self.place, self.call = layer, place, call
+        self.kind, self.is_checkpointed = _Kind(type(layer), budget), budget < 1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cls = self.kind.cls
+        if cls not in _refused:
+            try:
+                return _compiled_for(self.kind)(self.layer, *args, **self._packed(kwargs))
+            except torch_compat.compiler_errors() as error:
+                reason = " ".join(str(error).split("\n")[:2])
+                _refused[cls] = f"torch cannot compile {cls.__name__}: {reason}"
+                logger.warning_once(f"Decoder layers run as they are, because {_refused[cls]}.")
+        forward = partial(_without_checkpointing, self.layer, **kwargs)
+        if self.is_checkpointed and torch.is_grad_enabled():
+            return model_compat.checkpoint_function(self.layer)(forward, *args)
+        return forward(*args)
+
+    def _packed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments that are tensors and numbers, with the window of the layer's mask."""
+        kwargs = {name: value for name, value in kwargs.items() if name != "watched"}
+        window = self.call.window(self.place, None)
+        if isinstance(window, Chunk):
+            memo, key = self.call.memo, ("compiled", window)
+            if key not in memo:  # the same in every layer
+                memo[key] = chunked(kwargs, window.tokens)
+            kwargs, window = {**kwargs, **memo[key]}, None
+        return {**kwargs, "packed_window": window}
+
+
+def _without_checkpointing(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The layer as it is, also when it is computed again."""
+    with temporary_attr(layer, "gradient_checkpointing", False):
+        return type(layer).forward(layer, *args, **kwargs)
+
+
+def _compiled_for(kind: _Kind) -> Callable:
+    if kind not in _compiled:
+
+        def compiled(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            return type(layer).forward(layer, *args, **kwargs)
+
+        # With a code object of its own: what torch compiles is kept by code
+        code = compiled.__code__.replace(co_name=f"fused_{kind.cls.__name__}_{len(_compiled)}")
+        function = FunctionType(code, compiled.__globals__, code.co_name, None, compiled.__closure__)
+        _compiled[kind] = torch.compile(function, dynamic=True, fullgraph=True, backend=torch_compat.inductor)
+    return _compiled[kind]
