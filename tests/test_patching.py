@@ -15,9 +15,9 @@ from trl import GRPOTrainer as Stock
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, patch
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.defaults import patched_options, read_options, write_options
+from trl_fused_grpo.defaults import patched_options, read_option
 from trl_fused_grpo.parity.tiny import tiny_model, tokenizer
-from trl_fused_grpo.patching import patch_from_environment, unpatched
+from trl_fused_grpo.patching import unpatched
 
 from .tiny_training import make_trainer, reward_length
 
@@ -211,39 +211,30 @@ def test_patches_rest_where_stock_is_needed():
 
 
 @pytest.mark.parametrize(
-    ("text", "options"),
+    ("name", "text", "value"),
     [
-        *((text, None) for text in ("", " ", "0", "false", "Off")),
-        *((text, {}) for text in ("1", "true", "ON")),
-        ("fused_layout=packed, fused_compile=true", {"fused_layout": "packed", "fused_compile": True}),
-        ("fused_memory=0.5,fused_max_tokens_per_forward=0", {"fused_memory": 0.5, "fused_max_tokens_per_forward": 0}),
-        ("fused_balance=none,fused_lora=no,", {"fused_balance": None, "fused_lora": False}),
+        ("fused_layout", "packed", "packed"),
+        *(("fused_compile", text, True) for text in ("true", "Yes", "1")),
+        *(("fused_lora", text, False) for text in ("false", "no", "0")),
+        ("fused_memory", "0.5", 0.5),
+        ("fused_max_tokens_per_forward", "0", 0),
+        ("fused_balance", "none", None),
     ],
 )
-def test_the_variable_patches_with_its_options(monkeypatch, text, options):
-    monkeypatch.setenv("TRL_FUSED_GRPO", text)
-    handle = patch_from_environment()
-    assert patched_options() == (None if options is None else FusedOptions(**options))
-    assert (handle is None) == (options is None)
-    if options:
-        assert read_options(write_options(options)) == options
-    if handle:
-        handle.undo()
+def test_an_option_is_read_from_text(name, text, value):
+    assert read_option(name, text) == value and type(read_option(name, text)) is type(value)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "text", "message"),
     [
-        ("2", "TRL_FUSED_GRPO='2': '2' is not of the form option=value"),
-        ("fused_layot=packed", "there is no option 'fused_layot'"),
-        ("fused_layout=dense", "fused_layout must be"),
-        ("fused_compile=maybe", "fused_compile must be true or false, not 'maybe'"),
-        ("fused_memory=half", "fused_memory must be a number, not 'half'"),
-        ("fused_max_tokens_per_forward=1.5", "fused_max_tokens_per_forward must be a whole number, not '1.5'"),
+        ("fused_layot", "packed", "there is no option 'fused_layot'"),
+        ("fused_layout", "dense", "fused_layout must be"),
+        ("fused_compile", "maybe", "fused_compile must be true or false, not 'maybe'"),
+        ("fused_memory", "half", "fused_memory must be a number, not 'half'"),
+        ("fused_max_tokens_per_forward", "1.5", "fused_max_tokens_per_forward must be a whole number, not '1.5'"),
     ],
 )
-def test_a_variable_that_says_something_else_is_refused(monkeypatch, text, message):
-    monkeypatch.setenv("TRL_FUSED_GRPO", text)
+def test_text_that_is_no_option_is_refused(name, text, message):
     with pytest.raises(ValueError, match=message):
-        patch_from_environment()
-    assert patched_options() is None
+        read_option(name, text)

@@ -11,11 +11,8 @@ from .ops.linear_logps import FusedStats as FusedStats
 from .ops.linear_logps import fused_linear_logps as fused_linear_logps
 from .ops.lm_head import LMHead as LMHead
 from .patching import patch as patch
-from .patching import patch_from_environment as _patch_from_environment
 from .rloo import FusedRLOOTrainer as FusedRLOOTrainer
 from .trainer import FusedGRPOTrainer as FusedGRPOTrainer
 
 
 __version__ = "0.1.0"
-
-_patch_from_environment()  # last: what it patches is complete

@@ -1,6 +1,6 @@
 """
-The options of trainers whose arguments do not say them: those of the patches in force (`patching.py`), and how options
-are read from text, as the variable `TRL_FUSED_GRPO` and command lines give them.
+The options of trainers whose arguments do not say them: those of the patches in force (`patching.py`), and how an
+option is read from text, as command lines give it.
 """
 
 from collections.abc import Callable, Mapping
@@ -81,24 +81,3 @@ def read_option(name: str, text: str) -> Any:
     except (KeyError, ValueError):
         raise ValueError(f"{name} must be {expected}, not {text!r}.") from None
     return checked_options({name: value})[name]
-
-
-def read_options(text: str) -> dict[str, Any]:
-    """
-    Options of a text such as `"fused_layout=packed,fused_compile=true"`.
-
-    Raises:
-        `ValueError`: when a part of it is no option; the message names it.
-    """
-    options = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals:
-            raise ValueError(f"{part!r} is not of the form option=value.")
-        options[name] = read_option(name, value)
-    return options
-
-
-def write_options(options: Mapping[str, Any]) -> str:
-    """The text of which [`read_options`] makes these options; `"1"` where there are none."""
-    return ",".join(f"{name}={value}" for name, value in options.items()) or "1"

@@ -6,7 +6,6 @@ imported from TRL before a patch, and says where `use_liger_loss` is not heeded.
 """
 
 import inspect
-import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,15 +17,12 @@ from transformers.utils import logging
 from typing_extensions import Self
 
 from ._compat.trainers import CONFIGS, trl_class
-from .defaults import PATCHES, checked_options, fused_loss_of, read_options
+from .defaults import PATCHES, checked_options, fused_loss_of
 from .rloo import FusedRLOOTrainer
 from .trainer import FusedGRPOTrainer, FusedTrainerMixin
 
 
 logger = logging.get_logger(__name__)
-
-# What switches the patch on in processes that nobody can edit; `startup/` reads it too
-VARIABLE = "TRL_FUSED_GRPO"
 
 # TRL's trainers, each with the fused one
 _FUSED: dict[Any, type] = {trl_class(cls): cls for cls in (FusedGRPOTrainer, FusedRLOOTrainer)}
@@ -109,23 +105,6 @@ def unpatched() -> Generator[None, None, None]:
         PATCHES[:] = kept
         if kept:
             _rename(is_patched=True)
-
-
-def patch_from_environment() -> Patch | None:
-    """
-    Patch as the variable `TRL_FUSED_GRPO` says: `1`, or options such as `fused_layout=packed,fused_compile=true`.
-    `None` where it is empty, `0` or not set.
-
-    Raises:
-        `ValueError`: when it says something else; the message says what.
-    """
-    text = os.environ.get(VARIABLE, "").strip()
-    if text.lower() in ("", "0", "false", "no", "off"):
-        return None
-    try:
-        return patch(**({} if text.lower() in ("1", "true", "yes", "on") else read_options(text)))
-    except ValueError as error:
-        raise ValueError(f"{VARIABLE}={text!r}: {error} Set it to 1, to options or to 0.") from None
 
 
 def _new(stock: Any, cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -38,31 +38,23 @@ def stock(train):
     return told["log"]
 
 
-BUILD = """
-import sys
-from hatchling.build import build_editable, build_wheel
-build_wheel(sys.argv[1])
-build_editable(sys.argv[2])
-"""
+BUILD = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory):
-    """The wheel and the wheel of an editable installation."""
-    folder = tmp_path_factory.mktemp("wheels")
-    for name in ("standard", "editable"):
-        (folder / name).mkdir()
-    run_python("-c", BUILD, folder / "standard", folder / "editable", folder=ROOT)
-    return tuple(next((folder / name).glob("*.whl")) for name in ("standard", "editable"))
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    run_python("-c", BUILD, folder, folder=ROOT)
+    return next(folder.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
-def site_packages(wheels, tmp_path_factory):
+def site_packages(wheel, tmp_path_factory):
     """`site-packages` of an environment that has the wheel, and the libraries of this one."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     there = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    run_python("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", there, wheels[0])
+    run_python("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", there, wheel)
     (there / "libraries.pth").write_text("\n".join(path for path in sys.path if "site-packages" in path))
     return there
 

@@ -15,7 +15,6 @@ def run_python(
     *words: object,
     python: Path | str = sys.executable,
     folder: Path | None = None,
-    variable: str | None = None,
     succeeds: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """
@@ -25,11 +24,9 @@ def run_python(
         words (`object`): of the command line.
         python (`Path` or `str`, *optional*): the interpreter, and with it the environment; this one's by default.
         folder (`Path`, *optional*): the working directory.
-        variable (`str`, *optional*): `TRL_FUSED_GRPO`; it is not set by default.
         succeeds (`bool`, *optional*, defaults to `True`): whether the test fails when the process does.
     """
-    env = {name: value for name, value in os.environ.items() if name not in ("TRL_FUSED_GRPO", "PYTHONPATH")}
-    env |= {"TRL_FUSED_GRPO": variable} if variable is not None else {}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(python), *map(str, words)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -1,7 +1,6 @@
 """An unmodified script trains as stock with the fused loss. In this process; `test_wheel.py` has others."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -41,9 +40,10 @@ def test_patch_and_run_train_as_stock(train, stock, script):
 
 
 TELLING = """
-import json, os, sys, trl
+import json, sys, trl
+from trl_fused_grpo.defaults import patched_options
 if __name__ == "__main__":
-    told = [sys.argv, sys.path[0], trl.GRPOTrainer.__name__, os.environ["TRL_FUSED_GRPO"]]
+    told = [sys.argv, sys.path[0], trl.GRPOTrainer.__name__, patched_options().fused_layout]
     open(sys.argv[1], "w").write(json.dumps(told))
     sys.exit(3)
 """
@@ -52,7 +52,6 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("is_module", [False, True], ids=["script", "module"])
 def test_a_script_runs_as_python_would_run_it(tmp_path, monkeypatch, is_module):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRL_FUSED_GRPO", "0")
     folder = tmp_path / "scripts"
     folder.mkdir()
     (folder / "telling.py").write_text(TELLING)
@@ -60,19 +59,12 @@ def test_a_script_runs_as_python_would_run_it(tmp_path, monkeypatch, is_module):
     arguments = [str(tmp_path / "told.json"), "--fused_layout", "dense", "--", "-m", "--help"]
     before, main_module = [*sys.path], sys.modules["__main__"]
     assert run("--fused_layout", "packed", "--fused-balance", "none", *name, *arguments) == 3
-    argv, path, trainer, variable = json.loads((tmp_path / "told.json").read_text())
+    argv, path, trainer, layout = json.loads((tmp_path / "told.json").read_text())
     assert argv == [str(folder / "telling.py"), *arguments]
     assert path == str(tmp_path if is_module else folder)
-    assert (trainer, variable) == ("FusedGRPOTrainer", "fused_layout=packed,fused_balance=None")
-    assert sys.path == before and sys.modules["__main__"] is main_module and os.environ["TRL_FUSED_GRPO"] == "0"
+    assert (trainer, layout) == ("FusedGRPOTrainer", "packed")
+    assert sys.path == before and sys.modules["__main__"] is main_module
     assert trl.GRPOTrainer is not FusedGRPOTrainer and patched_options() is None
-
-
-def test_processes_of_a_script_get_the_options_of_every_patch_in_force(tmp_path):
-    (tmp_path / "telling.py").write_text(TELLING)
-    with patch(fused_lora=False, fused_layout="aligned"):
-        run("--fused_layout", "packed", tmp_path / "telling.py", tmp_path / "told.json")
-    assert json.loads((tmp_path / "told.json").read_text())[3] == "fused_lora=False,fused_layout=packed"
 
 
 ASKING = """

@@ -4,7 +4,6 @@ TRL alone, and the script logs what stock logs. Stock is the same script in the 
 """
 
 import json
-import zipfile
 
 import pytest
 
@@ -37,32 +36,8 @@ trl.GRPOConfig = functools.partial(trl.GRPOConfig, use_liger_loss=False)
 sys.argv[2] = "own.json"
 runpy.run_path("train.py", run_name="__main__")
 """
-CHILD = """
-import json, multiprocessing, sys
-
-def tell(queue):
-    import trl_fused_grpo  # before TRL: it is not complete when TRL's trainer has been loaded
-    import trl
-    from trl_fused_grpo.defaults import patched_options
-    options = patched_options()
-    queue.put([trl.GRPOTrainer.__name__, options.fused_layout, options.fused_compile])
-
-if __name__ == "__main__":
-    spawn = multiprocessing.get_context("spawn")
-    queue = spawn.Queue()
-    process = spawn.Process(target=tell, args=(queue,))
-    process.start()
-    print(json.dumps(queue.get(timeout=100)))
-    process.join()
-"""
 ROUNDED = TRANSFORMERS.major < 5
 PROCESSES = 2
-
-
-@pytest.mark.any_trl
-def test_both_wheels_have_the_hook(wheels):
-    for wheel in wheels:
-        assert {"trl_fused_grpo.pth", "_trl_fused_grpo_startup.py"} <= {*zipfile.ZipFile(wheel).namelist()}
 
 
 def test_a_script_trains_as_stock_until_it_is_patched_and_after(python, script, stock):
@@ -76,11 +51,9 @@ def test_a_script_trains_as_stock_until_it_is_patched_and_after(python, script, 
         assert_fused_and_equal(patched["log"], log, rounded=ROUNDED)
 
 
-@pytest.mark.parametrize("way", ["run", "variable"])
-def test_an_unmodified_script_trains_as_stock(way, python, cli, script, stock):
-    words, variable = {"run": ([cli, "run", script], None), "variable": ([script], "1")}[way]
-    run_python(*words, script.parent, f"{way}.json", python=python, folder=script.parent, variable=variable)
-    told = told_by(script.parent, f"{way}.json")
+def test_an_unmodified_script_trains_as_stock(python, cli, script, stock):
+    run_python(cli, "run", script, script.parent, "run.json", python=python, folder=script.parent)
+    told = told_by(script.parent, "run.json")
     assert told["class"] == "FusedGRPOTrainer"
     assert_fused_and_equal(told["log"], stock, rounded=ROUNDED)
 
@@ -130,24 +103,3 @@ def test_processes_of_a_launcher_train_as_stock(beside, python, script):
     assert fused["processes"] == own["processes"] == PROCESSES
     assert_own_loss(own["log"])
     assert_fused_and_equal(fused["log"], own["log"])
-
-
-@pytest.mark.any_trl
-def test_processes_that_a_script_starts_have_the_options_of_the_variable(python, tmp_path):
-    child = tmp_path / "child.py"
-    child.write_text(CHILD)
-    run = run_python(child, python=python, variable="fused_layout=aligned,fused_compile=true", folder=tmp_path)
-    assert json.loads(run.stdout.splitlines()[-1]) == ["FusedGRPOTrainer", "aligned", True], run.stderr[-2000:]
-
-
-@pytest.mark.any_trl
-def test_an_error_in_the_hook_is_said_when_trl_is_imported(python, tmp_path):
-    code = (
-        "import trl, trl.trainer.grpo_config; from trl import GRPOTrainer; print('imported'); GRPOTrainer('model', len)"
-    )
-    wrong = {"variable": "fused_layout=dense", "succeeds": False}
-    run = run_python("-c", code, python=python, folder=tmp_path, **wrong)
-    assert run.returncode == 1 and run.stdout == "imported\n"
-    said = 'fused_layout must be "auto", "packed", "aligned" or "padded", not \'dense\''
-    assert "WARNING: TRL_FUSED_GRPO=fused_layout=dense cannot be heeded: " in run.stderr
-    assert run.stderr.count(said) >= 2 and "RuntimeError: " in run.stderr

@@ -14,8 +14,7 @@ import typer
 
 from trl_fused_grpo import FusedGRPOConfig, patch
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.defaults import PATCHES, read_option, write_options
-from trl_fused_grpo.patching import VARIABLE
+from trl_fused_grpo.defaults import read_option
 
 
 def run(context: typer.Context) -> None:
@@ -60,8 +59,7 @@ def command_line() -> ArgumentParser:
 
 def run_patched(script: str, arguments: list[str], options: dict[str, Any], is_module: bool) -> None:
     """
-    Run a script, or a module, as `__main__`, with [`patch`] around it. Processes that it starts are patched through the
-    variable `TRL_FUSED_GRPO`.
+    Run a script, or a module, as `__main__`, with [`patch`] around it. Processes that it starts itself are not patched.
 
     Args:
         script (`str`): path of a script, or a module's name.
@@ -69,23 +67,18 @@ def run_patched(script: str, arguments: list[str], options: dict[str, Any], is_m
         options (`dict`): of [`patch`].
         is_module (`bool`): whether `script` is a module's name.
     """
-    kept = sys.argv, [*sys.path], os.environ.get(VARIABLE)
+    kept = sys.argv, [*sys.path]
     sys.argv = ["-m" if is_module else script, *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if is_module else str(Path(script).resolve().parent)  # as Python does
     try:
         with patch(**options):
-            # With what the variable said before, which is in force here too
-            os.environ[VARIABLE] = write_options({name: one[name] for one in PATCHES for name in one})
             if is_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 _run_file(os.path.abspath(script))
     finally:
-        sys.argv, sys.path[:] = kept[:2]
-        os.environ.pop(VARIABLE, None)
-        if kept[2] is not None:
-            os.environ[VARIABLE] = kept[2]
+        sys.argv, sys.path[:] = kept
 
 
 def _run_file(path: str) -> None:
