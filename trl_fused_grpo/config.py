@@ -199,11 +199,8 @@ class FusedGRPOConfig(GRPOConfig):
             backward, in place of checkpointing. The first step takes up to a minute longer. Needs Triton on CUDA and a
             C++ compiler on the CPU. Layers that cannot be compiled run as they are, which is logged once.
         fused_memory (`float`, *optional*):
-            Fraction of the device's memory that this process may take, for speed: larger shared forwards, and layers
-            that keep for backward what gradient checkpointing would compute again, attention's results first. Layers
-            do so from the third optimizer step on; the first two show what a step takes. By default memory stays at
-            TRL's, and layers keep attention's results in what its padding, and gradients, would take there.
-            Acts on CUDA, with `gradient_checkpointing`.
+            Fraction of the device's memory that this process may take, for larger shared forwards, as soon as the
+            first optimizer step has shown what one takes. By default memory stays at TRL's. Acts on CUDA.
         fused_verify (`int`, *optional*, defaults to `0`):
             Every so many optimizer steps, compute one micro-batch by TRL's own path too, and log how far the fused one
             is from it: log-probs as `fused/verify_logps`, in nats, the gradient in a trained output projection as

@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.modeling.flash_emulation import emulated_backward, emulated_forward, random_tensors
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import checkpointing
-from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
-from trl_fused_grpo.modeling.fused_forward import run_backbone
-from trl_fused_grpo.modeling.kept_activations import KeptActivations, LastLayers, MeasuredActivations, recalled
+from trl_fused_grpo.modeling.kept_activations import KeptActivations, LastLayers, recalled
 from trl_fused_grpo.modeling.varlen_attention import cu_seqlens_arguments, varlen_attention
-from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
 
 class Costly(torch.autograd.Function):
@@ -43,15 +39,13 @@ def test_kept_results_are_computed_once(attention):
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(squares(x).sum(), x)
     Costly.computed = 0
-    kept = KeptActivations(attention_bytes=2 * x.nbytes) if attention else MeasuredActivations()
+    kept = KeptActivations(attention_bytes=2 * x.nbytes if attention else 0)
     output = checkpointing._checkpoint(kept, squares, x)
     (first,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
     assert Costly.computed == (2 if attention else 4)
     (second,) = torch.autograd.grad(output.sum(), x)  # what was kept is given up
     assert torch.equal(first, expected) and torch.equal(second, expected)
     assert kept.attention_bytes == 0
-    if isinstance(kept, MeasuredActivations):
-        assert kept.of_layers == [(3 * x.nbytes, 2 * x.nbytes)]
 
 
 def test_of_two_costly_results_one_is_kept_where_memory_is_for_one():
@@ -85,7 +79,7 @@ def test_attention_is_kept_in_the_memory_of_padding(tokens, is_only_run, kept_by
             calls.append(1)
             return (torch.zeros(3),)
 
-        assert kept.next_is_checkpointed(hidden)
+        kept.begin_layer(hidden)
         results = kept.costly_results()
         if results is None:
             continue
@@ -105,11 +99,12 @@ def test_the_last_layers_keep_what_gradients_will_take():
         kept.begin_run(True)
         taken = []
         for layer in range(6):
-            kept.next_is_checkpointed(hidden)
+            kept.begin_layer(hidden)
             taken += [layer for _ in range(2) if kept.takes_attention(12)]
         assert taken == [1, 2, 3, 4, 5]
     kept.begin_run(False)
-    assert kept.next_is_checkpointed(hidden) and not kept.takes_attention(12)
+    kept.begin_layer(hidden)
+    assert not kept.takes_attention(12)
 
 
 def test_attention_that_is_kept_has_the_same_gradients(monkeypatch):
@@ -137,78 +132,10 @@ def test_attention_that_is_kept_has_the_same_gradients(monkeypatch):
     assert all(relative_error(mine, other) == 0 for mine, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("checkpointed", [None, 2, 1, 0])
-def test_the_last_layers_are_computed_once(checkpointed):
-    torch.manual_seed(0)
-    config = model_config("llama")
-    config.num_hidden_layers = 3
-    model = AutoModelForCausalLM.from_config(config).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids = torch.randint(3, VOCAB_SIZE, (2, 7))
-    calls = []
-    for index, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
-
-    def gradients(kept):
-        calls.clear()
-        model.zero_grad()
-        with lean_checkpoints(model, kept):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    expected = gradients(None)
-    kept = KeptActivations(checkpointed=checkpointed)
-    found = gradients(kept)
-    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
-    twice = 3 if checkpointed is None else checkpointed
-    assert [calls.count(index) for index in range(3)] == [2] * twice + [1] * (3 - twice)
-    assert kept.layer == 3
-
-
-def test_what_a_layer_keeps_is_measured_without_its_input_and_weights():
-    weight = torch.nn.Parameter(torch.randn(8, 8))
-    x = torch.randn(5, 8, requires_grad=True)
-    kept = MeasuredActivations([weight], lambda: 7)
-    checkpointing._checkpoint(
-        kept, lambda x: (torch.nn.functional.linear(x, weight).sigmoid() @ weight).exp(), x
-    ).sum().backward()
-    assert kept.of_layers == [(2 * x.nbytes, 0)]  # what the sigmoid and the exponential returned
-    assert kept.peak == 7
-
-
-def test_each_run_of_a_forward_keeps_its_last_layers():
-    """Rows that are aligned in several widths, or padded by micro-batch, run through the model group by group."""
-    model = AutoModelForCausalLM.from_config(model_config("llama")).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    layers = len(model.model.layers)
-    calls = []
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append("first"))
-    model.model.layers[-1].mlp.register_forward_pre_hook(lambda *_: calls.append("last"))
-
-    def keep(kept, runs):
-        calls.clear()
-        with lean_checkpoints(model, kept):
-            losses = [
-                run_backbone(model, {"input_ids": torch.full((1, tokens), 5)}).last_hidden_state.sum()
-                for tokens in runs
-            ]
-        sum(losses).backward()
-        return kept
-
-    keep(KeptActivations(checkpointed=layers - 1), runs=[4, 6])
-    assert (calls.count("first"), calls.count("last")) == (4, 2)
-    weights = list(model.parameters())
-    one, other, both = (keep(MeasuredActivations(weights), runs) for runs in ([4], [6], [4, 6]))
-    assert len(both.of_layers) == layers
-    for first, second, found in zip(one.of_layers, other.of_layers, both.of_layers, strict=True):
-        assert found.everything == pytest.approx(first.everything + second.everything, rel=0.1)
-
-
 def test_the_memory_of_padding_is_there_once_however_often_a_forward_is_tried():
     kept = KeptActivations(padded_tokens=12)
     for _ in range(2):  # the first layout may have been refused when its layers had run
         kept.begin_run(True)
         for _ in range(3):
-            kept.next_is_checkpointed(torch.zeros(1, 10, 1))
+            kept.begin_layer(torch.zeros(1, 10, 1))
         assert kept.attention_bytes == 3 * 2 * 4

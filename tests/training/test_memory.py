@@ -1,11 +1,8 @@
 """`fused_memory`: what a training takes of the device's memory for speed, and that it trains the same."""
 
-import sys
-
 import pytest
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP
 from trl import GRPOTrainer
 
 from tests.modeling.flash_emulation import emulated_backward, emulated_forward
@@ -14,7 +11,6 @@ from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import fused_forward
-from trl_fused_grpo.modeling.kept_activations import KeptActivations, LayerBytes, MeasuredActivations
 from trl_fused_grpo.training import engine, memory
 from trl_fused_grpo.training.memory import DeviceMemory, MemoryBudget
 
@@ -39,83 +35,50 @@ class Memory(DeviceMemory):
 WEIGHT = nn.Parameter(torch.zeros(25))  # 100 bytes, and so its gradient
 
 
-def learn(budget, step, tokens=10, everything=40, attention=10, at_start=400):
-    """Let a budget see a forward through 4 layers, and what was allocated when its backward began."""
-    plan = budget.plan(step, tokens, [WEIGHT])
-    assert isinstance(plan, MeasuredActivations)
-    plan.found = {(1, layer): LayerBytes(everything, attention) for layer in (4, 3, 2, 1)}
-    plan.peak = at_start
-    budget.learn()
-
-
-def learned(fraction, **of_forward):
+def learned(fraction, tokens=10):
     """A budget that has seen two steps."""
     budget = MemoryBudget((fraction + 1e-6) / memory.USABLE, Memory())  # the limit is a whole number
-    learn(budget, 0, **of_forward)
-    learn(budget, 1, **of_forward)
+    for step in range(2):
+        budget.begin(step, tokens, [WEIGHT])
+        budget.learn()
     return budget
 
 
-@pytest.mark.parametrize(
-    ("fraction", "at_start", "attention_bytes", "checkpointed"),
-    [
-        (0.5, 500, 0, None),
-        (0.5, 470, 30, None),  # attention of three layers
-        (0.5, 450, 40, None),  # 50 bytes are free: attention, and 10 that are less than the other 30 of a layer
-        (0.5, 400, 40, 2),  # 100: attention, and two whole layers
-        (0.9, 400, 40, 0),
-    ],
-)
-def test_attention_is_kept_first_and_whole_layers_as_many_as_fit(fraction, at_start, attention_bytes, checkpointed):
-    plan = learned(fraction, at_start=at_start).plan(2, 10, [WEIGHT])
-    assert (plan.attention_bytes, plan.checkpointed) == (attention_bytes, checkpointed)
+def test_a_forward_gets_the_tokens_that_fit():
+    """300 bytes were taken by 10 tokens."""
+    assert learned(0.9).most_tokens([WEIGHT]) == 23  # in 700 bytes
+    assert learned(0.55).most_tokens([WEIGHT]) == 11
+    assert MemoryBudget(0.9, Memory()).most_tokens([WEIGHT]) == 0
 
 
-def test_layers_that_are_not_alike_count_by_what_each_keeps():
-    """As in hybrid models: two heavy layers with attention, a light one, and one without attention at the end."""
-    budget = MemoryBudget(0.5 + 1e-6, Memory(peak=300))
-    for step in range(2):
-        plan = budget.plan(step, 10, [WEIGHT])
-        heavy, light, last = LayerBytes(90, 10), LayerBytes(20, 10), LayerBytes(20, 0)
-        plan.found, plan.peak = {(1, 4): last, (1, 3): light, (1, 2): heavy, (1, 1): heavy}, 400
-        budget.learn()
-    plan = budget.plan(2, 10, [WEIGHT])  # 475 bytes: 75 are left when backward begins
-    assert (plan.attention_bytes, plan.checkpointed) == (30, 2)  # 30 for attention, 20 and 10 for the last two layers
-
-
-def test_gradients_that_exist_before_a_forward_are_no_need_of_it():
-    budget = MemoryBudget(0.6 / memory.USABLE, Memory(allocated=300))
+def test_gradients_that_exist_before_a_forward_are_part_of_what_it_takes():
+    budget = MemoryBudget((0.9 + 1e-6) / memory.USABLE, Memory(allocated=300))
     WEIGHT.grad = torch.zeros(25)
     try:
-        learn(budget, 1, at_start=310)  # it takes 200 more, whatever was seen before the gradients of others came
-        plan = budget.plan(2, 10, [WEIGHT])
-        assert (plan.attention_bytes, plan.checkpointed) == (40, 2)
+        budget.begin(1, 10, [WEIGHT])
+        budget.learn()
+        assert budget.most_tokens([WEIGHT]) == 23
     finally:
         WEIGHT.grad = None
-    budget.memory.numbers = 1000, 200, 500
-    assert budget.plan(2, 10, [WEIGHT]).checkpointed == 0  # 100 bytes more, until backward ends
 
 
 def test_a_forward_of_many_more_tokens_shows_anew_what_it_takes():
     budget = learned(0.9)
-    assert budget.plan(2, 11, [WEIGHT]).checkpointed == 0
     budget.memory.numbers = 1000, 200, 850
-    learn(budget, 2, tokens=20, everything=80, attention=20, at_start=700)
-    assert budget.plan(2, 20, [WEIGHT]).checkpointed == 2  # 200 are free: attention takes 80, a whole layer 60
-    assert budget.plan(2, 10, [WEIGHT]).checkpointed == 0
+    budget.begin(2, 11, [WEIGHT])  # not many more
+    budget.learn()
+    assert budget.most_tokens([WEIGHT]) == 23
+    budget.begin(2, 20, [WEIGHT])
+    budget.learn()
+    assert budget.most_tokens([WEIGHT]) == 21  # 650 bytes were taken by 20
 
 
 def test_the_forward_that_took_most_counts():
-    budget = learned(0.5)
+    budget = learned(0.9)
     budget.memory.numbers = 1000, 200, 300  # somebody let torch count the peak anew
-    learn(budget, 1, at_start=250)
-    assert budget.plan(2, 10, [WEIGHT]).checkpointed == 2
-
-
-def test_a_forward_gets_the_tokens_with_which_layers_keep_everything():
-    assert learned(0.9).most_tokens([WEIGHT]) == 19  # 700 bytes, where 10 tokens take 200 and four layers of 40
-    assert learned(0.55).most_tokens([WEIGHT]) < 10
-    assert MemoryBudget(0.9, Memory()).most_tokens([WEIGHT]) == 0
+    budget.begin(1, 10, [WEIGHT])
+    budget.learn()
+    assert budget.most_tokens([WEIGHT]) == 23
 
 
 @pytest.mark.parametrize("layout", ["packed", "aligned", "padded"])
@@ -125,9 +88,8 @@ def test_tokens_are_counted_as_the_model_runs_them(tmp_path, monkeypatch, layout
     seen, counted = [], []
 
     class Counting(MemoryBudget):
-        def plan_forward(self, trainer, model, tokens):
+        def begin(self, step, tokens, parameters):
             counted.append(tokens)
-            return KeptActivations()
 
     options = {"gradient_accumulation_steps": 3, "max_steps": 1, "fused_layout": layout, "fused_memory": 0.5}
     monkeypatch.setattr(engine, "memory_budget", lambda trainer, fraction: Counting(fraction, Memory(total=2**40)))
@@ -147,8 +109,7 @@ def test_tokens_are_counted_as_the_model_runs_them(tmp_path, monkeypatch, layout
 
 
 def test_a_budget_below_what_is_taken_anyway_is_told(caplog):
-    plan = learned(0.4).plan(2, 10, [WEIGHT])
-    assert plan.attention_bytes == 0 and plan.checkpointed is None
+    assert learned(0.4).most_tokens([WEIGHT]) == 6
     assert "fused_memory has no effect" in caplog.text
 
 
@@ -165,35 +126,35 @@ def test_a_cpu_has_no_budget(tmp_path, caplog):
     assert trainer._fused.engine.memory is None
 
 
-def test_weights_and_logs_are_those_without_it(tmp_path, monkeypatch):
-    calls = []
+def test_forwards_grow_into_it_and_train_the_same(tmp_path, monkeypatch):
+    rows, original = [], engine.compute_logps
+
+    def compute_logps(request, options, call, images):
+        if torch.is_grad_enabled():
+            rows.append(len(call.input_ids))
+        return original(request, options, call, images)
 
     def trained(**options):
-        options = {"optim": "sgd", "learning_rate": 0.1, "gradient_checkpointing": True, "max_steps": 3, **options}
-        trainer = make_trainer(tmp_path, **options)
-        sys.setprofile(counted)  # a forward that is replaced would keep the padding
-        try:
-            trainer.train()
-        finally:
-            sys.setprofile(None)
-        logs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        counts.append(len(calls))
-        calls.clear()
-        return logs, [parameter.detach() for parameter in trainer.model.parameters()]
+        options = {"gradient_accumulation_steps": 4, "optim": "sgd", "learning_rate": 0.1, "max_steps": 3, **options}
+        trainer = make_trainer(tmp_path, per_device_train_batch_size=2, num_generations=2, **options)
+        rows.clear()
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], list(
+            trainer.model.parameters()
+        )
 
     def plenty(trainer, fraction):
         return None if fraction is None else MemoryBudget(fraction, Memory(total=2**40, allocated=0, peak=2**20))
 
-    def counted(frame, event, _):
-        if event == "call" and frame.f_code is LlamaMLP.forward.__code__:
-            calls.append(1)
-
-    counts = []
+    monkeypatch.setattr(engine, "compute_logps", compute_logps)
     monkeypatch.setattr(engine, "memory_budget", plenty)
-    expected, found = trained(), trained(fused_memory=0.9)
-    assert found[0] == expected[0]
-    assert all(torch.equal(mine, other) for mine, other in zip(found[1], expected[1], strict=True))
-    assert counts[1] < counts[0]
+    monkeypatch.setattr(memory, "gradient_memory", lambda *_: memory.GradientMemory())
+    expected, before = trained(), [*rows]
+    found = trained(fused_memory=0.9)
+    assert before == [2] * 12 and rows == [*[2] * 4, 8, 8]  # from the second step on
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    for mine, other in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_shared_forward_that_finds_no_memory_is_split_and_nothing_is_lost(tmp_path, monkeypatch, caplog):
@@ -276,7 +237,7 @@ def test_a_training_on_a_gpu_is_the_same_within_its_budget(tmp_path):
         budget = trainer._fused.engine.memory
         assert (budget is None) == ("fused_memory" not in options)
         if budget is not None:
-            assert budget.plan(4, 10, trainer.model.parameters()).checkpointed == 0
+            assert budget.most_tokens(trainer.model.parameters()) > 1000
         return [parameter.detach() for parameter in trainer.model.parameters()]
 
     expected, found = trained(), trained(fused_memory=0.5)

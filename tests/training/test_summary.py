@@ -86,14 +86,14 @@ def test_the_reasons_are_those_of_the_predicates(tmp_path):
     trainer._fused.ladder.look()
     lines = lines_of(trainer)
     assert lines["forwards"].reason == why_forwards_are_not_shared(trainer, "packed")
-    assert lines["memory for speed"].reason == why_no_memory_budget(trainer)
+    assert lines["memory"].reason == why_no_memory_budget(trainer)
 
 
 def test_adapters_and_vllms_ratio_have_a_line(tmp_path):
     trainer = make_trainer(tmp_path, peft_config=lora())
     use_sampler(trainer)
     lines = lines_of(trainer)
-    assert lines["LoRA"].value == "2 of 2 layers within the product of their base"
+    assert lines["LoRA"].value == "within the products of the layers that carry it"
     assert lines["backward of the head"].value == "2 matmuls, frozen head"
     assert "from the training forward" in lines["old log-probs"].value
 

@@ -79,8 +79,8 @@ def checkpoint(function: Callable, *args: Any) -> Any:
 def _checkpoint(kept: KeptActivations | None, function: Callable, *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args)
-    if kept is not None and not kept.next_is_checkpointed(*args):
-        return function(*args)
+    if kept is not None:
+        kept.begin_layer(*args)
     frame = _CheckpointFrame(function, args, kept)
     before = frame.random_states()
     with saved_tensors_hooks(frame.pack, frame.unpack), frame.costly.of_call() if frame.costly else nullcontext():
@@ -101,9 +101,8 @@ class _CheckpointFrame:
     """
 
     def __init__(self, function: Callable, args: tuple[Any, ...], kept: KeptActivations | None):
-        self.function, self.args, self.kept = function, args, kept
+        self.function, self.args = function, args
         self.costly = None if kept is None else kept.costly_results()
-        self.place = (0, 0) if kept is None else (kept.run, kept.layer)
         # Of layers that are called with keywords alone nothing is known, and torch takes the accelerator's too
         unknown = "cuda" if torch.cuda.is_available() else "cpu"
         self.device_type = next((a.device.type for a in args if isinstance(a, Tensor)), unknown)
@@ -157,8 +156,6 @@ class _CheckpointFrame:
             with suppress(_StopRecomputation):
                 self.function(*self.args)
         found = [tensor for tensor in tensors if tensor is not None]
-        if self.kept is not None and self.costly is not None:
-            self.kept.after_recomputation(self.place, found, self.args, self.costly.bytes)
         if [tensor.numel() for tensor in found] != self.sizes:
             raise CheckpointError(
                 "the recomputation of a checkpointed layer saved other tensors than its forward: set "

@@ -30,7 +30,6 @@ from .as_read import StandIn
 from .attention_places import InFile
 from .compiled_parts import CompiledInFile, Forward, find_parts
 from .layer_memo import LayerMemo
-from .module_functions import is_norm
 from .shared_casts import ProjectionForward
 
 
@@ -94,24 +93,6 @@ def why_no_kernels(model: nn.Module, device: torch.device) -> str | None:
     return parts.refusal
 
 
-def why_without_kernel(model: nn.Module) -> dict[str, list[str | None]]:
-    """
-    Of a model's norms, MLPs and rotary embeddings, why each runs as it is and not in a kernel, or `None`.
-
-    Args:
-        model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
-    """
-    parts = compiled_parts(model_compat.without_adapter(torch_compat.without_compiler(model)))
-    reasons: dict[nn.Module | InFile, str | None] = {**parts.without_kernel}
-    reasons |= {forward.module: forward.change() for forward in parts.forwards if not _is_projection(forward)}
-    reasons |= {function.place: function.change() for function in parts.functions}
-    found: dict[str, list[str | None]] = {"norms": [], "MLPs": [], "rotary embeddings": []}
-    for part, reason in reasons.items():
-        kind = "rotary embeddings" if isinstance(part, InFile) else "norms" if is_norm(part) else "MLPs"
-        found[kind].append(reason)
-    return found
-
-
 def _why_layers_are_left(causal_lm: PreTrainedModel) -> str | None:
     for module in causal_lm.modules():
         if torch_compat.is_compiled(module):
@@ -129,14 +110,12 @@ class CompiledParts(NamedTuple):
         forwards (`list`): the forwards of norms and MLPs.
         functions (`list`): functions of its modeling files.
         checkpointed (`list`): the modules of the text model that can checkpoint, each with the forwards in it.
-        without_kernel (`dict`): of its parts, those that have no kernel, each with the reason.
         refusal (`str`, *optional*): why nothing is compiled.
     """
 
     forwards: list[Forward]
     functions: list[CompiledInFile]
     checkpointed: list[tuple[nn.Module, list[Forward]]]
-    without_kernel: dict[nn.Module | InFile, str]
     refusal: str | None
 
 
@@ -145,14 +124,14 @@ def compiled_parts(causal_lm: PreTrainedModel) -> CompiledParts:
     """What is compiled of a model, as far as it is known here."""
     refusal = _why_layers_are_left(causal_lm)
     if refusal is not None:
-        return CompiledParts([], [], [], {}, refusal)
+        return CompiledParts([], [], [], refusal)
     text_model = architecture.text_model(causal_lm)
-    found, functions, without_kernel = find_parts(text_model)
+    found, functions = find_parts(text_model)
     forwards = [*found.values()]
     checkpointed = [module for module in text_model.modules() if hasattr(module, "gradient_checkpointing")]
     inside = [(layer, [found[m] for m in layer.modules() if m in found]) for layer in checkpointed]
     refusal = None if found or functions else "its norms, MLPs and rotary embeddings are not known"
-    return CompiledParts(forwards, functions, inside, without_kernel, refusal)
+    return CompiledParts(forwards, functions, inside, refusal)
 
 
 # Which running forwards need a function in its file: layers on several devices are computed again in several threads

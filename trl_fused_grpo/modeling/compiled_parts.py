@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -163,38 +164,28 @@ class FoundParts(NamedTuple):
     Args:
         forwards (`dict`): of norms, MLPs and projections.
         functions (`list`): for rotary embeddings.
-        without_kernel (`dict`): the norms, the MLPs and the places of functions that have no kernel, with the reason.
     """
 
     forwards: dict[nn.Module, Forward]
     functions: list[CompiledInFile]
-    without_kernel: dict[nn.Module | InFile, str]
 
 
 def find_parts(text_model: nn.Module) -> FoundParts:
     """The norms, MLPs, projections and rotary embeddings of a text model."""
     callers = {part: module for module in text_model.modules() for part in module.children()}
-    found = FoundParts({}, [], {})
+    found = FoundParts({}, [])
     for module in _candidates(text_model):
-        name = type(module).__name__
-        forward, reason = _forward_of(module)
-        if is_norm(module) and not _is_of_the_library(callers[module]):
-            # A kernel keeps the norm's input for backward, and who calls it may change that in place
-            forward, reason = None, f"{type(callers[module]).__name__}, which calls {name}, is not transformers'"
-        if forward is None:
-            found.without_kernel[module] = reason
-        else:
+        # A kernel keeps the norm's input for backward, and who calls it may change that in place
+        may_have_kernel = not is_norm(module) or _is_of_the_library(callers[module])
+        forward = _forward_of(module) if may_have_kernel else None
+        if forward is not None:
             found.forwards[module] = forward
     # Last: a forward that has a whole MLP in it asks whether its projections are as they were
     for layer in layers_of(text_model):
         found.forwards.update({forward.module: forward for forward in projections_in(layer)})
     for place in _rotary_places(text_model):
-        is_known = model_compat.is_plain_library_function(place.read())
-        function = compiled_in_file(place) if is_known else None
-        if function is None:
-            reason = "computes something else" if is_known else "is not transformers'"
-            found.without_kernel[place] = f"`{place.name}` of {place.file.__name__} {reason}"
-        else:
+        function = compiled_in_file(place) if model_compat.is_plain_library_function(place.read()) else None
+        if function is not None:
             found.functions.append(function)
     return found
 
@@ -205,18 +196,15 @@ def _is_of_the_library(caller: nn.Module) -> bool:
     return (own is None or is_override(own)) and model_compat.is_plain_library_function(forward)
 
 
-def _forward_of(module: nn.Module) -> tuple[Forward | None, str]:
-    """The forward in a kernel that a module may have: of its whole, or of an MLP's activation. Else the reason."""
-    reason = f"{type(module).__name__} computes something else"
-    try:
+def _forward_of(module: nn.Module) -> Forward | None:
+    """The forward in a kernel that a module may have: of its whole, or of an MLP's activation."""
+    with suppress(NotAFunctionError):
         blueprint = read_blueprint(module)
         norm = _norm_function(blueprint)
         if norm is not None:
-            return CompiledForward(module, blueprint, norm), ""
-    except NotAFunctionError as error:
-        reason = str(error)
+            return CompiledForward(module, blueprint, norm)
     parts = _parts_of_mlp(module)
-    return None if parts is None else _by_parts(module, parts), reason
+    return None if parts is None else _by_parts(module, parts)
 
 
 def _parts_of_mlp(module: nn.Module) -> MLPParts | None:

@@ -1,28 +1,15 @@
 """
-What checkpointed layers keep for backward beside their inputs, where memory allows it: what attention computed, and of
-the last layers everything. Backward takes it from there instead of computing it again.
+What checkpointed layers keep for backward beside their inputs, where memory allows it: what attention computed.
+Backward takes it from there instead of computing it again.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import Tensor
-
-
-class LayerBytes(NamedTuple):
-    """
-    Bytes that one layer keeps for backward without checkpointing, beside its inputs and weights.
-
-    Args:
-        everything (`int`): in all.
-        attention (`int`): of these what attention computed.
-    """
-
-    everything: int
-    attention: int
 
 
 class LastLayers(NamedTuple):
@@ -48,9 +35,6 @@ class KeptActivations:
         padded_tokens (`int`, *optional*):
             Tokens of the rows in TRL's padding. Where the forward has one run, of fewer tokens, what checkpointing
             would keep of the others is added to these bytes, layer by layer.
-        checkpointed (`int`, *optional*):
-            How many layers of a run are checkpointed. Those behind them, which backward frees first, keep everything.
-            By default all are.
         last ([`LastLayers`], *optional*): further bytes that the last layers may keep where there is one run.
 
     Attributes:
@@ -62,10 +46,9 @@ class KeptActivations:
         self,
         attention_bytes: int = 0,
         padded_tokens: int | None = None,
-        checkpointed: int | None = None,
         last: LastLayers | None = None,
     ):
-        self.attention_bytes, self.padded_tokens, self.checkpointed = attention_bytes, padded_tokens, checkpointed
+        self.attention_bytes, self.padded_tokens = attention_bytes, padded_tokens
         self._last, self._bytes_of_last = last, 0
         self.run = self.layer = 0
         self._is_only_run = True
@@ -77,8 +60,8 @@ class KeptActivations:
         if self.padded_tokens is not None:
             self.attention_bytes = self._bytes_of_last = 0  # another layout may have been tried before
 
-    def next_is_checkpointed(self, *inputs: Any) -> bool:
-        """Whether the layer that is called next is checkpointed. Its `inputs` begin with hidden states `[B, L, H]`."""
+    def begin_layer(self, *inputs: Any) -> None:
+        """A checkpointed layer is called. Its `inputs` begin with hidden states `[B, L, H]`."""
         self.layer += 1
         hidden = inputs[0] if inputs and self.padded_tokens is not None and self._is_only_run else None
         if isinstance(hidden, Tensor) and hidden.dim() == 3:
@@ -87,7 +70,6 @@ class KeptActivations:
             if self.layer == 1 and self._last is not None:
                 self._bytes_of_last = self._last.bytes_for(tokens)
             self.attention_bytes += max(0, fewer) * hidden.shape[2] * hidden.element_size()
-        return self.checkpointed is None or self.layer <= self.checkpointed
 
     def takes_attention(self, count: int) -> bool:
         """Whether a layer may keep so many bytes of what attention computed; they are taken then."""
@@ -102,67 +84,6 @@ class KeptActivations:
     def costly_results(self) -> "CostlyResults | None":
         """For the layer that was called last: where attention's results go. `None` where none can be kept."""
         return CostlyResults(self.takes_attention) if self.attention_bytes or self._bytes_of_last else None
-
-    def after_recomputation(
-        self, place: tuple[int, int], tensors: list[Tensor], inputs: Iterable[Any], attention: int
-    ) -> None:
-        """
-        A layer was computed again.
-
-        Args:
-            place (`tuple[int, int]`): the number of its run, and its own in that.
-            tensors (`list[Tensor]`): that it keeps for backward.
-            inputs (`Iterable`): what it was called with.
-            attention (`int`): bytes of what attention computed.
-        """
-
-
-class MeasuredActivations(KeptActivations):
-    """
-    Nothing is kept, and what would be is measured.
-
-    Args:
-        weights (`Iterable[Tensor]`): what the model has anyway.
-        read_peak (`Callable`): gives the most bytes that were allocated at once.
-
-    Attributes:
-        found (`dict`): what each layer keeps, by its place.
-        peak (`int`): the most bytes that were allocated until backward had computed its first layer again.
-    """
-
-    def __init__(self, weights: Iterable[Tensor] = (), read_peak: Callable[[], int] = int):
-        super().__init__()
-        self.found: dict[tuple[int, int], LayerBytes] = {}
-        self.peak = 0
-        self._weights, self._read_peak = weights, read_peak
-
-    def costly_results(self) -> "CostlyResults":
-        """Attention's results are counted."""
-        return CostlyResults(self.takes_attention)
-
-    def after_recomputation(
-        self, place: tuple[int, int], tensors: list[Tensor], inputs: Iterable[Any], attention: int
-    ) -> None:
-        """What it has now is what it would keep."""
-        if not self.found:
-            self.peak = self._read_peak()
-        self.found[place] = LayerBytes(_bytes_beside(tensors, *inputs, *self._weights), attention)
-
-    @property
-    def of_layers(self) -> list[LayerBytes]:
-        """What the layers keep in the order in which they are called, each the sum over the runs."""
-        sums: dict[int, LayerBytes] = {}
-        for (_, layer), found in sorted(self.found.items()):
-            before = sums.get(layer, LayerBytes(0, 0))
-            sums[layer] = LayerBytes(before.everything + found.everything, before.attention + found.attention)
-        return [sums[layer] for layer in sorted(sums)]
-
-
-def _bytes_beside(tensors: list[Tensor], *inputs: Any) -> int:
-    """Bytes of the memory that tensors have and inputs have not."""
-    known = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
-    return sum(count for place, count in storages.items() if place not in known)
 
 
 _planned: ContextVar[KeptActivations | None] = ContextVar("_planned", default=None)
@@ -191,14 +112,10 @@ class CostlyResults:
     Results within one call of a checkpointed function, kept until the function is called again.
 
     Args:
-        takes (`Callable`): whether so many bytes more are kept; the others are only counted.
-
-    Attributes:
-        bytes (`int`): of all of them.
+        takes (`Callable`): whether so many bytes more are kept.
     """
 
     def __init__(self, takes: Callable[[int], bool]):
-        self.bytes = 0
         self._takes = takes
         self._kept: deque[tuple[Tensor, ...] | None] = deque()
         self._is_first, self._is_recalled = True, False
@@ -231,9 +148,8 @@ class CostlyResults:
             return kept
         results = compute()
         if self._is_first:
-            count = sum(result.nbytes for result in results)
-            self.bytes += count
-            self._kept.append(tuple(result.detach() for result in results) if self._takes(count) else None)
+            is_kept = self._takes(sum(result.nbytes for result in results))
+            self._kept.append(tuple(result.detach() for result in results) if is_kept else None)
         return results
 
 

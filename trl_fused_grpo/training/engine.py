@@ -209,13 +209,13 @@ class LogpsEngine:
         self, stack: ExitStack, model: nn.Module, logps_request: LogpsRequest, call: LogpsArgs, is_multimodal: bool
     ) -> None:
         """Until the stack is left, a model's layers run faster: compiled, or by LoRA in one product and by kernels."""
+        kept = kept_in_forward(self, logps_request, call, is_multimodal)
         if self.options.fused_compile:
             reason = why_layers_are_not_compiled(model)
             if reason is None:
                 stack.enter_context(compiling())
                 return
             log_no_effect("fused_compile=True", reason)
-        kept = kept_in_forward(self, logps_request, call, is_multimodal)
         has_kernels = self.options.fused_kernels and why_not_triton(call.input_ids.device) is None
         stack.enter_context(lean_checkpoints(model, kept))
         has_adapters = self.options.fused_lora and peft_compat.lora_linear_class() is not None

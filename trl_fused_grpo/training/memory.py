@@ -7,7 +7,6 @@ those of all weights beside them. In the same memory it may have more tokens, an
 """
 
 import gc
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat.architecture import text_model
-from trl_fused_grpo.modeling.kept_activations import KeptActivations, LastLayers, LayerBytes, MeasuredActivations
+from trl_fused_grpo.modeling.kept_activations import KeptActivations, LastLayers
 from trl_fused_grpo.modeling.layer_memo import LayerMemo, layers_as_they_are, layers_of
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
@@ -81,11 +80,8 @@ class DeviceMemory:
 
 class MemoryBudget:
     """
-    Decides what the layers of a forward keep. In the first two optimizer steps, and in a forward of many more tokens
-    than before, it only learns what a forward takes with every layer checkpointed.
-
-    What layers keep is there when backward begins and gone when it ends, and the gradients of weights the other way
-    round. The last layers, which backward comes to first, give up the most: so memory is largest at one of the ends.
+    How many tokens a forward may have in a share of the device's memory, as those of the first two optimizer steps, and
+    every one of many more tokens than before, have shown what they take.
 
     Args:
         fraction (`float`): of the device's memory that may be taken.
@@ -95,88 +91,46 @@ class MemoryBudget:
     def __init__(self, fraction: float, memory: DeviceMemory):
         self.memory = memory
         self.limit = int(fraction * memory.total * USABLE)
-        # A forward, its tokens, what was allocated before it, and of that what is no gradient
-        self._open: tuple[MeasuredActivations, int, int, int] | None = None
-        self._of_layers: list[LayerBytes] = []
-        self._tokens = 1  # of the forward that all of these are of
-        self._at_start = 0  # of its backward, beyond what was allocated before it
-        self._in_all = 0  # until the end of its backward, gradients included, beyond what is no gradient
+        self._open: tuple[int, int] | None = None  # tokens of a forward, and what was allocated that is no gradient
+        self._tokens = 1  # of the largest forward so far
+        self._taken = 0  # by it until the end of its backward, gradients included
 
-    def plan(self, step: int, tokens: int, parameters: Iterable[nn.Parameter]) -> KeptActivations:
+    def begin(self, step: int, tokens: int, parameters: Iterable[nn.Parameter]) -> None:
         """
-        What the layers keep in the next forward with gradients.
+        Look at the next forward with gradients.
 
         Args:
             step (`int`): optimizer steps so far.
-            tokens (`int`): of the forward.
+            tokens (`int`): of the forward, counted as in [`tokens_of_forward`].
             parameters (`Iterable[nn.Parameter]`): of the model.
         """
-        parameters = list(parameters)
-        allocated = self.memory.allocated
-        stays = allocated - sum(map(_bytes_of_gradient, parameters))
         if step < LEARNED_AT_STEP or tokens > MOST_GROWTH * self._tokens:
             self.memory.forget_peak()
-            measured = MeasuredActivations(parameters, lambda: self.memory.peak)
-            self._open = measured, tokens, allocated, stays
-            return measured
-        grown = max(1.0, tokens / self._tokens)
-        missing = stays + grown * self._in_all - self.limit
-        if missing > 0:
-            logger.warning_once(
-                f"fused_memory has no effect: {self.limit / GIB:.1f} GiB are less than the training takes with every "
-                f"layer checkpointed, {(self.limit + missing) / GIB:.1f} GiB."
-            )
-            return KeptActivations()
-        free = max(0, self.limit - allocated - int(grown * self._at_start))
-        share = tokens / self._tokens
-        attention_bytes = min(free, int(share * sum(layer.attention for layer in self._of_layers)))
-        left, checkpointed = free - attention_bytes, len(self._of_layers)
-        for layer in reversed(self._of_layers):
-            left -= int(share * (layer.everything - layer.attention))
-            if left < 0:
-                break
-            checkpointed -= 1
-        return KeptActivations(
-            attention_bytes, checkpointed=checkpointed if checkpointed < len(self._of_layers) else None
-        )
-
-    def most_tokens(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Tokens for which a forward stays within the budget though its layers keep everything; 0 where unknown."""
-        if not self._of_layers:
-            return 0
-        stays = self.memory.allocated - sum(map(_bytes_of_gradient, parameters))
-        needed = max(self._in_all, self._at_start + sum(layer.everything for layer in self._of_layers))
-        return max(0, int((self.limit - stays) / max(1, needed) * self._tokens))
+            self._open = tokens, self._stays(parameters)
 
     def learn(self) -> None:
         """Look at what the last forward and its backward took, which has just ended. The most of all counts."""
         if self._open is None:
             return
-        (measured, tokens, allocated, stays), self._open = self._open, None
-        if not measured.found:
-            return
-        peak = self.memory.peak
-        # Gradients that were there before grow no more, so that the peak was at the start
-        at_start = (peak if allocated > stays else measured.peak) - allocated
+        (tokens, stays), self._open = self._open, None
         if tokens > self._tokens:
-            self._at_start = self._in_all = 0
-            self._tokens, self._of_layers = tokens, measured.of_layers
-        self._at_start, self._in_all = max(self._at_start, at_start), max(self._in_all, peak - stays)
+            self._tokens, self._taken = tokens, 0
+        self._taken = max(self._taken, self.memory.peak - stays)
 
-    def plan_forward(self, trainer: GRPOTrainer, model: nn.Module, tokens: int) -> KeptActivations:
-        """
-        [`plan`] for the next forward of a trainer's model: what fits into the memory of every process. Tokens are
-        counted as in [`tokens_of_forward`].
-        """
-        plan = self.plan(trainer.state.global_step, tokens, model.parameters())
-        if trainer.accelerator.num_processes == 1:
-            return plan
-        all_layers = sys.maxsize
-        checkpointed = all_layers if plan.checkpointed is None else plan.checkpointed
-        each = of_all_processes(trainer.accelerator, "memory of layers", [plan.attention_bytes, checkpointed])
-        (attention_bytes, _), (_, checkpointed) = each.amin(0).tolist(), each.amax(0).tolist()
-        plan.attention_bytes, plan.checkpointed = attention_bytes, None if checkpointed == all_layers else checkpointed
-        return plan
+    def most_tokens(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Tokens for which a forward stays within the budget; 0 where unknown."""
+        if not self._taken:
+            return 0
+        left = self.limit - self._stays(parameters)
+        if left < self._taken:
+            logger.warning_once(
+                f"fused_memory has no effect: {self.limit / GIB:.1f} GiB are less than the training takes without it, "
+                f"{(self.limit - left + self._taken) / GIB:.1f} GiB."
+            )
+        return max(0, left * self._tokens // self._taken)
+
+    def _stays(self, parameters: Iterable[nn.Parameter]) -> int:
+        return self.memory.allocated - sum(map(_bytes_of_gradient, parameters))
 
 
 @dataclass(frozen=True)
@@ -310,16 +264,16 @@ def kept_in_forward(
     """What the layers of a forward keep, `None` without gradients; arguments are those of [`LogpsEngine.compute`]."""
     if not torch.is_grad_enabled():
         return None
-    if engine.memory is None:
-        return kept_as_trl(engine, logps_request, call)
-    layout = engine.layout(call.model, is_multimodal, logps_request.reads_padding)
-    tokens = tokens_of_forward(engine, logps_request, call, layout)
-    return engine.memory.plan_forward(engine.trainer, engine.unwrapped(call.model), tokens)
+    if engine.memory is not None:
+        layout = engine.layout(call.model, is_multimodal, logps_request.reads_padding)
+        tokens = tokens_of_forward(engine, logps_request, call, layout)
+        engine.memory.begin(engine.trainer.state.global_step, tokens, engine.unwrapped(call.model).parameters())
+    return kept_as_trl(engine, logps_request, call)
 
 
 def kept_as_trl(engine: Any, logps_request: LogpsRequest, call: LogpsArgs) -> KeptActivations | None:
     """
-    What the layers of a forward with gradients keep without `fused_memory`: of attention, what fits into the memory in
+    What the layers of a forward with gradients keep: of attention, what fits into the memory in
     which checkpointing would keep the padding of TRL's rows, and in the first forward of a window into that of the
     gradients. `None` where that is not known.
     """
@@ -343,13 +297,8 @@ def _bytes_of_gradient(parameter: nn.Parameter) -> int:
 
 def why_no_memory_budget(trainer: GRPOTrainer) -> str | None:
     """Why `fused_memory` cannot act, or `None`."""
-    args: Any = trainer.args
     if trainer.accelerator.device.type != "cuda":
         return f"the model is on {trainer.accelerator.device.type}, whose memory is not measured"
-    if not args.gradient_checkpointing:
-        return "gradient_checkpointing is off: layers keep everything"
-    if (args.gradient_checkpointing_kwargs or {"use_reentrant": False}) != {"use_reentrant": False}:
-        return "gradient_checkpointing_kwargs asks for torch's own checkpointing"
     return None
 
 

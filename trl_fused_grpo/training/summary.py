@@ -19,10 +19,9 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
 from trl_fused_grpo._compat.tried_architectures import NEWEST_TRANSFORMERS
-from trl_fused_grpo.modeling.adapters import why_not_together
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
 from trl_fused_grpo.modeling.compiled_layers import why_layers_are_not_compiled
-from trl_fused_grpo.modeling.compiled_modules import why_no_kernels, why_without_kernel
+from trl_fused_grpo.modeling.compiled_modules import why_no_kernels
 from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.kernels import why_not_triton
@@ -294,15 +293,7 @@ class _Lines:
             return None
         if not self.options.fused_lora:
             return SummaryLine("LoRA", "PEFT's own products", "fused_lora=False", "fused_lora=True")
-        reasons = []
-        with self.trainer.accelerator.autocast():
-            for layer in layers:
-                names = [name for name in layer.active_adapters if name in layer.lora_A]
-                x = torch.empty(0, dtype=layer.base_layer.weight.dtype, device=self.trainer.accelerator.device)
-                reasons.append(why_not_together(layer, names, x))
-        why_not = [reason for reason in reasons if reason is not None]
-        value = f"{len(layers) - len(why_not)} of {len(layers)} layers within the product of their base"
-        return SummaryLine("LoRA", value, why_not[0] if why_not else None)
+        return SummaryLine("LoRA", "within the products of the layers that carry it")
 
     def kernels(self) -> SummaryLine:
         name, off = "layers", "the model's own operations"
@@ -313,18 +304,16 @@ class _Lines:
         reason = why_no_kernels(self.model, self.trainer.accelerator.device)
         if reason is not None:
             return SummaryLine(name, off, reason)
-        reasons = why_without_kernel(self.model)
-        counts = [f"{found.count(None)} of {len(found)} {kind}" for kind, found in reasons.items() if found]
-        left = [reason for found in reasons.values() for reason in found if reason is not None]
-        return SummaryLine(name, f"{', '.join(counts)} in a kernel each", left[0] if left else None)
+        return SummaryLine(name, "norms, MLPs and rotary embeddings in a kernel each, where they have one")
 
     def memory(self) -> SummaryLine:
         fraction, reason = self.options.fused_memory, why_no_memory_budget(self.trainer)
         if fraction is not None and reason is None:
-            return SummaryLine("memory for speed", f"up to {fraction:.0%} of the device, from the third step on")
+            return SummaryLine(
+                "memory", f"up to {fraction:.0%} of the device's for larger forwards, from the second step on"
+            )
         change = "fused_memory=0.9, if the device is free" if reason is None else None
-        value = "none" if reason is not None else "that of TRL's padding, for what attention computed"
-        return SummaryLine("memory for speed", value, reason or _OFF, change)
+        return SummaryLine("memory", "as TRL's padded rows would take", reason or _OFF, change)
 
     def zero_grad(self) -> SummaryLine:
         name, reason = "zero-grad sequences", why_zero_grad_sequences_are_not_skipped(self.trainer, self.layout)
