@@ -53,7 +53,7 @@ CASES = {
     "0.6b": Case("0.6b", 0.085),
     "0.6b-no-vllm": Case("0.6b", vllm=False),
     "1.7b": Case("1.7b", 0.090),
-    # Prompts pad 3%; with seed 19 these are 24% and 46%
+    # With seed 19: 4, 29 and 55% padding
     "1.7b-alike": Case("1.7b", 0.33, lengths=Lengths(median=1200, sigma=0.0)),
     "1.7b-quarter": Case("1.7b", 0.26, lengths=Lengths(median=1200, sigma=0.15)),
     "1.7b-half": Case("1.7b", 0.18, lengths=Lengths(median=1200, sigma=0.37)),
