@@ -160,7 +160,7 @@ def other_weights(model):
     [
         (add_hook, "a hook on LlamaMLP runs inside of LlamaDecoderLayer"),
         (add_forward, "LlamaMLP has a forward of its own"),
-        (other_weights, "the weights of LlamaDecoderLayer are gathered"),
+        (other_weights, "LlamaDecoderLayer has weights that are gathered"),
         (lambda model: model.model.layers[0].mlp.compile(), "the model, or a part of it, is compiled already"),
         (lambda model: setattr(model.model, "layers", nn.ModuleList()), "its decoder layers are not known"),
     ],

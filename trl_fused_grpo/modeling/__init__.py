@@ -14,11 +14,11 @@ the folder:
 - `sequence_masks` has masks of more than causality, one for each packed sequence; `padded_attention` keeps padded rows
   safe from NaN gradients.
 - `unpacked_layers` runs layers that carry a state, and some attention, on rows of their own (`sequence_rows`).
-- `compiled_modules` runs norms, MLPs and rotary embeddings in a kernel (`fused_kernels`) or compiled
-  (`fused_compile`), part by part (`compiled_parts`): `module_functions` makes functions of modules, `mlp_activations`
-  of what MLPs compute between projections, `as_read` tells when these hold no longer. `layer_kernels` knows which
-  functions have a kernel, `compiled_functions` compiles the others. `shared_casts` has projections of one input cast it
-  once.
+- `compiled_layers` runs decoder layers compiled as a whole (`fused_compile`).
+- `compiled_modules` runs norms, MLPs and rotary embeddings in a kernel (`fused_kernels`), part by part
+  (`compiled_parts`): `module_functions` makes functions of modules, `mlp_activations` of what MLPs compute between
+  projections, `as_read` tells when these hold no longer. `layer_kernels` knows which functions have a kernel.
+  `shared_casts` has projections of one input cast it once.
 - `adapters` has LoRA's low-rank products computed within those of the layers that carry them.
 - `checkpointing` is gradient checkpointing with less bookkeeping; `kept_activations` is what it keeps all the same.
 """

@@ -28,9 +28,9 @@ from .varlen_attention import chunked
 
 logger = logging.get_logger(__name__)
 
-# The share of what a layer without checkpointing would keep for backward that a checkpointed one may: nearly all of the
-# speed, see benchmarks/NOTES.md
-CHECKPOINTED_BUDGET = float(__import__("os").environ.get("BUDGET", 0.1))
+# The share of what a layer without checkpointing would keep for backward that a checkpointed one may. More brings little,
+# see `benchmarks/NOTES.md`
+CHECKPOINTED_BUDGET = 0.06
 
 _is_on: ContextVar[bool] = ContextVar("_is_on", default=False)
 
@@ -100,7 +100,7 @@ def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
             return f"{type(module).__name__} has a forward of its own"
     for weight in torch_compat.parameters_of(layer):
         if hasattr(weight, "ds_id") or not (is_sharded or type(weight) is nn.Parameter):
-            return f"the weights of {type(layer).__name__} are gathered, or computed, when they are read"
+            return f"{type(layer).__name__} has weights that are gathered, or computed, when they are read"
     return None
 
 
