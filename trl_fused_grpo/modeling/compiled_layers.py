@@ -28,8 +28,8 @@ from .varlen_attention import chunked
 
 logger = logging.get_logger(__name__)
 
-# The share of what a layer without checkpointing would keep for backward that a checkpointed one may. More brings little,
-# see `benchmarks/NOTES.md`
+# The share of what a layer without checkpointing would keep for backward that a checkpointed one may. More brings little
+# (`benchmarks/NOTES.md`)
 CHECKPOINTED_BUDGET = 0.06
 
 _is_on: ContextVar[bool] = ContextVar("_is_on", default=False)
