@@ -28,7 +28,7 @@ from .varlen_attention import chunked
 
 logger = logging.get_logger(__name__)
 
-# The share of what a layer without checkpointing would keep for backward that a checkpointed one may. More brings little
+# The share of what a layer would keep for backward without checkpointing that a checkpointed one may. More gains little
 # (`benchmarks/NOTES.md`)
 CHECKPOINTED_BUDGET = 0.06
 
