@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
+from trl.trainer import utils
 
-from .libraries import is_own_module
+from .libraries import is_own_module, replaced_name
 from .required import SAMPLING_CLIP_MAX as SAMPLING_CLIP_MAX
 from .required import TRANSFORMERS
 from .required import TRL as TRL
@@ -159,6 +161,34 @@ METRICS_COUNT_ALL_PROCESSES = {"global_masked_mean", "masked_seq_mean"} <= {*_LO
 
 # TRL < 1.15: log-probs come from the logits of the model's own forward
 LOGPS_FROM_LOGITS = not _HAS_FUSED_HEAD
+
+
+def _names_in(code: CodeType) -> set[str]:
+    return {*code.co_names}.union(*(_names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
+
+
+# Of TRL's files, of torch and of tensors what TRL < 1.15 computes log-probs of logits with
+_LOGPS_UTILITIES = ("selective_log_softmax", "entropy_from_logits")
+_CALLED_FOR_LOGPS = {*_LOGPS_UTILITIES}.union(
+    *(
+        _names_in(inspect.unwrap(function).__code__)
+        for cls in _TRAINERS
+        for function in (cls._get_per_token_logps_and_entropies, *map(vars(utils).get, _LOGPS_UTILITIES))
+        if function is not None
+    )
+)
+
+
+def replaced_in_logps() -> str | None:
+    """A function that TRL's own log-prob method calls and that somebody has replaced, in words, or `None`."""
+    files = [utils, *(sys.modules[cls.__module__] for cls in _TRAINERS), torch, torch.nn.functional, torch.Tensor]
+    for file in files:
+        name = replaced_name(vars(file), _CALLED_FOR_LOGPS & vars(file).keys())
+        if name is not None:
+            return f"{name} of {file.__name__}, which was replaced,"
+    return None
+
+
 # TRL >= 1.15 knows one name of a softcap, the forwards of models all (RecurrentGemma and xLSTM have names of their own)
 SOFTCAPS = ("final_logit_softcapping", *(("logits_soft_cap", "output_logit_soft_cap") if LOGPS_FROM_LOGITS else ()))
 # TRL < 1.14: log-probs of padding are computed too, later they are zero

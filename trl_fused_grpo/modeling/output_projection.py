@@ -1,5 +1,8 @@
 """The output projection of a causal language model: found, checked, and read as an [`LMHead`]."""
 
+import inspect
+import re
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -208,19 +211,51 @@ def _adapters_in_force(module: Any) -> list[str]:
 
 def logit_scaling(causal_lm: PreTrainedModel) -> LogitScaling:
     """
-    What the configuration of a model says of its logits, under the names that model families give it; a real scale of
-    0.0 is kept. A softcap that this TRL leaves out of its own log-probs is left out here too.
+    What TRL's own log-probs scale and cap a model's raw logits with; a real scale of 0.0 is kept. TRL >= 1.15 reads it
+    from the model's configuration, under the names that model families give it. Before, it is what the model's own
+    forward reads: a name that this does not read counts for nothing.
     """
-    config = causal_lm.config.get_text_config()
-    softcap = _first(config, *trl_compat.SOFTCAPS)
-    scale = _first(config, "logit_scale", "output_multiplier", "lm_head_multiplier")
-    scaling = _first(config, "logits_scaling")
+    softcap = _first(causal_lm, *trl_compat.SOFTCAPS)
+    scale = _first(causal_lm, "logit_scale", "output_multiplier", "lm_head_multiplier")
+    scaling = _first(causal_lm, "logits_scaling")
     if scale is None and scaling is not None:
         # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
-        scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+        model_type = causal_lm.config.get_text_config().model_type
+        scale = scaling if model_type == "hyperclovax" else 1 / scaling
     return LogitScaling(1.0 if scale is None else scale, softcap)
 
 
-def _first(config, *names: str) -> float | None:
+def _first(causal_lm: PreTrainedModel, *names: str) -> float | None:
     """The first of these options that is set; families name the same thing differently."""
-    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+    return next((value for name in names if (value := _option(causal_lm, name)) is not None), None)
+
+
+def _option(causal_lm: PreTrainedModel, name: str) -> float | None:
+    way = _way_in_forward(type(causal_lm), name) if trl_compat.LOGPS_FROM_LOGITS else _CONFIGURED
+    if way is None:
+        return None
+    holder: Any = causal_lm
+    for part in way:
+        holder = getattr(holder, part.removesuffix("()"))
+        holder = holder() if part.endswith("()") else holder
+    return getattr(holder, name, None)
+
+
+_CONFIGURED = ("config", "get_text_config()")
+
+
+@cache
+def _way_in_forward(cls: Any, name: str) -> tuple[str, ...] | None:
+    """
+    From where the forward of a model reads an option: the attributes that lead from the model to what has it, as
+    `("config",)`; `None` where it does not read it. Cohere's model keeps the value that it was made with.
+    """
+    forward = inspect.unwrap(cls.forward)
+    try:
+        source = inspect.getsource(forward)
+    except OSError:  # no source is installed: families that have the option use it
+        return _CONFIGURED
+    read = re.search(rf"\bself((?:\.\w+(?:\(\))?)*)\.{name}\b", source)
+    if read is not None:
+        return tuple(filter(None, read[1].split(".")))
+    return _CONFIGURED if re.search(rf"\b{name}\b", source) else None

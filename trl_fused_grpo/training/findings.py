@@ -276,7 +276,7 @@ def replaced_around_head(model: nn.Module, causal_lm: PreTrainedModel) -> str | 
         wrappers_of_head, layer = wrappers, layer_before_head(causal_lm)
         if layer is not None:
             return f"{layer}, which stands between the model's hidden states and its output projection,"
-        if (replaced := torch_compat.replaced_in_linear()) is not None:
+        if (replaced := torch_compat.replaced_in_linear() or trl_compat.replaced_in_logps()) is not None:
             return replaced
     else:
         wrappers_of_head = wrappers[:-1]  # TRL calls the model's own backbone and head, whatever its forward does
