@@ -3,7 +3,7 @@
 import math
 import sys
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +13,12 @@ import torch
 from transformers import set_seed
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.training import findings
+from trl_fused_grpo.training.findings import Level, Reason
 
 from .case import Case, Rollout, SkippedError, Trainer
 from .tiny import batches
-from .tiny.serve import serve_batches, serve_rollouts
+from .tiny.serve import serve_batches, serve_rollouts, serves_batches
 from .trainers import StockGRPOTrainer, load_weights
 
 
@@ -155,7 +157,7 @@ def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Ou
         serve_rollouts(trainer, data)
     elif case.mode != "log-probs":
         serve_batches(trainer, data)
-    with case.changed(trainer), _high_entropy_noted() as high_entropy:
+    with case.changed(trainer), _served_in_rows(trainer), _high_entropy_noted() as high_entropy:
         if case.mode == "train":
             outcome = _train(trainer, case, dtype)
         elif case.mode == "eval":
@@ -166,6 +168,24 @@ def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Ou
     if trainer.seen:
         outcome.metrics["what the user's code saw"] = [_as_number(value) for value in trainer.seen]
     return outcome
+
+
+@contextmanager
+def _served_in_rows(trainer: Trainer) -> Generator[None, None, None]:
+    """
+    While it lasts, what serves micro-batches counts as code that may see them and no more. Before TRL 1.14 a replaced
+    method may read log-probs of padding too, and no case would have rows without padding.
+    """
+    replaced_method = findings.replaced_method
+
+    def not_served(trainer: Trainer, names: Iterable[str]) -> str | None:
+        is_served = serves_batches(trainer)
+        return replaced_method(trainer, [name for name in names if not (is_served and name == "_prepare_inputs")])
+
+    if serves_batches(trainer) and hasattr(trainer, "_fused"):
+        trainer._fused.ladder.fall(Reason(Level.ROWS, "micro-batches are served"))
+    with mock.patch.object(findings, "replaced_method", not_served):
+        yield
 
 
 @contextmanager

@@ -70,6 +70,11 @@ def serve_batches(trainer: Trainer, batches: list[dict[str, Any]]) -> None:
     trainer._prepare_inputs = prepare
 
 
+def serves_batches(trainer: Trainer) -> bool:
+    """Whether a trainer's micro-batches come from [`serve_batches`]."""
+    return getattr(vars(trainer).get("_prepare_inputs"), "__module__", None) == __name__
+
+
 def copy_to(value: Any, device: torch.device) -> Any:
     """A copy of a tensor on a device; anything else as it is."""
     return value.clone().to(device) if isinstance(value, torch.Tensor) else value
