@@ -18,7 +18,7 @@ from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninsta
 from trl_fused_grpo.modeling.packed_attention import uninstall_attention
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
 from trl_fused_grpo.training import engine, state
-from trl_fused_grpo.training.findings import replaced_around_head
+from trl_fused_grpo.training.findings import Level, replaced_around_head
 from trl_fused_grpo.training.loss_request import build_loss_request
 
 from .oracle import relative_error
@@ -77,6 +77,7 @@ def test_training_with_the_flag_follows_stock_and_logs_every_metric_of_it(tmp_pa
 class LargestTensor(TorchDispatchMode):
     """Remembers the largest number of elements that any operation put out."""
 
+    __module__ = "torch"  # a library's: else TRL's own method would run, to be seen by it
     numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -100,6 +101,7 @@ def test_no_forward_materialises_the_logits_of_a_batch(tmp_path, old_logps):
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
             mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
             trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 24, batch_size=8)
+    assert trainer._fused.ladder.level > Level.STOCK
     assert largest.numel < logits / 4
 
 

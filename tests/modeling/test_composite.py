@@ -7,7 +7,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 
 from tests.layout_pairs import SHAPE, assert_trains_as_stock, make_pair, seeded, short_rows
 from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import tiny_model
+from trl_fused_grpo.training.findings import Level
 
 
 class PartsConfig(LlamaConfig):
@@ -42,6 +44,10 @@ def test_a_model_without_a_text_configuration_keeps_the_padding_and_says_so_once
     fused, stock = make_pair(tmp_path, with_tower)
     for seed in range(2):
         assert_trains_as_stock(fused, stock, short_rows(8, seed=seed))
+    if trl_compat.LOGPS_FROM_LOGITS:  # which its own forward makes, whose code is not known
+        findings = fused._fused.ladder.findings
+        assert (findings.level, "WithTower" in findings.why_below(Level.HEAD)) == (Level.STOCK, True)
+        return
     assert fused.fused_stats.layout == "padded"
     (warning,) = warnings()
     assert "WithTower" in warning

@@ -238,4 +238,6 @@ def test_a_layout_is_chosen_once_a_call(tmp_path, name, monkeypatch):
     chosen, choose = [], engine.choose
     monkeypatch.setattr(engine, "choose", lambda *args: chosen.append(choose(*args)) or chosen[-1])
     log_probs(trainer, make_inputs())
-    assert chosen == [name]
+    # A caller of such a TRL may read log-probs of padding, so that there is nothing to choose
+    is_settled = name == "padded" and trl_compat.COMPUTES_LOGPS_OF_PADDING
+    assert chosen == ([] if is_settled else [name])

@@ -82,7 +82,7 @@ def test_each_line_has_the_reason_and_what_to_change(tmp_path, options, name, va
 
 def test_the_reasons_are_those_of_the_predicates(tmp_path):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=4, fused_memory=0.9)
-    trainer.training_step = lambda *args, **kwargs: None
+    trainer.accelerator.backward = lambda *args, **kwargs: None
     trainer._fused.ladder.look()
     lines = lines_of(trainer)
     assert lines["forwards"].reason == why_forwards_are_not_shared(trainer, "packed")
