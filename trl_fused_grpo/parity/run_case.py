@@ -13,8 +13,6 @@ import torch
 from transformers import set_seed
 
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.training import findings
-from trl_fused_grpo.training.findings import Level, Reason
 
 from .case import Case, Rollout, SkippedError, Trainer
 from .tiny import batches
@@ -176,14 +174,18 @@ def _served_in_rows(trainer: Trainer) -> Generator[None, None, None]:
     While it lasts, what serves micro-batches counts as code that may see them and no more. Before TRL 1.14 a replaced
     method may read log-probs of padding too, and no case would have rows without padding.
     """
+    if not (serves_batches(trainer) and hasattr(trainer, "_fused")):
+        yield
+        return
+    ladder = trainer._fused.ladder
+    findings: Any = sys.modules[type(ladder).__module__]
     replaced_method = findings.replaced_method
 
     def not_served(trainer: Trainer, names: Iterable[str]) -> str | None:
         is_served = serves_batches(trainer)
         return replaced_method(trainer, [name for name in names if not (is_served and name == "_prepare_inputs")])
 
-    if serves_batches(trainer) and hasattr(trainer, "_fused"):
-        trainer._fused.ladder.fall(Reason(Level.ROWS, "micro-batches are served"))
+    ladder.fall(findings.Reason(findings.Level.ROWS, "micro-batches are served"))
     with mock.patch.object(findings, "replaced_method", not_served):
         yield
 
