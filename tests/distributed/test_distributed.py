@@ -87,10 +87,10 @@ def test_trains_what_stock_trains(run: Run, outcome):
 
 @each_run(("compiled",))
 def test_what_can_be_compiled_under_an_engine_is(run: Run, outcome):
-    """FSDP1 and ZeRO-3 gather the weights of layers, or of projections, in calls of their own."""
+    """FSDP and ZeRO-3 gather the weights of layers, or of projections, when they are called."""
     for calls in outcome(run).each_rank("compiled"):
         assert "eager" not in calls
-        assert (calls.get("graphs", 0) > 0) == (run.backend in ("ddp", "fsdp2"))
+        assert (calls.get("graphs", 0) > 0) == (run.backend == "ddp")
 
 
 @each_run(("verified",))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, overrides
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import batchnorm, dropout, instancenorm
@@ -146,11 +146,6 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 def has_fsdp1(module: nn.Module) -> bool:
     """Whether FSDP1 splits the weights of a module, or of a part of it, apart from those around it."""
     return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
-
-
-def is_fsdp2(module: nn.Module) -> bool:
-    """Whether FSDP2 splits the weights of a module over processes, and gathers them whenever it runs."""
-    return isinstance(module, FSDPModule)
 
 
 def without_fsdp1(module: Any) -> Any:

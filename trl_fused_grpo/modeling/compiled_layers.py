@@ -90,7 +90,6 @@ def _layers(causal_lm: PreTrainedModel) -> list[tuple[Any, str | None]]:
 def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
     if not isinstance(layer, model_compat.CheckpointingLayer):
         return f"{type(layer).__name__} is no layer that transformers checkpoints"
-    is_sharded = torch_compat.is_fsdp2(layer)  # its weights are whole while it runs
     for module in torch_compat.modules_of(layer):
         if module in apart:
             return f"{type(module).__name__} runs on rows of its own"
@@ -99,7 +98,7 @@ def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
         if "forward" in vars(module):  # as Accelerate's for weights that wait on another device
             return f"{type(module).__name__} has a forward of its own"
     for weight in torch_compat.parameters_of(layer):
-        if hasattr(weight, "ds_id") or not (is_sharded or type(weight) is nn.Parameter):
+        if hasattr(weight, "ds_id") or type(weight) is not nn.Parameter:
             return f"{type(layer).__name__} has weights that are gathered, or computed, when they are read"
     return None
 
