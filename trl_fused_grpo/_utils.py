@@ -1,8 +1,23 @@
-"""A small context manager that several folders need."""
+"""Small context managers that several modules need."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def temporary_value(variable: ContextVar[T], value: T) -> Generator[None, None, None]:
+    """While it lasts, a context variable has a value. Afterwards it has the one before."""
+    before = variable.get()
+    try:
+        variable.set(value)
+        yield
+    finally:
+        variable.set(before)
 
 
 @contextmanager

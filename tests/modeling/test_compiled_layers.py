@@ -13,7 +13,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import compiled_layers
-from trl_fused_grpo.modeling.compiled_layers import why_layers_are_not_compiled
+from trl_fused_grpo.modeling.compiled_layers import layers_to_compile
 from trl_fused_grpo.modeling.varlen_attention import (
     SharedPrefixKV,
     cu_seqlens_arguments,
@@ -126,7 +126,7 @@ def test_without_a_compiler_the_layers_run_as_they_are_which_is_told_once(tmp_pa
         found = loss_and_gradients(trainer, inputs)
         assert largest_error(found, expected) < 1e-6
         assert counts["eager"] > len(trainer.model.model.layers)  # checkpointed, and so computed again
-        assert "no C++ compiler" in why_layers_are_not_compiled(trainer.model)
+        assert "no C++ compiler" in layers_to_compile(trainer.model)[1]
         loss_and_gradients(trainer, inputs)
     (line,) = told
     assert "torch cannot compile LlamaDecoderLayer" in line
@@ -168,14 +168,14 @@ def other_weights(model):
 )
 def test_what_is_not_compiled_has_a_reason(change, reason):
     model = built("llama")
-    assert why_layers_are_not_compiled(model) is None
+    assert layers_to_compile(model)[1] is None
     change(model)
-    assert reason in why_layers_are_not_compiled(model)
+    assert reason in layers_to_compile(model)[1]
 
 
 def test_a_compiler_that_is_switched_off_is_told_of():
     with torch._dynamo.config.patch(disable=True):
-        assert "torch.compile is switched off" in why_layers_are_not_compiled(built("llama"))
+        assert "torch.compile is switched off" in layers_to_compile(built("llama"))[1]
 
 
 class Attention(nn.Module):

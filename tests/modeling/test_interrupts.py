@@ -32,8 +32,8 @@ def in_kernels(model):
 
 @contextmanager
 def compiled(model):
-    call = WatchedCall(packed=True, lengths=[3, 4])
-    with compiled_layers.compiling(), compiled_layers.compiled_layers(model, call):
+    call, (layers, _) = WatchedCall(packed=True, lengths=[3, 4]), compiled_layers.layers_to_compile(model)
+    with compiled_layers.compiling(layers), compiled_layers.compiled_layers(model, call):
         yield
 
 
@@ -50,7 +50,7 @@ REPLACE = {
     "attribute": lambda model: temporary_attr(model, "forward", nullcontext),
 }
 VARIABLES = (
-    *(running_call, adapters._is_own_call, compiled_modules._is_on, compiled_layers._is_on),
+    *(running_call, adapters._is_own_call, compiled_modules._is_on, compiled_layers._layers_on),
     *(kept_activations._planned, kept_activations._running, layer_memo._walked),
 )
 

@@ -15,7 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel, masking_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_layers import GradientCheckpointingLayer as CheckpointingLayer  # noqa: F401
+from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .libraries import is_library_function

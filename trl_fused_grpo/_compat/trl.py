@@ -3,6 +3,7 @@ What depends on the version of TRL or accelerate, and their private names. Each 
 until when; it can be removed when the oldest supported version has passed that.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Generator
@@ -169,21 +170,20 @@ def _names_in(code: CodeType) -> set[str]:
 
 # Of TRL's files, of torch and of tensors what TRL < 1.15 computes log-probs of logits with
 _LOGPS_UTILITIES = ("selective_log_softmax", "entropy_from_logits")
-_CALLED_FOR_LOGPS = {*_LOGPS_UTILITIES}.union(
-    *(
-        _names_in(inspect.unwrap(function).__code__)
-        for cls in _TRAINERS
-        for function in (cls._get_per_token_logps_and_entropies, *map(vars(utils).get, _LOGPS_UTILITIES))
-        if function is not None
-    )
-)
+
+
+@functools.cache
+def _called_for_logps() -> set[str]:
+    methods = [cls._get_per_token_logps_and_entropies for cls in _TRAINERS]
+    functions = [vars(utils)[name] for name in _LOGPS_UTILITIES if name in vars(utils)]
+    return {*_LOGPS_UTILITIES}.union(*(_names_in(inspect.unwrap(one).__code__) for one in (*methods, *functions)))
 
 
 def replaced_in_logps() -> str | None:
     """A function that TRL's own log-prob method calls and that somebody has replaced, in words, or `None`."""
     files = [utils, *(sys.modules[cls.__module__] for cls in _TRAINERS), torch, torch.nn.functional, torch.Tensor]
     for file in files:
-        name = replaced_name(vars(file), _CALLED_FOR_LOGPS & vars(file).keys())
+        name = replaced_name(vars(file), _called_for_logps() & vars(file).keys())
         if name is not None:
             return f"{name} of {file.__name__}, which was replaced,"
     return None

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo._utils import temporary_value
 from trl_fused_grpo.ops.lm_head import LowRank
 from trl_fused_grpo.ops.lora_product import cast_once, lora_linear
 
@@ -35,12 +36,8 @@ def fused_adapters(modules: Iterable[nn.Module]) -> Generator[None, None, None]:
     for module in modules:
         if type(module) is cls and "forward" not in vars(module):
             override_forward(module, _run_together)
-    before = _is_own_call.get()
-    try:
-        _is_own_call.set(True)
+    with temporary_value(_is_own_call, True):
         yield
-    finally:
-        _is_own_call.set(before)
 
 
 def uninstall_adapters(modules: Iterable[nn.Module]) -> None:

@@ -3,7 +3,7 @@ Decoder layers compiled by torch, one code for all layers of a kind. torch's par
 backward, in place of checkpointing. A layer that torch cannot compile runs as it is.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -18,7 +18,7 @@ from transformers.utils import logging
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo._utils import temporary_attr
+from trl_fused_grpo._utils import temporary_attr, temporary_value
 
 from .attention_watch import Chunk, WatchedCall
 from .layer_memo import layers_of
@@ -31,8 +31,6 @@ logger = logging.get_logger(__name__)
 # The share of what a layer would keep for backward without checkpointing that a checkpointed one may. More gains little
 # (`benchmarks/NOTES.md`)
 CHECKPOINTED_BUDGET = 0.06
-
-_is_on: ContextVar[bool] = ContextVar("_is_on", default=False)
 
 
 class _Kind(NamedTuple):
@@ -53,42 +51,46 @@ _compiled: dict[_Kind, Callable] = {}
 _refused: dict[type, str] = {}
 
 
+# Those that run compiled, each with its number in the model
+_layers_on: ContextVar[Sequence[tuple[int, Any]]] = ContextVar("_layers_on", default=())
+
+
 @contextmanager
-def compiling() -> Generator[None, None, None]:
-    """While it lasts, [`compiled_layers`] has an effect."""
-    before = _is_on.get()
-    try:
-        _is_on.set(True)
+def compiling(layers: Sequence[tuple[int, Any]]) -> Generator[None, None, None]:
+    """While it lasts, [`compiled_layers`] has these run compiled, as [`layers_to_compile`] gives them."""
+    with temporary_value(_layers_on, layers):
         yield
-    finally:
-        _is_on.set(before)
 
 
-def why_layers_are_not_compiled(model: nn.Module) -> str | None:
+def layers_to_compile(model: nn.Module) -> tuple[list[tuple[int, Any]], str | None]:
     """
-    Why no decoder layer of a model runs compiled, or `None`.
+    The decoder layers of a model that can run compiled, each with its number, and where there are none the reason.
 
     Args:
         model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
     """
+    causal_lm = model_compat.without_adapter(torch_compat.without_compiler(model))
+    layers = layers_of(architecture.text_model(causal_lm))
+    reason = _why_left_alone(model, layers)
+    if reason is not None:
+        return [], reason
+    unpacked = unpacked_layers(causal_lm)
+    apart = {*unpacked.with_state, *unpacked.attention}
+    reasons = [_refused.get(type(layer)) or _why_as_it_is(layer, apart) for layer in layers]
+    found = [(index, layer) for index, layer in enumerate(layers) if reasons[index] is None]
+    return found, None if found else reasons[0]
+
+
+def _why_left_alone(model: nn.Module, layers: list[nn.Module]) -> str | None:
     if any(map(torch_compat.is_compiled, torch_compat.modules_of(model))):
         return "the model, or a part of it, is compiled already"
     if torch_compat.compiler_is_off():
         return "torch.compile is switched off"
-    reasons = [reason for _, reason in _layers(model_compat.without_adapter(model))]
-    return None if None in reasons else next(iter(reasons), "its decoder layers are not known")
-
-
-def _layers(causal_lm: PreTrainedModel) -> list[tuple[Any, str | None]]:
-    """The decoder layers of a model, each with why it runs as it is, or `None`."""
-    unpacked = unpacked_layers(causal_lm)
-    apart = {*unpacked.with_state, *unpacked.attention}
-    layers = layers_of(architecture.text_model(causal_lm))
-    return [(layer, _refused.get(type(layer)) or _why_as_it_is(layer, apart)) for layer in layers]
+    return None if layers else "its decoder layers are not known"
 
 
 def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
-    if not isinstance(layer, model_compat.CheckpointingLayer):
+    if not isinstance(layer, model_compat.GradientCheckpointingLayer):
         return f"{type(layer).__name__} is no layer that transformers checkpoints"
     for module in torch_compat.modules_of(layer):
         if module in apart:
@@ -106,28 +108,26 @@ def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
 @contextmanager
 def compiled_layers(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Generator[None, None, None]:
     """
-    While it lasts, the decoder layers of a model run compiled on the packed row that `call` watches.
+    While it lasts, the layers of a model that [`compiling`] names run compiled on the packed row that `call` watches.
 
     Args:
         causal_lm (`PreTrainedModel`): in no wrapper.
         call ([`WatchedCall`], *optional*): of the row.
     """
+    layers = _layers_on.get()
     is_seen = torch_compat.operations_are_seen() or torch.is_inference_mode_enabled()
-    if not _is_on.get() or is_seen or call is None or not call.packed:
+    if not layers or is_seen or call is None or not call.packed:
         yield
         return
     config, placed = causal_lm.config.get_text_config(), list[tuple[Any, bool]]()
-    layers = [(index, layer) for index, (layer, reason) in enumerate(_layers(causal_lm)) if reason is None]
     is_checkpointed = any(layer.gradient_checkpointing and layer.training for _, layer in layers)
     budget = CHECKPOINTED_BUDGET if is_checkpointed else 1.0
     try:
         for index, layer in layers:
-            if type(layer) not in _refused:
-                placed.append((layer, layer.gradient_checkpointing))
-                layer.__dict__["forward"] = _CompiledLayer(
-                    layer, SimpleNamespace(config=config, layer_idx=index), call, budget
-                )
-                layer.gradient_checkpointing = False
+            placed.append((layer, layer.gradient_checkpointing))
+            place = SimpleNamespace(config=config, layer_idx=index)
+            layer.__dict__["forward"] = _CompiledLayer(layer, place, call, budget)
+            layer.gradient_checkpointing = False
         with torch_compat.compiled_with(budget):
             yield
     finally:

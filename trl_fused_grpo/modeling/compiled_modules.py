@@ -24,6 +24,7 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat.libraries import is_library_function
+from trl_fused_grpo._utils import temporary_value
 from trl_fused_grpo.ops.kernels import why_not_triton
 
 from .as_read import StandIn
@@ -42,12 +43,8 @@ _is_on: ContextVar[bool] = ContextVar("_is_on", default=False)
 @contextmanager
 def kernels_on(is_on: bool = True) -> Generator[None, None, None]:
     """While it lasts, [`compiled_forwards`] has an effect."""
-    before = _is_on.get()
-    try:
-        _is_on.set(is_on)
+    with temporary_value(_is_on, is_on):
         yield
-    finally:
-        _is_on.set(before)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from trl_fused_grpo._utils import temporary_value
+
 
 class LastLayers(NamedTuple):
     """
@@ -38,8 +40,7 @@ class KeptActivations:
         last ([`LastLayers`], *optional*): further bytes that the last layers may keep where there is one run.
 
     Attributes:
-        run (`int`): the number of the run.
-        layer (`int`): of the run, the number of the layer that was called last, from 1 on.
+        layer (`int`): of a run, the number of the layer that was called last, from 1 on.
     """
 
     def __init__(
@@ -50,12 +51,11 @@ class KeptActivations:
     ):
         self.attention_bytes, self.padded_tokens = attention_bytes, padded_tokens
         self._last, self._bytes_of_last = last, 0
-        self.run = self.layer = 0
+        self.layer = 0
         self._is_only_run = True
 
     def begin_run(self, is_only_one: bool) -> None:
         """The layer that is called next is the first one again."""
-        self.run += 1
         self.layer, self._is_only_run = 0, is_only_one
         if self.padded_tokens is not None:
             self.attention_bytes = self._bytes_of_last = 0  # another layout may have been tried before
@@ -92,12 +92,8 @@ _planned: ContextVar[KeptActivations | None] = ContextVar("_planned", default=No
 @contextmanager
 def planned(kept: KeptActivations | None) -> Generator[None, None, None]:
     """While it lasts, each [`begin_run`] is one of this forward."""
-    before = _planned.get()
-    try:
-        _planned.set(kept)
+    with temporary_value(_planned, kept):
         yield
-    finally:
-        _planned.set(before)
 
 
 def begin_run(is_only_one: bool = True) -> None:
@@ -123,12 +119,8 @@ class CostlyResults:
     @contextmanager
     def of_call(self) -> Generator[None, None, None]:
         """While it lasts, the function runs for the first time."""
-        before = _running.get()
-        try:
-            _running.set(self)
+        with temporary_value(_running, self):
             yield
-        finally:
-            _running.set(before)
 
     @contextmanager
     def of_recomputation(self) -> Generator[None, None, None]:

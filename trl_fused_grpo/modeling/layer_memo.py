@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._utils import temporary_value
 
 
 T = TypeVar("T")
@@ -49,11 +50,8 @@ _walked: ContextVar[dict[PreTrainedModel, list[ref[nn.Module]]] | None] = Contex
 def layers_as_they_are() -> Generator[None, None, None]:
     """While it lasts, nobody replaces a layer: the layers of a model are walked once, for all that is kept of it."""
     before = _walked.get()
-    try:
-        _walked.set({} if before is None else before)
+    with temporary_value(_walked, {} if before is None else before):
         yield
-    finally:
-        _walked.set(before)
 
 
 def _layers_and_their_parts(causal_lm: PreTrainedModel) -> list[ref[nn.Module]]:

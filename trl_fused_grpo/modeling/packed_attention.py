@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._utils import temporary_value
 
 from .attention_places import InFile, InTable
 from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
@@ -55,12 +56,8 @@ def watched_call(call: WatchedCall, model: nn.Module | None = None) -> Generator
             that load as `"eager"`.
     """
     _install_while_alive(call, model)
-    before = running_call.get()
-    try:
-        running_call.set(call)
+    with temporary_value(running_call, call):
         yield call
-    finally:
-        running_call.set(before)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._utils import temporary_value
 
 from .attention_watch import PACKED_ARGUMENTS, KeptMask, WatchedCall, running_call
 from .forward_override import override_forward, restore_forward
@@ -98,12 +99,8 @@ def _checkpoint_with_call(checkpoint: Callable, call: WatchedCall, function: Cal
 
 
 def _run_with_call(call: WatchedCall | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    before = running_call.get()
-    try:
-        running_call.set(call)
+    with temporary_value(running_call, call):
         return function(*args, **kwargs)
-    finally:
-        running_call.set(before)
 
 
 def _run_unpacked(layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -87,26 +87,43 @@ def _sum_of_copies(grad: Tensor, first: Tensor, shared: Tensor, copies: Tensor, 
     return rows
 
 
-class _GatherKV(torch.autograd.Function):
-    """Keys and values `[S, heads, D]` as each sequence sees them `[K, heads, D]`; copies add up their gradients."""
+@torch.library.custom_op("trl_fused_grpo::gather_keys", mutates_args=())
+def _gather_keys(keys: Tensor, index: Tensor, first: Tensor, shared: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
+    """Keys, or values, `[S, heads, D]` as each sequence sees them `[K, heads, D]`; copies add up their gradients."""
+    return keys.index_select(0, index)
 
-    @staticmethod
-    def forward(ctx, keys: Tensor, values: Tensor, shared: SharedPrefixKV) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(*shared[1:])
-        return keys.index_select(0, shared.index), values.index_select(0, shared.index)
 
-    @staticmethod
-    def backward(ctx, *grads: Any) -> tuple[Tensor, Tensor, None]:
-        places = ctx.saved_tensors
-        grad_keys, grad_values = (_sum_of_copies(grad, *places) for grad in grads)
-        return grad_keys, grad_values, None
+@_gather_keys.register_fake
+def _(keys: Tensor, index: Tensor, *_: Tensor) -> Tensor:
+    return keys.new_empty(index.shape[0], *keys.shape[1:])
+
+
+@torch.library.custom_op("trl_fused_grpo::sum_of_copies", mutates_args=())
+def _sum_op(grad: Tensor, first: Tensor, shared: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
+    return _sum_of_copies(grad.contiguous(), first, shared, copies, starts)
+
+
+@_sum_op.register_fake
+def _(grad: Tensor, first: Tensor, *_: Tensor) -> Tensor:
+    return grad.new_empty(first.shape[0], *grad.shape[1:])
+
+
+def _keep_places(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[2:])
+
+
+def _backward_of_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _sum_op(grad, *ctx.saved_tensors), None, None, None, None, None
+
+
+_gather_keys.register_autograd(_backward_of_gather, setup_context=_keep_places)
 
 
 def gathered_keys(key: Tensor, value: Tensor, shared: SharedPrefixKV | None) -> tuple[Tensor, Tensor]:
     """Keys and values `[1, key heads, S, D]` as each sequence sees them `[1, key heads, K, D]`."""
     if shared is None:
         return key, value
-    keys, values = _GatherKV.apply(*(t.squeeze(0).transpose(0, 1) for t in (key, value)), shared)
+    keys, values = (_gather_keys(tensor, *shared) for tensor in by_token(key, value))
     return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
 
 
@@ -205,38 +222,6 @@ def traced_attention(
         return of_one_width(flash, queries, keys, values, scaling).unsqueeze(0)
     scaling = queries.shape[-1] ** -0.5 if scaling is None else scaling
     return _attend(queries, keys, values, *boundaries, scaling, packed_window).unsqueeze(0)
-
-
-@torch.library.custom_op("trl_fused_grpo::gather_keys", mutates_args=())
-def _gather_keys(keys: Tensor, index: Tensor, first: Tensor, shared: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
-    """Keys `[S, heads, D]` as each sequence sees them `[K, heads, D]`."""
-    return keys.index_select(0, index)
-
-
-@_gather_keys.register_fake
-def _(keys: Tensor, index: Tensor, *_: Tensor) -> Tensor:
-    return keys.new_empty(index.shape[0], *keys.shape[1:])
-
-
-@torch.library.custom_op("trl_fused_grpo::sum_of_copies", mutates_args=())
-def _sum_op(grad: Tensor, first: Tensor, shared: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
-    return _sum_of_copies(grad.contiguous(), first, shared, copies, starts)
-
-
-@_sum_op.register_fake
-def _(grad: Tensor, first: Tensor, *_: Tensor) -> Tensor:
-    return grad.new_empty(first.shape[0], *grad.shape[1:])
-
-
-def _keep_places(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[2:])
-
-
-def _backward_of_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _sum_op(grad, *ctx.saved_tensors), None, None, None, None, None
-
-
-_gather_keys.register_autograd(_backward_of_gather, setup_context=_keep_places)
 
 
 @torch.library.custom_op("trl_fused_grpo::attend", mutates_args=())

@@ -19,7 +19,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
-from trl_fused_grpo.modeling.compiled_layers import compiling, why_layers_are_not_compiled
+from trl_fused_grpo.modeling.compiled_layers import compiling, layers_to_compile
 from trl_fused_grpo.modeling.compiled_modules import kernels_on
 from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninstall_fused_forward
 from trl_fused_grpo.modeling.layer_memo import layers_as_they_are
@@ -211,9 +211,9 @@ class LogpsEngine:
         """Until the stack is left, a model's layers run faster: compiled, or by LoRA in one product and by kernels."""
         kept = kept_in_forward(self, logps_request, call, is_multimodal)
         if self.options.fused_compile:
-            reason = why_layers_are_not_compiled(model)
+            layers, reason = layers_to_compile(model)
             if reason is None:
-                stack.enter_context(compiling())
+                stack.enter_context(compiling(layers))
                 return
             log_no_effect("fused_compile=True", reason)
         has_kernels = self.options.fused_kernels and why_not_triton(call.input_ids.device) is None

@@ -80,8 +80,8 @@ class DeviceMemory:
 
 class MemoryBudget:
     """
-    How many tokens a forward may have in a share of the device's memory, as those of the first two optimizer steps, and
-    every one of many more tokens than before, have shown what they take.
+    How many tokens a forward may have in a share of the device's memory. The forwards of the first two optimizer steps
+    show what they take, and so does each one of many more tokens than those before.
 
     Args:
         fraction (`float`): of the device's memory that may be taken.
@@ -273,9 +273,9 @@ def kept_in_forward(
 
 def kept_as_trl(engine: Any, logps_request: LogpsRequest, call: LogpsArgs) -> KeptActivations | None:
     """
-    What the layers of a forward with gradients keep: of attention, what fits into the memory in
-    which checkpointing would keep the padding of TRL's rows, and in the first forward of a window into that of the
-    gradients. `None` where that is not known.
+    What the layers of a forward with gradients keep: of attention, what fits into the memory in which checkpointing
+    would keep the padding of TRL's rows, and in the first forward of a window into that of the gradients. `None` where
+    that is not known.
     """
     is_whole = call.batch_size is None or call.batch_size >= len(call.input_ids)
     if call.multimodal or not is_whole:  # layers of other parts, or of several runs, are checkpointed too

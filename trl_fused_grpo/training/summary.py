@@ -20,7 +20,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
 from trl_fused_grpo._compat.tried_architectures import NEWEST_TRANSFORMERS
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
-from trl_fused_grpo.modeling.compiled_layers import why_layers_are_not_compiled
+from trl_fused_grpo.modeling.compiled_layers import layers_to_compile
 from trl_fused_grpo.modeling.compiled_modules import why_no_kernels
 from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.output_projection import output_projection
@@ -297,7 +297,7 @@ class _Lines:
 
     def kernels(self) -> SummaryLine:
         name, off = "layers", "the model's own operations"
-        if self.options.fused_compile and why_layers_are_not_compiled(self.model) is None:
+        if self.options.fused_compile and layers_to_compile(self.model)[1] is None:
             return SummaryLine(name, "compiled, as far as torch can, where rows are packed")
         if not self.options.fused_kernels:
             return SummaryLine(name, off, "fused_kernels=False", "fused_kernels=True")
