@@ -166,10 +166,13 @@ def test_a_case_is_not_skipped_where_the_fused_trainer_fails_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "option"), [("RecurrentGemmaConfig", "logits_soft_cap"), ("xLSTMConfig", "output_logit_soft_cap")]
+    ("family", "option"), [("RecurrentGemma", "logits_soft_cap"), ("xLSTM", "output_logit_soft_cap")]
 )
-def test_a_softcap_has_other_names_too(config, option):
-    config = getattr(transformers, config)()
-    head = type("Model", (), {"config": config, "get_output_embeddings": lambda self: torch.nn.Linear(2, 3)})()
+def test_a_softcap_has_other_names_too(family, option):
+    config = getattr(transformers, f"{family}Config")()
+    forward = getattr(transformers, f"{family}ForCausalLM").forward
+    head = torch.nn.Linear(2, 3)
+    members = {"config": config, "forward": forward, "get_output_embeddings": lambda self: head}
     # TRL computes log-probs from its own head since 1.15, which does not know them
-    assert read_lm_head(head).softcap == (getattr(config, option) if LOGPS_FROM_LOGITS else None)
+    expected = getattr(config, option) if LOGPS_FROM_LOGITS else None
+    assert read_lm_head(type("Model", (), members)()).softcap == expected
