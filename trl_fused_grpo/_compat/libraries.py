@@ -20,8 +20,9 @@ from typing import Any
 from weakref import WeakSet
 
 
-# The libraries whose modules, hooks and forwards are known: tests train beside stock with them
-LIBRARIES = {"accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "torch", "transformers", "trl"}
+# The libraries whose modules, hooks and forwards are known: tests train beside stock with them. vLLM's CPU build
+# replaces `torch.set_num_threads`
+LIBRARIES = {"accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "torch", "transformers", "trl", "vllm"}
 # But of transformers the hooks of `debug="underflow_overflow"`, which are to look at what stock computes, and of torch
 # that of `torch.nn.utils.spectral_norm`, which changes its buffers in each forward
 _OBSERVERS = {"transformers.debug_utils", "torch.nn.utils.spectral_norm"}
