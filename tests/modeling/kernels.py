@@ -7,16 +7,14 @@ import torch
 
 from tests.ops.test_triton_kernels import DEVICE
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
-from trl_fused_grpo.modeling.compiled_modules import compiled_forwards, compiled_parts, kernels_on
-from trl_fused_grpo.modeling.shared_casts import ProjectionForward
+from trl_fused_grpo.modeling.kernels_in_layers import kernels_in_place, kernels_on, parts_with_kernels
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 
 
 def kernels_of(model):
     """Names of the classes and functions that have a kernel, each with the number of its places."""
-    parts = compiled_parts(model)
-    forwards = [forward for forward in parts.forwards if not isinstance(forward, ProjectionForward)]
-    found = [type(forward.module).__name__ for forward in forwards]
+    parts = parts_with_kernels(model)
+    found = [type(forward.module).__name__ for forward in parts.forwards]
     found += [function.place.name for function in parts.functions]
     return {name: found.count(name) for name in sorted(set(found))}
 
@@ -25,7 +23,7 @@ def gradients(model, kernels):
     """The loss and every gradient of a model whose layers are computed again in backward."""
     ids = torch.randint(3, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     model.zero_grad()
-    with lean_checkpoints(model), kernels_on(kernels), compiled_forwards(model):
+    with lean_checkpoints(model), kernels_on(kernels), kernels_in_place(model):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])

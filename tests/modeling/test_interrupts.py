@@ -12,8 +12,8 @@ from trl_fused_grpo.modeling import (
     adapters,
     checkpointing,
     compiled_layers,
-    compiled_modules,
     kept_activations,
+    kernels_in_layers,
     layer_memo,
     packed_attention,
     unpacked_layers,
@@ -26,7 +26,7 @@ from .built import built
 
 @contextmanager
 def in_kernels(model):
-    with compiled_modules.kernels_on(), compiled_modules.compiled_forwards(model):
+    with kernels_in_layers.kernels_on(), kernels_in_layers.kernels_in_place(model):
         yield
 
 
@@ -50,7 +50,7 @@ REPLACE = {
     "attribute": lambda model: temporary_attr(model, "forward", nullcontext),
 }
 VARIABLES = (
-    *(running_call, adapters._is_own_call, compiled_modules._is_on, compiled_layers._layers_on),
+    *(running_call, adapters._is_own_call, kernels_in_layers._is_on, compiled_layers._layers_on),
     *(kept_activations._planned, kept_activations._running, layer_memo._walked),
 )
 

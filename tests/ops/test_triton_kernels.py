@@ -290,7 +290,6 @@ def test_kernels_pass_in_the_interpreter():
     others = (
         *("ops/test_linear_logps_triton.py", "ops/test_layer_functions.py"),
         *("modeling/test_layer_kernels.py", "modeling/test_kernels_in_models.py"),
-        *("modeling/test_shared_casts.py", "modeling/test_shared_inputs.py"),
     )
     files = [__file__, *(str(Path(__file__).parents[1] / name) for name in others)]
     command = [sys.executable, "-m", "pytest", *files, "-q", "-x", "-o", "addopts=", "--import-mode=importlib"]

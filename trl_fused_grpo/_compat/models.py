@@ -205,11 +205,6 @@ def is_transformers_own(function: Any) -> bool:
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
 
 
-def is_hook_of_deepspeed(hook: Any) -> bool:
-    """Whether DeepSpeed has put a hook on a module: ZeRO-3 gathers weights so, also on modules that have none."""
-    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
-
-
 def is_plain_library_function(function: Any) -> bool:
     """Whether transformers, or torch for its own layers, defined a function in Python, and nobody wrapped it."""
     home = getattr(function, "__globals__", {}).get("__name__", "")

@@ -243,11 +243,6 @@ def operations_are_seen() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def functions_are_seen() -> bool:
-    """Whether a mode sees every function of torch's that is called."""
-    return torch._C._len_torch_function_stack() > 0
-
-
 def local_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor on this process: of its own shard, where it is a DTensor."""
     return getattr(tensor, "_local_tensor", tensor).nbytes

@@ -15,10 +15,8 @@ the folder:
   safe from NaN gradients.
 - `unpacked_layers` runs layers that carry a state, and some attention, on rows of their own (`sequence_rows`).
 - `compiled_layers` runs decoder layers compiled as a whole (`fused_compile`).
-- `compiled_modules` runs norms, MLPs and rotary embeddings in a kernel (`fused_kernels`), part by part
-  (`compiled_parts`): `module_functions` makes functions of modules, `mlp_activations` of what MLPs compute between
-  projections, `as_read` tells when these hold no longer. `layer_kernels` knows which functions have a kernel.
-  `shared_casts` has projections of one input cast it once.
+- `kernels_in_layers` runs norms, gated activations and rotary embeddings in a kernel (`fused_kernels`);
+  `layer_kernels` knows which functions have one.
 - `adapters` has LoRA's low-rank products computed within those of the layers that carry them.
 - `checkpointing` is gradient checkpointing with less bookkeeping; `kept_activations` is what it keeps all the same.
 """

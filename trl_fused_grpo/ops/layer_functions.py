@@ -79,30 +79,6 @@ class RMSNorm(torch.autograd.Function):
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-class SharedCast(torch.autograd.Function):
-    """
-    A tensor in another dtype, `count` times the same memory: one for each of its uses. Their gradients are added up in
-    one kernel, in the dtype of the tensor and from the last use on, as autograd adds those of separate casts.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, count: int) -> tuple[Tensor, ...]:
-        ctx.dtype = x.dtype
-        ctx.set_materialize_grads(False)
-        y = x.to(dtype)
-        return y, *(y.detach() for _ in range(count - 1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        given = [grad.contiguous() for grad in reversed(grads) if grad is not None]
-        if not given:
-            return None, None, None
-        total = torch.empty_like(given[0], dtype=ctx.dtype)
-        _kernels().add_up(given, total)
-        return total, None, None
-
-
 class Gated(torch.autograd.Function):
     """[`gated_formula`] in one kernel, and its backward in one; arguments as there, both of one dtype."""
 

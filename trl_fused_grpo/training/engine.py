@@ -20,8 +20,8 @@ from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
 from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
 from trl_fused_grpo.modeling.compiled_layers import compiling, layers_to_compile
-from trl_fused_grpo.modeling.compiled_modules import kernels_on
 from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninstall_fused_forward
+from trl_fused_grpo.modeling.kernels_in_layers import kernels_on
 from trl_fused_grpo.modeling.layer_memo import layers_as_they_are
 from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.layout_choice import choose, layout_of_width, traits, why_prompts_are_not_shared

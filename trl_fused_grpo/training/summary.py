@@ -21,7 +21,7 @@ from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
 from trl_fused_grpo._compat.tried_architectures import NEWEST_TRANSFORMERS
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
 from trl_fused_grpo.modeling.compiled_layers import layers_to_compile
-from trl_fused_grpo.modeling.compiled_modules import why_no_kernels
+from trl_fused_grpo.modeling.kernels_in_layers import why_no_kernels
 from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.kernels import why_not_triton

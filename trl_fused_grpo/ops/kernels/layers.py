@@ -9,7 +9,6 @@ rounded where the model rounds them.
 # ruff: noqa: N803 - Triton writes the constants of a kernel in upper case
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -160,22 +159,6 @@ def _rotate_heads(
     tl.store(y + head * y_stride + column + HALF, (c + d).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _add_up_kernel(a, b, c, d, total, count, TERMS: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    result = tl.load(a + place, mask=inside, other=0.0).to(tl.float32)
-    if not IS_FIRST:
-        result += tl.load(total + place, mask=inside, other=0.0)
-    if TERMS > 1:
-        result += tl.load(b + place, mask=inside, other=0.0).to(tl.float32)
-    if TERMS > 2:
-        result += tl.load(c + place, mask=inside, other=0.0).to(tl.float32)
-    if TERMS > 3:
-        result += tl.load(d + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total + place, result, mask=inside)
-
-
 @triton.jit(do_not_specialize=["length"])
 def _rotary_kernel(
     q, k, cos, sin, q_out, k_out, length,
@@ -204,7 +187,7 @@ def _rotary_kernel(
 
 _launch_rms_norm, _launch_rms_norm_backward = Launcher(_rms_norm_kernel), Launcher(_rms_norm_backward_kernel)
 _launch_gated, _launch_gated_backward = Launcher(_gated_kernel), Launcher(_gated_backward_kernel)
-_launch_rotary, _launch_add_up = Launcher(_rotary_kernel), Launcher(_add_up_kernel)
+_launch_rotary = Launcher(_rotary_kernel)
 
 
 def rms_norm(x: Tensor, weight: Tensor, y: Tensor, eps: float, offset: float, rounds: bool) -> None:
@@ -248,15 +231,6 @@ def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, grad_gate: Tensor, gr
     count = gate.numel()
     tensors = gate, up, grad, grad_gate, grad_up
     _launch_gated_backward(-(-count // _BLOCK), tensors, (count,), (kind, _BLOCK), _WARPS)
-
-
-def add_up(terms: Sequence[Tensor], total: Tensor) -> None:
-    """Write the sum of some tensors, in their order, into `total`, in float32; all contiguous and of one shape."""
-    count = total.numel()
-    for first in range(0, len(terms), 4):
-        some = tuple(terms[first : first + 4])
-        tensors = *some, *some[:1] * (4 - len(some)), total
-        _launch_add_up(-(-count // _BLOCK), tensors, (count,), (len(some), first == 0, _BLOCK), _WARPS)
 
 
 def rotary(
