@@ -184,7 +184,8 @@ class Check:
             for module in in_training:  # nobody's `train()` is called
                 module.training = False
             try:
-                expected, *_ = trl_compat.call_trl_logps(trl_method, **vars(call))
+                rows = 1 if trl_compat.LOGPS_FROM_LOGITS else call.batch_size  # logits of one row at a time
+                expected, *_ = trl_compat.call_trl_logps(trl_method, **vars(replace(call, batch_size=rows)))
                 trl_compat.forget_order_of_modules(call.model)  # which the next forward would take for complete
                 result = self.engine.compute(trainer._fused.request_of(inputs), call, trl_method)
             finally:
