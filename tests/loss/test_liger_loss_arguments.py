@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
 from tests.oracle import relative_error
 from trl_fused_grpo import FusedLinearGRPOLoss
@@ -31,6 +32,31 @@ from .test_liger_loss import (
 def test_a_batch_without_tokens_has_loss_and_gradients_zero():
     _, loss, metrics, grads = run(FusedLinearGRPOLoss, {"beta": 0.1}, mask=torch.zeros(B, T), ref_per_token_logps=REF)
     assert [loss.item(), *(m.item() for m in metrics), *(g.abs().sum().item() for g in grads)] == [0.0] * 6
+
+
+@pytest.mark.parametrize("backward", ["auto", "forecast", "recompute"])
+@pytest.mark.parametrize("shape", [(0, T), (B, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_an_empty_shard_has_loss_metrics_and_gradients_zero(loss_type, shape, backward):
+    options = {"loss_type": loss_type, "max_completion_length": 12, "beta": 0.1, "compiled": False}
+    if loss_type in ("cispo", "vespo"):
+        options["off_policy_mask_threshold"] = 0.1
+    leaves = [torch.ones(*shape, HIDDEN.shape[-1], requires_grad=True), WEIGHT.clone().requires_grad_()]
+    per_token = torch.zeros(shape)
+    arguments = *leaves, per_token.long(), per_token, ADVANTAGES[: shape[0]]
+    inputs = {"ref_per_token_logps": per_token, "old_per_token_logps": per_token, "vllm_is_ratio": per_token}
+    loss_fn = FusedLinearGRPOLoss(**options, backward=backward, entropy_coef=0.1)
+    outputs = loss_fn(*arguments, **inputs, return_outputs=True)
+    assert outputs.per_token_logps.shape == shape
+    weight = outputs.metrics.pop("vespo/phi_seq_mean", None)  # one for a sequence without tokens
+    assert weight in (None, float(shape[0] > 0))
+    assert {metric.item() for metric in outputs.metrics.values()} == {outputs.loss.item()} == {0.0}
+    for leaf, grad in zip(leaves, torch.autograd.grad(outputs.loss, leaves), strict=True):
+        assert torch.equal(grad, torch.zeros_like(leaf))
+    if loss_type not in ("dapo", "bnpo"):  # Liger divides by the number of sequences, or of columns
+        return
+    loss, metrics = LigerFusedLinearGRPOLoss(**options)(*arguments, ref_per_token_logps=per_token)
+    assert {loss.item(), *(metric.item() for metric in metrics)} == {0.0}
 
 
 def test_without_gradients_the_mode_is_no_grad():
@@ -67,8 +93,10 @@ def test_return_outputs_gives_logps_entropies_and_named_metrics(loss_type):
     assert relative_error(outputs.entropies[counted], entropies[counted]) < 1e-6
     metrics = outputs.metrics
     assert metrics["kl"] == kl
-    assert metrics["clip_ratio/region_mean"] == clipped
-    assert metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"] == pytest.approx(clipped.item())
+    assert metrics.get("cispo_clip_ratio", metrics.get("clip_ratio/region_mean")) == clipped
+    assert ("cispo_clip_ratio" in metrics) == (loss_type == "cispo")
+    if loss_type != "cispo":
+        assert metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"] == pytest.approx(clipped.item())
     assert metrics["entropy"].item() == pytest.approx(entropies[counted].mean().item(), rel=1e-5)
     assert ("vespo/phi_seq_mean" in metrics) == (loss_type == "vespo")
 
@@ -90,6 +118,7 @@ def test_reference_logps_are_preferred_to_reference_hidden_states_with_a_warning
         ({"advantages": ADVANTAGES[1:]}, r"advantages has shape \[3\].*\[4\] or \[4, 1\] or \[4, 9\]"),
         ({"old_per_token_logps": OLD[:, 1:]}, r"old_per_token_logps has shape \[4, 8\]"),
         ({"vllm_is_ratio": RATIO[:, :2]}, r"vllm_is_ratio has shape \[4, 2\]"),
+        ({"selected_token_ids": IDS.flatten()}, r"token ids have shape \[36\], but need \[B, T\]"),
         ({}, "needs ref_per_token_logps"),
     ],
 )

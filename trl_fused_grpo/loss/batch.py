@@ -79,6 +79,8 @@ def check_shapes(
     Raises:
         `ValueError`: naming the tensor, its shape and the shapes that fit.
     """
+    if token_ids.dim() != 2:
+        raise ValueError(f"{ids_name} have shape {list(token_ids.shape)}, but need [B, T].")
     batch, length = token_ids.shape
     whole, column, vector = (batch, length), (batch, 1), (batch,)
     groups = ((per_token, [whole]), (per_sequence, [vector, column, whole]), (broadcast or {}, [column, whole]))
@@ -89,3 +91,10 @@ def check_shapes(
                 raise ValueError(
                     f"{name} has shape {list(value.shape)}, but {ids_name} of shape {list(whole)} need {expected}."
                 )
+
+
+def check_numbers(**values: Tensor | float | None) -> None:
+    """Raise a `ValueError` that names the first tensor that holds more than one number: it would be broadcast."""
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name} has shape {list(value.shape)}, but must be one number.")

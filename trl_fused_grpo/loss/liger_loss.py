@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from trl_fused_grpo.ops.linear_logps import FusedStats
 from trl_fused_grpo.ops.lm_head import LMHead
 
-from .batch import GRPOBatch, as_columns, check_shapes, zero_masked
+from .batch import GRPOBatch, as_columns, check_numbers, check_shapes, zero_masked
 from .forecast import BatchForecast, forecast, grad_rows_first
 from .importance_sampling import SamplingCorrection
 from .metrics import GRPOLossOutput, named_metrics
 from .objective import GRPOObjective, token_terms
-from .reduction import luspo_counts_padding, reduce_loss, tokens_per_process
-from .selected_logps import reference_logps, selected_logps
+from .reduction import luspo_counts_padding, reduce_loss, step_normalizer
+from .selected_logps import head_of, reference_logps, selected_logps
 from .sequence_forecast import SequenceForecast
 
 
@@ -68,6 +68,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         loss_type: str = "dapo",
         max_completion_length: int | None = None,
         importance_sampling_level: str = "token",
+        *,  # Liger 0.6 has the temperature here, later releases three options on
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
         temperature: float = 1.0,
@@ -77,7 +78,6 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         vespo_lambda_pos: float = 3.0,
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
-        *,
         off_policy_mask_threshold: float | None = None,
         top_entropy_quantile: float = 1.0,
         entropy_coef: float = 0.0,
@@ -109,7 +109,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
     def forward(
         self,
         _input: Tensor,
-        lin_weight: Tensor,
+        lin_weight: Tensor | LMHead,
         selected_token_ids: Tensor,
         attention_mask: Tensor,
         advantages: Tensor,
@@ -117,7 +117,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         ref_per_token_logps: Tensor | None = None,
         old_per_token_logps: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
+        ref_weight: Tensor | LMHead | None = None,
         ref_bias: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
@@ -182,10 +182,11 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             },
             per_sequence={"advantages": advantages, "vllm_is_ratio": vllm_is_ratio, "temperature": temperature},
         )
+        divisors = {"normalizer": normalizer, "entropy_normalizer": entropy_normalizer}
+        check_numbers(**divisors, num_items_in_batch=num_items_in_batch)
         mask = attention_mask.float()  # [B, T]
+        normalizer = step_normalizer(objective, mask, num_items_in_batch, normalizer)
         objective, selected = self._select_positions(objective, mask, vllm_is_ratio)
-        if normalizer is None and objective.uses_global_normalizer:
-            normalizer = tokens_per_process(mask, num_items_in_batch)
         temperatures = self.temperature if temperature is None else temperature
         logps_of = partial(selected_logps, selected_token_ids, temperatures, logits_mib=self.logits_mib)
         has_kl = self.use_ref_model and self.beta != 0.0
@@ -202,7 +203,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             normalizer=normalizer,
             entropy_normalizer=entropy_normalizer,
         )
-        logps_of = partial(logps_of, _input, LMHead(lin_weight, bias))
+        logps_of = partial(logps_of, _input, head_of(lin_weight, bias))
         logps, entropies = self._policy_logps(objective, batch, selected, logps_of, return_outputs)  # [B, T]
         return self._outputs(objective, batch, logps, entropies, return_outputs)
 
@@ -243,12 +244,14 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         metrics = named_metrics(objective, batch, terms, entropies)
         if return_outputs and entropies is not None:
             return GRPOLossOutput(loss, logps.detach(), entropies.detach(), metrics)
-        return loss, tuple(metrics[name] for name in ("kl", "clip_ratio/region_mean") if name in metrics)
+        return loss, tuple(
+            metrics[name] for name in ("kl", "cispo_clip_ratio", "clip_ratio/region_mean") if name in metrics
+        )
 
     def _padding_counts(self, objective: GRPOObjective, ratio: Tensor | None) -> bool:
         """Whether padding takes part in the loss, as in Liger's LUSPO."""
         has_kl = self.use_ref_model and objective.beta != 0.0
-        return luspo_counts_padding(objective, has_kl, ratio is not None and ratio[0].numel() > 1)
+        return luspo_counts_padding(objective, has_kl, ratio is not None and as_columns(ratio).shape[1] > 1)
 
     def forecast(
         self,
