@@ -31,7 +31,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         beta, use_ref_model, epsilon_low, epsilon_high, loss_type, max_completion_length, importance_sampling_level,
         sapo_temperature_pos, sapo_temperature_neg, temperature, delta, use_bias_correction_kl, vespo_k_pos,
         vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg:
-            As in Liger.
+            As in Liger. Those from `sapo_temperature_pos` on go by name: their order differs between its releases.
         compiled, chunk_size:
             Accepted without effect: nothing is compiled, and `logits_mib` sets the size of a chunk.
         off_policy_mask_threshold (`float`, *optional*):
@@ -44,8 +44,9 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             `"k1"`, `"k2"`, `"k3"` or `"k4"`, see [`~objective.kl_loss`].
         reduction (`str`, *optional*):
-            `"token_mean"`, `"sequence_mean"`, `"fixed_length"` or `"sequence_sum"`, see [`~reduction.token_weights`].
-            Defaults to that of the loss type.
+            `"token_mean"`, `"sequence_mean"`, `"fixed_length"`, `"sequence_sum"` or `"sum"`, see
+            [`~reduction.token_weights`], or SkyRL's name `"seq_mean_token_sum_norm"` for `"fixed_length"`. Defaults to
+            that of the loss type.
         backward, logits_mib:
             As in [`fused_linear_logps`].
 
@@ -135,7 +136,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             _input (`Tensor`):
                 Hidden states `[B, T, H]`; each predicts the token at its place.
             lin_weight, bias (`Tensor`):
-                The head: `[V, H]` and, optional, `[V]`.
+                The head: `[V, H]` and, optional, `[V]`. Or an [`LMHead`] and no bias.
             selected_token_ids (`Tensor`):
                 `[B, T]`, int64. Any value is allowed where the mask is zero.
             attention_mask (`Tensor`):
@@ -145,13 +146,15 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             ref_per_token_logps, old_per_token_logps (`Tensor`, *optional*):
                 `[B, T]`, nats. Without old log-probabilities the policy is the old policy.
             ref_input, ref_weight, ref_bias (`Tensor`, *optional*):
-                Hidden states `[B, T, H]` and head of the reference, instead of its log-probabilities.
+                Hidden states `[B, T, H]` and head of the reference, as the policy's, instead of its log-probabilities.
             vllm_is_ratio (`Tensor`, *optional*):
                 Ratio of policy and sampler, `[B]`, `[B, 1]` or `[B, T]`.
             num_items_in_batch (`Tensor` or `float`, *optional*):
-                Tokens of the optimizer step over all processes, for DAPO, CISPO and VESPO.
+                Tokens of the optimizer step over all processes, for DAPO, CISPO, VESPO and `"token_mean"`. Other loss
+                types ignore them, as in Liger; another `reduction` refuses them.
             normalizer (`Tensor` or `float`, *optional*):
-                Divisor of the loss instead of this call's number of tokens or, by reduction, sequences.
+                Divisor of the loss instead of this call's number of tokens or, by reduction, sequences. With those of
+                the whole optimizer step, per process, the gradient does not depend on how it is cut into calls.
             entropy_normalizer (`Tensor` or `float`, *optional*):
                 Divisor of the entropy bonus instead of this call's number of tokens.
             sampling_per_token_logps (`Tensor`, *optional*):
