@@ -25,6 +25,7 @@ from .test_liger_loss import (
     T,
     dense,
     run,
+    skip_what_the_installed_liger_lacks,
     truth,
 )
 
@@ -184,3 +185,70 @@ def test_the_memory_of_logits_is_that_asked_for(logits_mib):
 def test_further_arguments_go_with_an_objective():
     loss = FusedLinearGRPOLoss.from_objective(GRPOObjective(), logits_mib=3.0, backward="recompute")
     assert (loss.logits_mib, loss.backward) == (3.0, "recompute")
+
+
+def strided(tensor):
+    """The same values with other strides."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+FORMS = {
+    "strided": {"_input": strided(HIDDEN), "lin_weight": strided(WEIGHT), "selected_token_ids": strided(IDS)},
+    "strided-by-token": {"attention_mask": strided(MASK), "old_per_token_logps": strided(OLD)},
+    "int32-ids": {"selected_token_ids": IDS.int()},
+    "bool-mask": {"attention_mask": MASK.bool()},
+    "int-mask": {"attention_mask": MASK.long()},
+    "double": {"advantages": ADVANTAGES.double(), "old_per_token_logps": OLD.double()},
+    "column": {"advantages": ADVANTAGES[:, None]},
+    "by-token": {"advantages": ADVANTAGES[:, None].expand(B, T)},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_of_a_tensor_does_not_matter(name):
+    plain = {
+        "_input": HIDDEN,
+        "lin_weight": WEIGHT,
+        "selected_token_ids": IDS,
+        "attention_mask": MASK,
+        "advantages": ADVANTAGES,
+        "old_per_token_logps": OLD,
+    }
+    results = []
+    for arguments in (plain, {**plain, **FORMS[name]}):
+        leaves = {key: arguments[key].detach().requires_grad_() for key in ("_input", "lin_weight")}
+        loss, _ = FusedLinearGRPOLoss(beta=0.0)(**{**arguments, **leaves})
+        results.append([loss.detach(), *torch.autograd.grad(loss, [*leaves.values()])])
+    for value, expected in zip(*reversed(results), strict=True):
+        assert relative_error(value, expected) < 1e-6
+
+
+@pytest.mark.parametrize("trained", [[0], [1], [2], [0, 1], [0, 2], [1, 2]], ids=str)
+def test_what_needs_no_gradient_gets_none_and_changes_no_other(trained):
+    leaves = [leaf.clone() for leaf in (HIDDEN, WEIGHT, BIAS)]
+    for index in trained:
+        leaves[index].requires_grad_()
+    hidden, weight, bias = leaves
+    loss_fn = FusedLinearGRPOLoss(beta=0.0, temperature=TEMPERATURE)
+    loss_fn(hidden, weight, IDS, MASK, ADVANTAGES, bias, old_per_token_logps=OLD)[0].backward()
+    truths = truth({}, factor=1.0, old=OLD)[2]
+    assert [index for index, leaf in enumerate(leaves) if leaf.grad is not None] == trained
+    for index in trained:
+        assert relative_error(leaves[index].grad, truths[index]) < 3e-6
+
+
+@pytest.mark.parametrize("advantages", [ADVANTAGES, ADVANTAGES[:, None]], ids=["per-sequence", "one-column"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_completions_of_one_token_are_as_ligers(loss_type, advantages):
+    if loss_type == "gmpo":
+        pytest.skip("Liger has none")
+    options = {"loss_type": loss_type, "max_completion_length": 12, "temperature": TEMPERATURE}
+    skip_what_the_installed_liger_lacks({**options, "importance_sampling_level": "token"}, {})
+    results = []
+    for cls, given in ((FusedLinearGRPOLoss, advantages), (LigerFusedLinearGRPOLoss, ADVANTAGES)):
+        leaves = [HIDDEN[:, :1].clone().requires_grad_(), WEIGHT.clone().requires_grad_()]
+        loss_fn = cls(beta=0.0, use_ref_model=False, compiled=False, **options)
+        loss, _ = loss_fn(*leaves, IDS[:, :1], MASK[:, :1], given, BIAS, old_per_token_logps=OLD[:, :1])
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for value, expected in zip(*results, strict=True):
+        assert relative_error(value, expected) < 1e-5

@@ -69,6 +69,14 @@ def test_a_divisor_is_one_number(name):
     run(FusedLinearGRPOLoss, {"beta": 0.0, "entropy_coef": 0.1}, **{name: torch.ones(1)})
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_step_without_tokens_has_loss_and_gradients_zero(reduction):
+    inputs = {"normalizer": 0, "entropy_normalizer": torch.tensor(0)}
+    options = {"reduction": reduction, "beta": 0.0, "entropy_coef": 0.1}
+    _, loss, _, grads = run(FusedLinearGRPOLoss, options, mask=torch.zeros(B, T), **inputs)
+    assert [loss.item(), *(grad.abs().sum().item() for grad in grads)] == [0.0] * 4
+
+
 @pytest.mark.parametrize("alias", REDUCTION_ALIASES)
 def test_a_name_of_another_library_is_the_reduction_that_it_names(alias):
     aliased, expected = (

@@ -93,8 +93,16 @@ def check_shapes(
                 )
 
 
-def check_numbers(**values: Tensor | float | None) -> None:
-    """Raise a `ValueError` that names the first tensor that holds more than one number: it would be broadcast."""
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"{name} has shape {list(value.shape)}, but must be one number.")
+def as_divisor(name: str, value: Tensor | float | None, device: torch.device) -> Tensor | None:
+    """
+    A divisor as a scalar tensor in float32. Zero, as of an optimizer step without tokens, divides zeros to zeros.
+
+    Raises:
+        `ValueError`: when it is more than one number, which would be broadcast.
+    """
+    if value is None:
+        return None
+    value = torch.as_tensor(value, dtype=torch.float32, device=device)
+    if value.numel() != 1:
+        raise ValueError(f"{name} has shape {list(value.shape)}, but must be one number.")
+    return value.reshape(()).clamp(min=torch.finfo(value.dtype).tiny)

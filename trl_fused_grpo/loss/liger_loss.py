@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trl_fused_grpo.ops.linear_logps import FusedStats
 from trl_fused_grpo.ops.lm_head import LMHead
 
-from .batch import GRPOBatch, as_columns, check_numbers, check_shapes, zero_masked
+from .batch import GRPOBatch, as_columns, as_divisor, check_shapes, zero_masked
 from .forecast import BatchForecast, forecast, grad_rows_first
 from .importance_sampling import SamplingCorrection
 from .metrics import GRPOLossOutput, named_metrics
@@ -185,8 +185,6 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             },
             per_sequence={"advantages": advantages, "vllm_is_ratio": vllm_is_ratio, "temperature": temperature},
         )
-        divisors = {"normalizer": normalizer, "entropy_normalizer": entropy_normalizer}
-        check_numbers(**divisors, num_items_in_batch=num_items_in_batch)
         mask = attention_mask.float()  # [B, T]
         normalizer = step_normalizer(objective, mask, num_items_in_batch, normalizer)
         objective, selected = self._select_positions(objective, mask, vllm_is_ratio)
@@ -204,7 +202,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             importance_sampling_ratio=zero_masked(vllm_is_ratio, selected | (objective.loss_type == "vespo")),
             sampling_per_token_logps=zero_masked(sampling_per_token_logps, selected),
             normalizer=normalizer,
-            entropy_normalizer=entropy_normalizer,
+            entropy_normalizer=as_divisor("entropy_normalizer", entropy_normalizer, mask.device),
         )
         logps_of = partial(logps_of, _input, head_of(lin_weight, bias))
         logps, entropies = self._policy_logps(objective, batch, selected, logps_of, return_outputs)  # [B, T]

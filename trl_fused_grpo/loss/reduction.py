@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .batch import GRPOBatch
+from .batch import GRPOBatch, as_divisor
 from .objective import GRPOObjective
 
 
@@ -85,7 +85,7 @@ def step_normalizer(
     mask: Tensor,
     num_items_in_batch: Tensor | float | None,
     normalizer: Tensor | float | None,
-) -> Tensor | float | None:
+) -> Tensor | None:
     """
     What the loss of a call is divided by: the normalizer that is given, or the tokens of the step where the loss takes
     these, see [`tokens_per_process`]. `None` stands for the call's own count.
@@ -96,6 +96,8 @@ def step_normalizer(
     """
     if num_items_in_batch is not None and normalizer is not None:
         raise ValueError("num_items_in_batch and normalizer exclude each other: pass one of them.")
+    num_items_in_batch = as_divisor("num_items_in_batch", num_items_in_batch, mask.device)
+    normalizer = as_divisor("normalizer", normalizer, mask.device)
     if objective.uses_global_normalizer:
         return tokens_per_process(mask, num_items_in_batch) if normalizer is None else normalizer
     if num_items_in_batch is not None and objective.reduction is not None:
