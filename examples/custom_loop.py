@@ -2,8 +2,8 @@
 
     python examples/custom_loop.py
 
-The loss takes the hidden states that predict the completion and the weight of the head. No logits of the whole batch
-exist, neither here nor in backward.
+The loss takes the hidden states that predict the completion, and the head. No logits of the whole batch exist, neither
+here nor in backward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_fused_grpo import FusedLinearGRPOLoss
+from trl_fused_grpo import FusedLinearGRPOLoss, read_hidden_states, read_lm_head
 
 
 PROMPTS = ["The quick brown fox", "Once upon a time", "In the middle of the night", "To be or not to be"]
@@ -56,10 +56,10 @@ def main(
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)  # [B]
 
         seen = torch.cat([batch["attention_mask"], mask.long()], dim=1)
-        hidden = policy.base_model(ids, attention_mask=seen).last_hidden_state  # [B, prompt + T, H]
+        hidden = read_hidden_states(policy, input_ids=ids, attention_mask=seen)  # [B, prompt + T, H]
         output = loss_function(
             hidden[:, width - 1 : -1],  # each predicts the token after it
-            policy.get_output_embeddings().weight,
+            read_lm_head(policy),
             tokens,
             mask,
             advantages,

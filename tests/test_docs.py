@@ -92,11 +92,15 @@ def test_the_page_has_every_feature_with_a_number_for_each_engine_that_trains_it
 
 def rows_of_reductions():
     """What the table of reductions says on our side: a reduction and TRL's loss types that have it."""
+    for ours, trls, _ in cells_of_reductions():
+        yield re.findall(r'`"(\w+)"`', ours), re.findall(r"`(\w+)`", trls)
+
+
+def cells_of_reductions():
+    """The first three columns of the table of reductions."""
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     table = text.partition("| `reduction` | TRL's `loss_type` |")[2].partition("\n\n")[0]
-    for row in table.splitlines()[2:]:
-        ours, trls = row.split("|")[1:3]
-        yield re.findall(r'`"(\w+)"`', ours), re.findall(r"`(\w+)`", trls)
+    return [row.split("|")[1:4] for row in table.splitlines()[2:]]
 
 
 def test_the_table_of_reductions_has_the_names_that_there_are():
@@ -107,4 +111,13 @@ def test_the_table_of_reductions_has_the_names_that_there_are():
         named += loss_types
     assert rows[-1] == ([], [])  # what others have and nobody here
     assert {*named} == {*objective.LOSS_TYPES} - {"gmpo"}  # a trainer of TRL's, not a loss type
-    assert {name for names, _ in rows for name in names} == {*objective.REDUCTIONS} - {"padded_sequence_sum"}
+    assert {name for names, _ in rows for name in names} == {*objective.REDUCTIONS}
+
+
+def test_the_table_has_skyrls_names_beside_the_reductions_that_take_them():
+    reductions = [ours.strip(' `"') for ours, _, _ in cells_of_reductions()[:5]]
+    skyrls = [re.findall(r"^ `(\w+)`", cell) for _, _, cell in cells_of_reductions()[:5]]
+    named = {name: ours for ours, names in zip(reductions, skyrls, strict=True) for name in names}
+    assert named.keys() >= {*objective.REDUCTION_ALIASES, "token_mean", "sequence_mean"}
+    for name, ours in named.items():
+        assert objective.GRPOObjective(reduction=name, max_completion_length=8).effective_reduction == ours

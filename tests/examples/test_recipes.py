@@ -128,9 +128,9 @@ def test_a_loop_of_its_own_trains_what_dense_logits_do(folders, monkeypatch, cap
     calls, states = [], []
 
     class Recording(FusedLinearGRPOLoss):
-        def forward(self, *tensors, **options):
-            calls.append([tensor.detach().clone() for tensor in tensors])
-            return super().forward(*tensors, **options)
+        def forward(self, hidden, head, *tensors, **options):
+            calls.append([tensor.detach().clone() for tensor in (hidden, head.weight, *tensors)])
+            return super().forward(hidden, head, *tensors, **options)
 
     def recording_clip(parameters, norm):
         parameters = list(parameters)

@@ -38,6 +38,10 @@ def test_tokens_beyond_a_bound_count_where_their_advantage_would_push_them_on(lo
     objective = GRPOObjective(loss_type=loss_type, epsilon_low=LOW, epsilon_high=HIGH)
     metrics = named_metrics(objective, GRPOBatch(mask, torch.tensor([[advantage]])), terms_of(ratio), None)
     is_low, is_high = advantage < 0 and loss_type in HAS_LOWER, advantage > 0 and loss_type != "sapo"
+    if loss_type == "cispo":  # TRL's name
+        assert metrics.keys() == {"cispo_clip_ratio"}
+        assert metrics["cispo_clip_ratio"].item() == pytest.approx(is_high / 6)
+        return
     assert metrics["clip_ratio/low_mean"].item() == pytest.approx(is_low / 6)
     assert metrics["clip_ratio/high_mean"].item() == pytest.approx(is_high / 6)
     assert metrics["clip_ratio/region_mean"].item() == pytest.approx((is_low or is_high) / 6)
@@ -61,6 +65,10 @@ def test_means_are_over_the_tokens_that_count(count):
     assert metrics["kl"].item() == pytest.approx(expected)
     assert metrics["entropy"].item() == pytest.approx(10 * expected)
     assert metrics["vespo/phi_seq_mean"].item() == 3.0
+    by_token = named_metrics(
+        GRPOObjective(loss_type="vespo"), batch, terms_of(torch.ones(1, 4), phi=values), entropies=None
+    )
+    assert by_token["vespo/phi_seq_mean"].item() == pytest.approx(expected)
     without = named_metrics(GRPOObjective(loss_type="vespo", beta=0.1), batch, terms._replace(kl=None), None)
     assert without["kl"].item() == 0.0
     assert "entropy" not in without

@@ -24,12 +24,13 @@ def weight_of(reduction, length, normalizer):
         "sequence_mean": 1 / sequences / max(length, 1),
         "fixed_length": 1 / (sequences * LONGEST),
         "sequence_sum": 1 / sequences,
+        "sum": 1.0 if normalizer is None else 1 / normalizer,
     }[reduction]
 
 
 @pytest.mark.parametrize("accumulation", [1.0, ACCUMULATION])
 @pytest.mark.parametrize("normalizer", [None, NORMALIZER])
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length", "sequence_sum"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length", "sequence_sum", "sum"])
 def test_each_token_has_the_weight_of_its_reduction(reduction, normalizer, accumulation):
     objective = GRPOObjective(loss_type="dapo", reduction=reduction, max_completion_length=LONGEST)
     batch = GRPOBatch(MASK, torch.ones(3, 1), normalizer=normalizer, accumulation=accumulation)

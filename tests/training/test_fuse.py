@@ -117,19 +117,27 @@ def test_a_constructor_that_goes_past_the_fused_one_is_refused(tmp_path):
 
 class OwnLigerLoss(GRPOTrainer):
     def compute_liger_loss(self, model, inputs):
-        raise AssertionError("this is TRL's Liger loss")
+        return 2 * super().compute_liger_loss(model, inputs)
 
 
-def test_an_own_liger_loss_is_refused_and_never_called_without_the_fused_loss(tmp_path):
-    with pytest.raises(ValueError, match=r"OwnLigerLoss.compute_liger_loss .* override _compute_loss"):
-        make_trainer(tmp_path, fuse(OwnLigerLoss))
-    loss_and_gradients(make_trainer(tmp_path, fuse(OwnLigerLoss), config=GRPOConfig), make_inputs())
-
+def test_an_own_liger_loss_runs_as_in_a_subclass_of_the_fused_trainer(tmp_path):
     class OfFused(FusedGRPOTrainer):
         def compute_liger_loss(self, model, inputs):
-            return super().compute_liger_loss(model, inputs)
+            return 2 * super().compute_liger_loss(model, inputs)
 
-    make_trainer(tmp_path, OfFused)
+    own, of_fused, plain = (make_trainer(tmp_path, cls) for cls in (fuse(OwnLigerLoss), OfFused, FusedGRPOTrainer))
+    (loss, gradients), expected, (half, _) = (loss_and_gradients(one, make_inputs()) for one in (own, of_fused, plain))
+    torch.testing.assert_close((loss, gradients), expected, rtol=0, atol=0)
+    torch.testing.assert_close(loss, 2 * half)
+    assert own._fused.ladder.look().level == of_fused._fused.ladder.look().level
+    assert own.fused_stats.rows == plain.fused_stats.rows > 0
+
+
+def test_an_own_liger_loss_is_not_called_without_the_fused_loss(tmp_path):
+    without = make_trainer(tmp_path, fuse(OwnLigerLoss), config=GRPOConfig)
+    stock = make_trainer(tmp_path, GRPOTrainer, config=GRPOConfig)
+    loss, expected = (loss_and_gradients(one, make_inputs())[0] for one in (without, stock))
+    assert torch.equal(loss, expected)
 
 
 class Dense(GRPOTrainer):

@@ -138,6 +138,13 @@ def without_adapter(model: Any) -> Any:
     return model.get_base_model() if is_peft_model(model) else model
 
 
+def causal_lm_of(model: Any) -> Any:
+    """The causal language model inside wrappers of PEFT, DDP, DeepSpeed and `torch.compile`, or the model itself."""
+    while not hasattr(type(model), "get_output_embeddings"):
+        model = model.get_base_model() if is_peft_model(model) else getattr(model, "_orig_mod", None) or model.module
+    return model
+
+
 def is_prompt_learning(model: nn.Module) -> bool:
     """Whether PEFT puts virtual tokens before each row."""
     config: Any = getattr(model, "active_peft_config", None)

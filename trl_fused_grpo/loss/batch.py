@@ -79,6 +79,8 @@ def check_shapes(
     Raises:
         `ValueError`: naming the tensor, its shape and the shapes that fit.
     """
+    if token_ids.dim() != 2:
+        raise ValueError(f"{ids_name} have shape {list(token_ids.shape)}, but need [B, T].")
     batch, length = token_ids.shape
     whole, column, vector = (batch, length), (batch, 1), (batch,)
     groups = ((per_token, [whole]), (per_sequence, [vector, column, whole]), (broadcast or {}, [column, whole]))
@@ -89,3 +91,18 @@ def check_shapes(
                 raise ValueError(
                     f"{name} has shape {list(value.shape)}, but {ids_name} of shape {list(whole)} need {expected}."
                 )
+
+
+def as_divisor(name: str, value: Tensor | float | None, device: torch.device) -> Tensor | None:
+    """
+    A divisor as a scalar tensor in float32. Zero, as of an optimizer step without tokens, divides zeros to zeros.
+
+    Raises:
+        `ValueError`: when it is more than one number, which would be broadcast.
+    """
+    if value is None:
+        return None
+    value = torch.as_tensor(value, dtype=torch.float32, device=device)
+    if value.numel() != 1:
+        raise ValueError(f"{name} has shape {list(value.shape)}, but must be one number.")
+    return value.reshape(()).clamp(min=torch.finfo(value.dtype).tiny)

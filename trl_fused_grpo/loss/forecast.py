@@ -153,7 +153,7 @@ def forecast(
     if not objective.is_sequencewise:
         return None
     weights = token_weights(objective, batch)  # [B, T]
-    unit = _power_of_two_below_inverse(weights.max())
+    unit = _power_of_two_below_inverse(weights.max() if weights.numel() else weights.new_zeros(()))
     scale = weights * unit
     entropy_grads = entropy_weights(objective, batch) * unit if objective.entropy_coef != 0.0 else None
     if correction is not None or not objective.is_tokenwise(has_old_logps=not is_on_policy):

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from trl_fused_grpo.ops.linear_logps import FusedStats
 from trl_fused_grpo.ops.lm_head import LMHead
 
-from .batch import GRPOBatch, as_columns, check_shapes, zero_masked
+from .batch import GRPOBatch, as_columns, as_divisor, check_shapes, zero_masked
 from .forecast import BatchForecast, forecast, grad_rows_first
 from .importance_sampling import SamplingCorrection
 from .metrics import GRPOLossOutput, named_metrics
 from .objective import GRPOObjective, token_terms
-from .reduction import luspo_counts_padding, reduce_loss, tokens_per_process
-from .selected_logps import reference_logps, selected_logps
+from .reduction import luspo_counts_padding, reduce_loss, step_normalizer
+from .selected_logps import head_of, reference_logps, selected_logps
 from .sequence_forecast import SequenceForecast
 
 
@@ -31,7 +31,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         beta, use_ref_model, epsilon_low, epsilon_high, loss_type, max_completion_length, importance_sampling_level,
         sapo_temperature_pos, sapo_temperature_neg, temperature, delta, use_bias_correction_kl, vespo_k_pos,
         vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg:
-            As in Liger.
+            As in Liger. Those from `sapo_temperature_pos` on go by name: their order differs between its releases.
         compiled, chunk_size:
             Accepted without effect: nothing is compiled, and `logits_mib` sets the size of a chunk.
         off_policy_mask_threshold (`float`, *optional*):
@@ -44,8 +44,9 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             `"k1"`, `"k2"`, `"k3"` or `"k4"`, see [`~objective.kl_loss`].
         reduction (`str`, *optional*):
-            `"token_mean"`, `"sequence_mean"`, `"fixed_length"` or `"sequence_sum"`, see [`~reduction.token_weights`].
-            Defaults to that of the loss type.
+            `"token_mean"`, `"sequence_mean"`, `"fixed_length"`, `"sequence_sum"` or `"sum"`, see
+            [`~reduction.token_weights`], or SkyRL's name `"seq_mean_token_sum_norm"` for `"fixed_length"`. Defaults to
+            that of the loss type.
         backward, logits_mib:
             As in [`fused_linear_logps`].
 
@@ -68,6 +69,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         loss_type: str = "dapo",
         max_completion_length: int | None = None,
         importance_sampling_level: str = "token",
+        *,  # Liger 0.6 has the temperature here, later releases three options on
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
         temperature: float = 1.0,
@@ -77,7 +79,6 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         vespo_lambda_pos: float = 3.0,
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
-        *,
         off_policy_mask_threshold: float | None = None,
         top_entropy_quantile: float = 1.0,
         entropy_coef: float = 0.0,
@@ -109,7 +110,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
     def forward(
         self,
         _input: Tensor,
-        lin_weight: Tensor,
+        lin_weight: Tensor | LMHead,
         selected_token_ids: Tensor,
         attention_mask: Tensor,
         advantages: Tensor,
@@ -117,7 +118,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         ref_per_token_logps: Tensor | None = None,
         old_per_token_logps: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
+        ref_weight: Tensor | LMHead | None = None,
         ref_bias: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
@@ -135,7 +136,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             _input (`Tensor`):
                 Hidden states `[B, T, H]`; each predicts the token at its place.
             lin_weight, bias (`Tensor`):
-                The head: `[V, H]` and, optional, `[V]`.
+                The head: `[V, H]` and, optional, `[V]`. Or an [`LMHead`] and no bias.
             selected_token_ids (`Tensor`):
                 `[B, T]`, int64. Any value is allowed where the mask is zero.
             attention_mask (`Tensor`):
@@ -145,13 +146,15 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             ref_per_token_logps, old_per_token_logps (`Tensor`, *optional*):
                 `[B, T]`, nats. Without old log-probabilities the policy is the old policy.
             ref_input, ref_weight, ref_bias (`Tensor`, *optional*):
-                Hidden states `[B, T, H]` and head of the reference, instead of its log-probabilities.
+                Hidden states `[B, T, H]` and head of the reference, as the policy's, instead of its log-probabilities.
             vllm_is_ratio (`Tensor`, *optional*):
                 Ratio of policy and sampler, `[B]`, `[B, 1]` or `[B, T]`.
             num_items_in_batch (`Tensor` or `float`, *optional*):
-                Tokens of the optimizer step over all processes, for DAPO, CISPO and VESPO.
+                Tokens of the optimizer step over all processes, for DAPO, CISPO, VESPO and `"token_mean"`. Other loss
+                types ignore them, as in Liger; another `reduction` refuses them.
             normalizer (`Tensor` or `float`, *optional*):
-                Divisor of the loss instead of this call's number of tokens or, by reduction, sequences.
+                Divisor of the loss instead of this call's number of tokens or, by reduction, sequences. With those of
+                the whole optimizer step, per process, the gradient does not depend on how it is cut into calls.
             entropy_normalizer (`Tensor` or `float`, *optional*):
                 Divisor of the entropy bonus instead of this call's number of tokens.
             sampling_per_token_logps (`Tensor`, *optional*):
@@ -183,9 +186,8 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             per_sequence={"advantages": advantages, "vllm_is_ratio": vllm_is_ratio, "temperature": temperature},
         )
         mask = attention_mask.float()  # [B, T]
+        normalizer = step_normalizer(objective, mask, num_items_in_batch, normalizer)
         objective, selected = self._select_positions(objective, mask, vllm_is_ratio)
-        if normalizer is None and objective.uses_global_normalizer:
-            normalizer = tokens_per_process(mask, num_items_in_batch)
         temperatures = self.temperature if temperature is None else temperature
         logps_of = partial(selected_logps, selected_token_ids, temperatures, logits_mib=self.logits_mib)
         has_kl = self.use_ref_model and self.beta != 0.0
@@ -200,9 +202,9 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             importance_sampling_ratio=zero_masked(vllm_is_ratio, selected | (objective.loss_type == "vespo")),
             sampling_per_token_logps=zero_masked(sampling_per_token_logps, selected),
             normalizer=normalizer,
-            entropy_normalizer=entropy_normalizer,
+            entropy_normalizer=as_divisor("entropy_normalizer", entropy_normalizer, mask.device),
         )
-        logps_of = partial(logps_of, _input, LMHead(lin_weight, bias))
+        logps_of = partial(logps_of, _input, head_of(lin_weight, bias))
         logps, entropies = self._policy_logps(objective, batch, selected, logps_of, return_outputs)  # [B, T]
         return self._outputs(objective, batch, logps, entropies, return_outputs)
 
@@ -243,12 +245,14 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         metrics = named_metrics(objective, batch, terms, entropies)
         if return_outputs and entropies is not None:
             return GRPOLossOutput(loss, logps.detach(), entropies.detach(), metrics)
-        return loss, tuple(metrics[name] for name in ("kl", "clip_ratio/region_mean") if name in metrics)
+        return loss, tuple(
+            metrics[name] for name in ("kl", "cispo_clip_ratio", "clip_ratio/region_mean") if name in metrics
+        )
 
     def _padding_counts(self, objective: GRPOObjective, ratio: Tensor | None) -> bool:
         """Whether padding takes part in the loss, as in Liger's LUSPO."""
         has_kl = self.use_ref_model and objective.beta != 0.0
-        return luspo_counts_padding(objective, has_kl, ratio is not None and ratio[0].numel() > 1)
+        return luspo_counts_padding(objective, has_kl, ratio is not None and as_columns(ratio).shape[1] > 1)
 
     def forecast(
         self,

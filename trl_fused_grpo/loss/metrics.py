@@ -52,10 +52,13 @@ def named_metrics(
         "clip_ratio/high_mean": mean(high),
         "clip_ratio/region_mean": mean(low | high),
     }
+    if objective.loss_type == "cispo":
+        metrics = {"cispo_clip_ratio": mean(high)}
     if objective.beta != 0.0:
         metrics["kl"] = mask.new_zeros(()) if terms.kl is None else mean(terms.kl)
     if terms.phi is not None:
-        metrics["vespo/phi_seq_mean"] = terms.phi.mean()
+        is_per_sequence = terms.phi.shape[1] == 1
+        metrics["vespo/phi_seq_mean"] = terms.phi.sum() / max(len(mask), 1) if is_per_sequence else mean(terms.phi)
     if entropies is not None:
         metrics["entropy"] = mean(entropies)
     return metrics

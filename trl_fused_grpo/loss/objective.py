@@ -22,7 +22,8 @@ GLOBAL_NORMALIZER_LOSSES = ("dapo", "cispo", "vespo")
 LOSS_TYPES = (*CLIPPED_LOSSES, "cispo", "sapo", "vespo", "gmpo")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k4")
 IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
-REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length", "sequence_sum", "padded_sequence_sum")
+REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length", "sequence_sum", "sum")
+REDUCTION_ALIASES = {"seq_mean_token_sum_norm": "fixed_length"}  # SkyRL's name
 
 _REDUCTION_OF = {
     **dict.fromkeys(("bnpo", *GLOBAL_NORMALIZER_LOSSES), "token_mean"),
@@ -78,10 +79,10 @@ class GRPOObjective:
             ("loss_type", LOSS_TYPES),
             ("importance_sampling_level", IMPORTANCE_SAMPLING_LEVELS),
             ("kl_estimator", KL_ESTIMATORS),
-            ("reduction", (None, *REDUCTIONS)),
+            ("reduction", (None, *REDUCTIONS, *REDUCTION_ALIASES)),
         ):
             if getattr(self, name) not in known:
-                choices = ", ".join(map(repr, known))
+                choices = ", ".join(map(repr, filter(None, known)))
                 raise ValueError(f"Unknown {name} {getattr(self, name)!r}: expected one of {choices}.")
         if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo", "gmpo"):
             raise ValueError(
@@ -96,7 +97,8 @@ class GRPOObjective:
     @property
     def effective_reduction(self) -> str:
         """The reduction option, or where it is `None` that of the loss type; empty for an unknown loss type."""
-        return self.reduction or _REDUCTION_OF.get(self.loss_type, "")
+        reduction = self.reduction or _REDUCTION_OF.get(self.loss_type, "")
+        return REDUCTION_ALIASES.get(reduction, reduction)
 
     @property
     def uses_global_normalizer(self) -> bool:

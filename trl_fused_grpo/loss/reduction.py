@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .batch import GRPOBatch
+from .batch import GRPOBatch, as_divisor
 from .objective import GRPOObjective
 
 
@@ -18,6 +18,7 @@ def token_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
     - `"sequence_mean"`: the mean over sequences of the mean over their tokens; counts sequences.
     - `"fixed_length"`: as `"sequence_sum"`, divided by `max_completion_length`; counts sequences.
     - `"sequence_sum"`: the mean over sequences of the sum over their tokens; counts sequences.
+    - `"sum"`: the sum over all tokens, divided by a normalizer if there is one.
     - `"padded_sequence_sum"`: the mean over all positions, padding included, of the loss times the length of its
       sequence, see [`luspo_counts_padding`]; counts sequences.
 
@@ -30,6 +31,8 @@ def token_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
     if reduction == "token_mean":
         tokens = mask.sum().clamp(min=1.0) if batch.normalizer is None else batch.normalizer
         return weights / tokens
+    if reduction == "sum":
+        return weights if batch.normalizer is None else weights / batch.normalizer
     sequences = len(mask) if batch.normalizer is None else batch.normalizer
     if reduction == "sequence_mean":
         return weights / sequences / mask.sum(-1, keepdim=True).clamp(min=1.0)
@@ -75,6 +78,34 @@ def reduce_loss(objective: GRPOObjective, batch: GRPOBatch, loss: Tensor, entrop
         assert entropies is not None, "an entropy bonus needs entropies"
         total = total + (entropies * entropy_weights(objective, batch)).sum()
     return total
+
+
+def step_normalizer(
+    objective: GRPOObjective,
+    mask: Tensor,
+    num_items_in_batch: Tensor | float | None,
+    normalizer: Tensor | float | None,
+) -> Tensor | None:
+    """
+    What the loss of a call is divided by: the normalizer that is given, or the tokens of the step where the loss takes
+    these, see [`tokens_per_process`]. `None` stands for the call's own count.
+
+    Raises:
+        `ValueError`: when tokens of the step are given to a reduction that does not divide by them, or beside a
+            normalizer. A loss type's own reduction ignores them, as in Liger.
+    """
+    if num_items_in_batch is not None and normalizer is not None:
+        raise ValueError("num_items_in_batch and normalizer exclude each other: pass one of them.")
+    num_items_in_batch = as_divisor("num_items_in_batch", num_items_in_batch, mask.device)
+    normalizer = as_divisor("normalizer", normalizer, mask.device)
+    if objective.uses_global_normalizer:
+        return tokens_per_process(mask, num_items_in_batch) if normalizer is None else normalizer
+    if num_items_in_batch is not None and objective.reduction is not None:
+        raise ValueError(
+            f"num_items_in_batch counts tokens, by which reduction={objective.reduction!r} does not divide: pass "
+            "normalizer, see the docstring of forward."
+        )
+    return normalizer
 
 
 def tokens_per_process(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:

@@ -15,6 +15,20 @@ from .batch import as_columns
 from .forecast import grad_rows_first
 
 
+def head_of(weight: Tensor | LMHead, bias: Tensor | None) -> LMHead:
+    """
+    The head that a caller gives: an [`LMHead`], or a weight `[V, H]` and a bias `[V]`.
+
+    Raises:
+        `ValueError`: when a bias comes beside an [`LMHead`].
+    """
+    if not isinstance(weight, LMHead):
+        return LMHead(weight, bias)
+    if bias is not None:
+        raise ValueError("An LMHead holds the bias: leave out the one beside it.")
+    return weight
+
+
 def selected_logps(
     token_ids: Tensor,
     temperature: float | Tensor,
@@ -56,7 +70,7 @@ def selected_logps(
 def reference_logps(
     logps: Tensor | None,
     hidden: Tensor | None,
-    weight: Tensor | None,
+    weight: Tensor | LMHead | None,
     bias: Tensor | None,
     selected: Tensor,
     logps_of: Callable[..., tuple[Tensor, Tensor | None]],
@@ -66,7 +80,7 @@ def reference_logps(
 
     Args:
         logps (`Tensor`, *optional*): `[B, T]`, nats.
-        hidden, weight, bias (`Tensor`, *optional*): `[B, T, H]`, `[V, H]` and `[V]`.
+        hidden, weight, bias (`Tensor`, *optional*): `[B, T, H]`, and what [`head_of`] takes.
         selected (`Tensor`): bool `[B, T]`, the positions to compute.
         logps_of (`Callable`): [`selected_logps`] with token ids and temperature.
 
@@ -82,4 +96,4 @@ def reference_logps(
     if hidden is None or weight is None:
         raise ValueError("use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight.")
     positions, _ = grad_rows_first(selected, None)
-    return logps_of(hidden, LMHead(weight, bias), positions, entropy=False)[0]
+    return logps_of(hidden, head_of(weight, bias), positions, entropy=False)[0]

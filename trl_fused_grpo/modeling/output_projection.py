@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
+from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.ops.lm_head import LMHead, LowRank
 
@@ -25,18 +26,19 @@ class LogitScaling(NamedTuple):
     softcap: float | None
 
 
-def read_lm_head(causal_lm: PreTrainedModel, fp32: bool = False, scaling: LogitScaling | None = None) -> LMHead:
+def read_lm_head(model: nn.Module, fp32: bool = False, scaling: LogitScaling | None = None) -> LMHead:
     """
     Read the head of a causal language model, as it is at this moment: wrappers replace it.
 
     Args:
-        causal_lm (`PreTrainedModel`): in no wrapper.
+        model (`nn.Module`): bare, or in wrappers of PEFT, DDP or DeepSpeed that keep its weights whole.
         fp32 (`bool`, *optional*, defaults to `False`): see [`LMHead`].
         scaling ([`LogitScaling`], *optional*): of its logits. By default what its configuration says now.
 
     Raises:
         `ValueError`: when the model has no output projection, or one that is not a plain linear layer.
     """
+    causal_lm = model_compat.causal_lm_of(model)
     module: Any = output_projection(causal_lm)
     scale, softcap = logit_scaling(causal_lm) if scaling is None else scaling
     low_rank, bias = _lora(module, getattr(module, "bias", None))

@@ -21,7 +21,7 @@ from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_shard
 from .kl import estimator_in_force
 from .loss_request import objective_of
 from .memory import why_no_memory_budget
-from .overrides import liger_loss_in_front, replaced_behind, replaced_method, replaced_objective
+from .overrides import replaced_behind, replaced_method, replaced_objective
 from .plan import (
     has_old_logps,
     why_no_forecast,
@@ -183,21 +183,6 @@ def check_sharding(trainer: GRPOTrainer, causal_lm: PreTrainedModel) -> None:
     reason = why_not_sharded(causal_lm, getattr(state.fsdp_plugin, "fsdp_version", 1))
     if reason is not None:
         raise ValueError(f"the adapter on the output projection of {type(causal_lm).__name__} cannot train: {reason}.")
-
-
-def check_liger_loss(trainer: Any) -> None:
-    """
-    Raise when a class overrides TRL's Liger loss, in whose place the fused loss stands.
-
-    Raises:
-        `ValueError`: naming the method and what to change.
-    """
-    method = liger_loss_in_front(trainer)
-    if method is not None:
-        raise ValueError(
-            f"{method} computes TRL's own Liger loss, in whose place the fused loss stands: override _compute_loss "
-            "instead, which the fused loss calls, or set use_liger_loss=False."
-        )
 
 
 def log_that_nothing_is_fused(trainer: Any) -> None:

@@ -74,19 +74,6 @@ def replaced_objective(trainer: Any) -> str | None:
     return replaced_method(trainer, ("_compute_loss", *trl_compat.OBJECTIVE_METHODS))
 
 
-def liger_loss_in_front(trainer: Any) -> str | None:
-    """
-    The `compute_liger_loss` of a class that was not written for this package, as `Class.method`, where the fused
-    trainer would call it; or `None`. Such a method computes the loss with TRL's own Liger loss.
-    """
-    for cls in type(trainer).__mro__:
-        if _is_fused_trainer(cls):
-            return None
-        if "compute_liger_loss" in vars(cls) and not any(map(_is_fused_trainer, cls.__mro__)):
-            return f"{cls.__name__}.compute_liger_loss"
-    return None
-
-
 def computed_option(trainer: Any) -> str | None:
     """
     An attribute that a class of the user's computes at each access, as `Class.option`, or `None`: one that log-probs

@@ -89,7 +89,6 @@ class FusedState:
         checks.check_backward(trainer, engine.options.fused_backward)
         checks.check_aux_loss(trainer, causal_lm)
         checks.check_sharding(trainer, causal_lm)
-        checks.check_liger_loss(trainer)
         checks.check_options(trainer)
         if layer_kernels and trainer.accelerator.device.type == "cpu":
             trl_compat.leave_layers(trainer.args)
