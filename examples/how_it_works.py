@@ -3,9 +3,9 @@ How it works: one GRPO step without padding and without the logits of a batch, e
 
     python examples/how_it_works.py
 
-Read it downwards. Stock TRL pads every completion to the longest one, and makes a number for each token of the
-vocabulary at each place. Both take memory and time, and the loss needs neither. It needs one log-probability for each
-completion token. So this trainer overrides TRL's log-probability method and nothing else of the loss:
+Read it downwards. Stock TRL pads every completion to the longest one, and the model computes on the padding. Its head
+makes all logits twice, for the loss and for the gradient. The loss needs neither. It needs one log-probability for each
+completion token. So this trainer overrides TRL's log-probability method and nothing else:
 
 1. the forecast: which gradient will each log-probability receive?
 2. packed rows: all sequences in one row, without padding;
@@ -44,11 +44,11 @@ TOLERANCE = 1e-5
 
 # 1. The forecast
 #
-# A trained head needs the logits twice: for the log-probabilities, and for the gradient. The gradient of the logits is
-# g * (one_hot(target) - softmax(logits)), where g is the gradient of the log-probability. If g is known, both come from
-# one look at the logits. And it is known: on-policy, GRPO's loss is -advantage * ratio with a ratio of one, so that g is
-# -advantage, times a factor that all tokens share. Backward compares with what arrives, finds the factor, and computes
-# rows again whose forecast was wrong. A wrong forecast costs time. The gradient is right all the same.
+# A trained head needs the logits twice: for the log-probabilities, and for their gradient. That of the logits is
+# g * (one_hot(target) - softmax(logits)), where g is the gradient of the log-probability. If g is known, one look is
+# enough. And it is known. With TRL's default loss a token's term is -advantage * ratio. On-policy the ratio is one, and
+# g is -advantage, times a factor that all tokens share. Backward compares with what arrives, finds the factor, and
+# computes rows again whose forecast was wrong. A wrong forecast costs time. The gradient is right all the same.
 
 
 @dataclass
@@ -70,7 +70,7 @@ class TrainerOfThisFile(GRPOTrainer):
         self.advantages = inputs["advantages"]  # [B]
         return super()._compute_loss(model, inputs)  # 4. TRL's own loss: it calls the method below
 
-    def _get_per_token_logps_and_entropies(  # ty: ignore[invalid-method-override]
+    def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **_: Any
     ) -> tuple[Tensor, Tensor, None]:
         # 2. Packed rows: what counts of the padded rows [B, L], one sequence after the other. Positions begin at zero
@@ -124,20 +124,21 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **tokens, initializer_range=0.1, tie_word_embeddings=False))
+    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    tokens: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = Qwen3Config(**sizes, **heads, **tokens, initializer_range=0.1)
+    return Qwen3ForCausalLM(config)
 
 
-def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     """The share of even tokens."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 class KeepGradients(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        self.gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.gradients = {name: parameter.grad.clone() for name, parameter in kwargs["model"].named_parameters()}
 
 
 def one_step(trainer_class: type[GRPOTrainer], forecast_error: float = 0.0) -> tuple[Any, float, dict[str, Tensor]]:
@@ -154,21 +155,14 @@ def one_step(trainer_class: type[GRPOTrainer], forecast_error: float = 0.0) -> t
             logging_steps=1,
             use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
         )
         prompts = Dataset.from_dict({"prompt": ["w5 w6", "w7 w8 w9 w10 w11 w12 w13 w14", "w20", "w30 w31 w32 w33"]})
         keep = KeepGradients()
-        trainer = trainer_class(
-            make_model(),
-            reward_funcs=reward,
-            args=args,
-            train_dataset=prompts,
-            processing_class=make_tokenizer(),
-            callbacks=[keep],
-        )
+        tokenizer = make_tokenizer()
+        trainer = trainer_class(make_model(), reward, args, prompts, processing_class=tokenizer, callbacks=[keep])
         if isinstance(trainer, TrainerOfThisFile):
             trainer.forecast_error = forecast_error
         trainer.remove_callback(transformers.PrinterCallback)

@@ -1,4 +1,4 @@
-"""The docs do what they say: code blocks run, command lines work, links lead somewhere, reasons and messages are named."""
+"""The docs do what they say: code runs, command lines work, links lead somewhere, reasons and messages are named."""
 
 import ast
 import functools
