@@ -133,8 +133,9 @@ def as_markdown(record: Entry) -> str:
     lines += ["| layout | why not packed | number | architectures |", "| --- | --- | --- | --- |"]
     for layout, meaning in LAYOUTS.items():
         of_layout = [(reason, names) for (other, reason), names in groups.items() if other == layout]
-        for reason, names in sorted(of_layout, key=lambda group: -len(group[1])):
-            lines.append(f"| {layout}: {meaning} | {reason} | {len(names)} | {', '.join(names)} |")
+        for place, (reason, names) in enumerate(sorted(of_layout, key=lambda group: -len(group[1]))):
+            title = layout if place else f"{layout}: {meaning}"
+            lines.append(f"| {title} | {reason} | {len(names)} | {', '.join(names)} |")
     names = ", ".join(entry["class"] for entry in record["not_built"])
     lines += ["", f"Not built from their defaults, or for want of a package ({len(record['not_built'])}): {names}."]
     return "\n".join(lines)
