@@ -23,6 +23,7 @@ from trl_fused_grpo.cli import app as cli
 from trl_fused_grpo.cli.run import command_line as run_parser
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.defaults import read_option
+from trl_fused_grpo.loss import objective
 from trl_fused_grpo.parity.tiny import tiny_model, tokenizer
 from trl_fused_grpo.training.findings import WHAT_IS_DONE, Level
 
@@ -347,3 +348,23 @@ def test_the_page_quotes_the_log():
 @pytest.mark.parametrize("method", STEP_METHODS)
 def test_the_page_names_every_method_whose_replacement_counts(method):
     assert f"`{method}`" in PAGE
+
+
+def rows_of_reductions():
+    """What the table of reductions says on our side: a reduction and TRL's loss types that have it."""
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    table = text.partition("| `reduction` | TRL's `loss_type` |")[2].partition("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        ours, trls = row.split("|")[1:3]
+        yield re.findall(r'`"(\w+)"`', ours), re.findall(r"`(\w+)`", trls)
+
+
+def test_the_table_of_reductions_has_the_names_that_there_are():
+    rows, named = list(rows_of_reductions()), []
+    for reductions, loss_types in rows:
+        for loss_type in loss_types:
+            assert [objective.GRPOObjective(loss_type, max_completion_length=8).effective_reduction] == reductions
+        named += loss_types
+    assert rows[-1] == ([], [])  # what others have and nobody here
+    assert {*named} == {*objective.LOSS_TYPES} - {"gmpo"}  # a trainer of TRL's, not a loss type
+    assert {name for names, _ in rows for name in names} == {*objective.REDUCTIONS} - {"padded_sequence_sum"}
