@@ -11,7 +11,6 @@ that is new here goes into `_compat/tried_architectures.py` once it was trained 
 
 import json
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,22 +123,20 @@ def examine_all(names: list[str]) -> Entry:
 
 
 def as_markdown(record: Entry) -> str:
-    """The record as it stands in the docs: a summary, then a line for each architecture."""
-    built = record["architectures"]
+    """The record as it stands in the docs: the architectures of each layout, by the reason why they are not packed."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for entry in record["architectures"]:
+        images = entry.get("layout_with_images", entry["layout"])
+        name = entry["class"] if images == entry["layout"] else f"{entry['class']} (with images {images})"
+        groups.setdefault((entry["layout"], entry.get("reason", "")), []).append(name)
     lines = [f"transformers {record['transformers']}, {record['built']} architectures:", ""]
-    lines += ["| text alone | architectures | why not packed |", "| --- | --- | --- |"]
+    lines += ["| layout | why not packed | number | architectures |", "| --- | --- | --- | --- |"]
     for layout, meaning in LAYOUTS.items():
-        of_layout = [entry for entry in built if entry["layout"] == layout]
-        reasons = Counter(entry.get("reason") for entry in of_layout)
-        why = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common() if reason)
-        lines.append(f"| {layout}: {meaning} | {len(of_layout)} | {why} |")
-    lines += ["", "| architecture | text | images | why not packed |", "| --- | --- | --- | --- |"]
-    for entry in built:
-        images = entry.get("layout_with_images", "")
-        reason = entry.get("reason") or entry.get("reason_with_images") or ""
-        lines.append(f"| {entry['class']} | {entry['layout']} | {images} | {reason} |")
-    names = ", ".join(entry["class"] for entry in record["not_built"])
-    lines += ["", f"Not built from their defaults, or for want of a package ({len(record['not_built'])}): {names}."]
+        of_layout = [(reason, names) for (other, reason), names in groups.items() if other == layout]
+        for place, (reason, names) in enumerate(sorted(of_layout, key=lambda group: -len(group[1]))):
+            title = layout if place else f"{layout}: {meaning}"
+            lines.append(f"| {title} | {reason} | {len(names)} | {', '.join(names)} |")
+    lines += ["", f"{len(record['not_built'])} more are not built from their defaults, or for want of a package."]
     return "\n".join(lines)
 
 

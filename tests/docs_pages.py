@@ -55,3 +55,9 @@ def text_outside_blocks(page):
 
 def name_of(page):
     return str(page.relative_to(ROOT))
+
+
+def anchors_of(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = [line.lstrip("#").strip() for line in text_outside_blocks(page) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

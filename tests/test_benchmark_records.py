@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,19 @@ def test_a_record_is_as_short_as_it_gets(path, benchmark_module):
     records = benchmark_module("records")
     text = path.read_text(encoding="utf-8")
     assert text == records.as_text(records.shortened(json.loads(text)))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_time_and_memory_in_a_table_are_those_of_a_record(page):
+    results = [entry for path in RECORDS for entry in json.loads(path.read_text(encoding="utf-8")).get("results", [])]
+    measured = {
+        f"{entry['ms']:.0f} ms, {entry['peak_gib']:.2f} GiB"
+        for entry in results
+        if entry.get("ms") and entry.get("peak_gib")
+    }
+    shown = re.findall(r"\d+ ms, [\d.]+ GiB", (BENCHMARKS.parent / page).read_text(encoding="utf-8"))
+    assert len(shown) > 10
+    assert {*shown} <= measured
 
 
 def test_a_full_parity_record_loses_all_but_verdict_errors_and_layout(tmp_path, benchmark_module):
