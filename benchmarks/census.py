@@ -38,7 +38,6 @@ BEGIN, END = "<!-- census: written by benchmarks/census.py -->", "<!-- end of ce
 LAYOUTS = {
     "packed": "one row without padding",
     "around": "packed, with rows of their own for some layers (a state, attention of another kind)",
-    "aligned": "rows shifted left and shortened",
     "padded": "rows as TRL pads them",
     "refused": "trains with `use_liger_loss=False` alone, as stock does",
 }
@@ -72,17 +71,13 @@ def build(name: str) -> PreTrainedModel:
         return model_class._from_config(config).train()
 
 
-def layout_of(model: PreTrainedModel, is_multimodal: bool) -> tuple[str, str | None]:
+def layout_of(model: PreTrainedModel) -> tuple[str, str | None]:
     """The layout that is chosen for a model before anything runs, and why not a better one."""
     if (reason := why_refused(model)) is not None:
         return "refused", reason
-    layout = layout_choice.choose("auto", model, model, is_multimodal, False)
-    if layout == "packed":
-        return ("around" if any(unpacked_layers(model)) else "packed"), None
-    reason = layout_choice.why_padded(model, False)
-    if layout == "padded":
-        reason = reason or layout_choice.why_not_aligned(is_multimodal)
-    return layout, reason or layout_choice.why_not_packed(model)
+    if (reason := layout_choice.why_not_packed(model, model)) is not None:
+        return "padded", reason
+    return ("around" if any(unpacked_layers(model)) else "packed"), None
 
 
 def why_refused(model: PreTrainedModel) -> str | None:
@@ -104,9 +99,7 @@ def examine(name: str) -> Entry:
     except Exception as error:  # whatever a class makes of its own defaults
         return {"class": name, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]}
     entry: Entry = {"class": name}
-    entry["layout"], entry["reason"] = layout_of(model, False)
-    if model.config.get_text_config() is not model.config:
-        entry["layout_with_images"], entry["reason_with_images"] = layout_of(model, True)
+    entry["layout"], entry["reason"] = layout_of(model)
     return {key: value for key, value in entry.items() if value is not None}
 
 
@@ -127,17 +120,15 @@ def as_markdown(record: Entry) -> str:
     """The record as it stands in the docs: a summary, then a line for each architecture."""
     built = record["architectures"]
     lines = [f"transformers {record['transformers']}, {record['built']} architectures:", ""]
-    lines += ["| text alone | architectures | why not packed |", "| --- | --- | --- |"]
+    lines += ["| layout | architectures | why not packed |", "| --- | --- | --- |"]
     for layout, meaning in LAYOUTS.items():
         of_layout = [entry for entry in built if entry["layout"] == layout]
         reasons = Counter(entry.get("reason") for entry in of_layout)
         why = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common() if reason)
         lines.append(f"| {layout}: {meaning} | {len(of_layout)} | {why} |")
-    lines += ["", "| architecture | text | images | why not packed |", "| --- | --- | --- | --- |"]
+    lines += ["", "| architecture | layout | why not packed |", "| --- | --- | --- |"]
     for entry in built:
-        images = entry.get("layout_with_images", "")
-        reason = entry.get("reason") or entry.get("reason_with_images") or ""
-        lines.append(f"| {entry['class']} | {entry['layout']} | {images} | {reason} |")
+        lines.append(f"| {entry['class']} | {entry['layout']} | {entry.get('reason', '')} |")
     names = ", ".join(entry["class"] for entry in record["not_built"])
     lines += ["", f"Not built from their defaults, or for want of a package ({len(record['not_built'])}): {names}."]
     return "\n".join(lines)
