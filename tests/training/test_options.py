@@ -191,7 +191,7 @@ def test_old_log_probs_of_any_schedule_are_skipped_until_something_replaced_may_
         ({}, None),
         ({"beta": 0.1}, "beta=0.1"),
         ({"top_entropy_quantile": 0.5}, "entropy quantile"),
-        ({"fused_layout": "padded"}, "'padded'"),
+        ({"fused_layout": "padded"}, "rows are not packed"),
         ({"entropy_coef": 0.1}, "entropy bonus"),
         ({"cls": OwnObjective}, "_compute_loss"),
     ],

@@ -21,7 +21,7 @@ from .randomness import why_forwards_differ, why_rows_depend_on_others
 
 
 def why_forwards_are_not_shared(trainer: Any, packed: bool) -> str | None:
-    """Why micro-batches whose rows are packed or not may not share a forward of the model, or `None`."""
+    """Why micro-batches whose rows are `packed`, or not, may not share a forward of the model, or `None`."""
     if (reason := trainer._fused.ladder.findings.why_below(Level.WINDOW)) is not None:
         return reason
     if not packed:
@@ -186,5 +186,5 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, packed: bool) -> str |
     if trainers.loss_type(trainer) == "vespo" and has_old_logps(trainer):
         return "vespo logs a weight of every sequence"
     if not packed:
-        return "the layout of the rows is 'padded', not 'packed': only the head leaves them out"
+        return "rows are not packed: only the head leaves them out"
     return None
