@@ -117,7 +117,7 @@ def test_forwards_are_expected_as_the_limits_and_the_accumulation_windows_say(li
 )
 def test_sequences_are_exchanged_only_where_loss_and_metrics_stay_the_same(tmp_path, options, reason):
     trainer = make_trainer(tmp_path, **options)
-    asked = trainer, trainer.model, True
+    asked = trainer, trainer.model, trainer._fused.engine.packs(trainer.model)
     assert why_not_exchanged(*asked) == "there is one process"
     with mock.patch.object(type(trainer.accelerator), "num_processes", 2):
         found, without_means = why_not_exchanged(*asked), why_not_exchanged(*asked, counts_means=False)

@@ -176,7 +176,7 @@ def _replacements(model: nn.Module | None) -> Iterator[tuple[InTable | InFile, C
     yield InTable(AttentionInterface, "sdpa"), _watched_sdpa
     for name in model_compat.flash_implementations():
         yield InTable(AttentionInterface, name), _watched_flash
-    for name in ("sdpa", "eager"):
+    for name in ("sdpa", "eager", "flex_attention"):
         yield InTable(AttentionMaskInterface, name), _watched_mask
     if model is not None:
         for file in _modeling_files(model):

@@ -262,8 +262,7 @@ def kept_in_forward(engine: Any, logps_request: LogpsRequest, call: LogpsArgs) -
     if not torch.is_grad_enabled():
         return None
     if engine.memory is not None:
-        packed = engine.packs(call.model, logps_request.reads_padding)
-        tokens = tokens_of_forward(engine, logps_request, call, packed)
+        tokens = tokens_of_forward(engine, logps_request, call)
         engine.memory.begin(engine.trainer.state.global_step, tokens, engine.unwrapped(call.model).parameters())
     return kept_as_trl(engine, logps_request, call)
 
@@ -305,14 +304,13 @@ def memory_budget(trainer: GRPOTrainer, fraction: float | None) -> MemoryBudget 
     return MemoryBudget(fraction, DeviceMemory(trainer.accelerator.device))
 
 
-def token_limits(engine: Any, packed: bool, has_images: bool) -> Callable[[int], TokenLimits]:
+def token_limits(engine: Any, has_images: bool) -> Callable[[int], TokenLimits]:
     """
     The most tokens of shared forwards, the same on all processes, given those of a micro-batch in TRL's padding:
     without `fused_memory`, what takes no more memory than TRL does.
 
     Args:
         engine ([`LogpsEngine`]): of the trainer whose micro-batches share forwards.
-        packed (`bool`): whether their rows are packed.
         has_images (`bool`): whether a micro-batch of any process has images.
     """
     trainer, most = engine.trainer, engine.options.fused_max_tokens_per_forward
@@ -320,7 +318,7 @@ def token_limits(engine: Any, packed: bool, has_images: bool) -> Callable[[int],
         return lambda padded: TokenLimits(most, most)
     gradients = GradientMemory()
     if engine.memory is None and not has_images:  # what a vision tower takes for an image is not known
-        gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), packed)
+        gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), True)
     gradients = replace(
         gradients, free=int(of_all_processes(trainer.accelerator, "free memory", [gradients.free]).amin())
     )

@@ -91,7 +91,7 @@ class MicroBatchMerger:
         shares_prompts = self.engine.shares_prompts(trainer.model)
         asked_for = "fused_max_tokens_per_forward" if options.fused_max_tokens_per_forward else None
         log_no_effect(asked_for, reason := why_forwards_are_not_shared(trainer, packed))
-        limits_of = token_limits(self.engine, packed, has_images) if reason is None else None
+        limits_of = token_limits(self.engine, has_images) if reason is None else None
         windows = window_starts(len(batches), steps_left, trainer.args.gradient_accumulation_steps)
         batches = exchanged(self.engine, batches, packed, windows, limits_of, has_images)
         ends = ends_of_first = []

@@ -150,7 +150,7 @@ def plan_merges(batches: list[dict[str, Any]], limits: Iterable[int], share_prom
     return [[end_of(start, limit) for start in range(len(batches))] for limit in limits]
 
 
-def tokens_of_forward(engine: Any, logps_request: LogpsRequest, call: LogpsArgs, packed: bool) -> int:
+def tokens_of_forward(engine: Any, logps_request: LogpsRequest, call: LogpsArgs) -> int:
     """
     Tokens that the model runs in a forward, padding included, counted as [`plan_merges`] counts them.
 
@@ -158,10 +158,11 @@ def tokens_of_forward(engine: Any, logps_request: LogpsRequest, call: LogpsArgs,
         engine ([`LogpsEngine`]): whose forward it is.
         logps_request ([`LogpsRequest`]): of its micro-batches.
         call ([`LogpsArgs`]): their rows.
-        packed (`bool`): whether these are packed.
     """
+    if not engine.packs(call.model, logps_request.reads_padding):
+        return call.input_ids.numel()
     batches = call.as_micro_batches(logps_request.micro_batch)
-    tokens_from = _token_counter(batches, engine.shares_prompts(call.model)) if packed else None
+    tokens_from = _token_counter(batches, engine.shares_prompts(call.model))
     return call.input_ids.numel() if tokens_from is None else [*tokens_from(0)][-1]
 
 
