@@ -37,7 +37,6 @@ BEGIN, END = "<!-- census: written by benchmarks/census.py -->", "<!-- end of ce
 LAYOUTS = {
     "packed": "one row without padding",
     "around": "packed, with rows of their own for some layers (a state, attention of another kind)",
-    "aligned": "rows shifted left and shortened",
     "padded": "rows as TRL pads them",
     "refused": "trains with `use_liger_loss=False` alone, as stock does",
 }
@@ -71,17 +70,13 @@ def build(name: str) -> PreTrainedModel:
         return model_class._from_config(config).train()
 
 
-def layout_of(model: PreTrainedModel, is_multimodal: bool) -> tuple[str, str | None]:
+def layout_of(model: PreTrainedModel) -> tuple[str, str | None]:
     """The layout that is chosen for a model before anything runs, and why not a better one."""
     if (reason := why_refused(model)) is not None:
         return "refused", reason
-    layout = layout_choice.choose("auto", model, model, is_multimodal, False)
-    if layout == "packed":
-        return ("around" if any(unpacked_layers(model)) else "packed"), None
-    reason = layout_choice.why_padded(model, False)
-    if layout == "padded":
-        reason = reason or layout_choice.why_not_aligned(is_multimodal)
-    return layout, reason or layout_choice.why_not_packed(model)
+    if (reason := layout_choice.why_not_packed(model, model)) is not None:
+        return "padded", reason
+    return ("around" if any(unpacked_layers(model)) else "packed"), None
 
 
 def why_refused(model: PreTrainedModel) -> str | None:
@@ -103,9 +98,7 @@ def examine(name: str) -> Entry:
     except Exception as error:  # whatever a class makes of its own defaults
         return {"class": name, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]}
     entry: Entry = {"class": name}
-    entry["layout"], entry["reason"] = layout_of(model, False)
-    if model.config.get_text_config() is not model.config:
-        entry["layout_with_images"], entry["reason_with_images"] = layout_of(model, True)
+    entry["layout"], entry["reason"] = layout_of(model)
     return {key: value for key, value in entry.items() if value is not None}
 
 
@@ -126,9 +119,7 @@ def as_markdown(record: Entry) -> str:
     """The record as it stands in the docs: the architectures of each layout, by the reason why they are not packed."""
     groups: dict[tuple[str, str], list[str]] = {}
     for entry in record["architectures"]:
-        images = entry.get("layout_with_images", entry["layout"])
-        name = entry["class"] if images == entry["layout"] else f"{entry['class']} (with images {images})"
-        groups.setdefault((entry["layout"], entry.get("reason", "")), []).append(name)
+        groups.setdefault((entry["layout"], entry.get("reason", "")), []).append(entry["class"])
     lines = [f"transformers {record['transformers']}, {record['built']} architectures:", ""]
     lines += ["| layout | why not packed | number | architectures |", "| --- | --- | --- | --- |"]
     for layout, meaning in LAYOUTS.items():

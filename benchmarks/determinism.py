@@ -38,7 +38,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "default": {},
     "a forward for each micro-batch": {"fused_max_tokens_per_forward": 0},
     "prompts not shared": {"fused_share_prompts": False},
-    "aligned rows": {"fused_layout": "aligned"},
     "padded rows": {"fused_layout": "padded"},
     "backward computed again": {"fused_backward": "recompute"},
     "no checkpointing": {"gradient_checkpointing": False},

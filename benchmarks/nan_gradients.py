@@ -33,7 +33,7 @@ NEIGHBOURS = [2848, 2872, 2876, 2878, 2879, 2880, 2881, 2882, 2884, 2888, 2896, 
 WIDTHS = {"cuda": [512, 1024, 1984, 2048, 2752, 2816, *NEIGHBOURS, 2944, 3008, 3072, 4096, 4352], "cpu": [300, 320]}
 # The backends of SDPA that stock may use, and the layouts of ours
 STOCK = {"stock": None, "stock, efficient": SDPBackend.EFFICIENT_ATTENTION, "stock, math": SDPBackend.MATH}
-LAYOUTS = ("packed", "aligned", "padded")
+LAYOUTS = ("packed", "padded")
 # Far more than the rounding error of bfloat16 here
 NORM_RTOL = 2e-2
 

@@ -46,7 +46,6 @@ TORCHS_OWN = {"use_reentrant": False, "determinism_check": "default"}
 ALONE = {"fused_max_tokens_per_forward": 0}
 
 LEVERS = (
-    Contender("aligned rows instead of packed", options={"fused_layout": "aligned"}),
     Contender("padded rows instead of packed", options={"fused_layout": "padded"}),
     Contender("with old log-probs before training", options={"fused_skip_old_logps": False}),
     Contender("every copy of a prompt", options={"fused_share_prompts": False}),

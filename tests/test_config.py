@@ -87,23 +87,23 @@ def test_a_config_without_the_options_has_their_defaults(tmp_path):
 
 
 def test_defaults_hold_for_options_that_the_arguments_do_not_have(tmp_path):
-    defaults = FusedOptions(fused_layout="aligned", kl_estimator="k1")
+    defaults = FusedOptions(fused_layout="packed", kl_estimator="k1")
     assert FusedOptions.from_args(GRPOConfig(**options(tmp_path)), defaults) == defaults
     args = FusedGRPOConfig(**options(tmp_path, fused_compile=True))
     assert FusedOptions.from_args(args, defaults) == FusedOptions(fused_compile=True)
 
 
 def test_options_are_read_from_the_arguments(tmp_path):
-    args = FusedGRPOConfig(**options(tmp_path, fused_layout="aligned", fused_max_tokens_per_forward=0))
+    args = FusedGRPOConfig(**options(tmp_path, fused_layout="packed", fused_max_tokens_per_forward=0))
     read = FusedOptions.from_args(args)
-    assert read == FusedOptions(fused_layout="aligned", fused_max_tokens_per_forward=0)
-    assert read.forces_layout and not FusedOptions().forces_layout
+    assert read == FusedOptions(fused_layout="packed", fused_max_tokens_per_forward=0)
+    assert read.forces_rows and not FusedOptions().forces_rows
 
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("fused_layout", "dense", 'must be "auto", "packed", "aligned" or "padded", not \'dense\''),
+        ("fused_layout", "dense", 'must be "auto", "packed" or "padded", not \'dense\''),
         ("fused_backward", "both", 'must be "auto", "forecast" or "recompute", not \'both\''),
         ("kl_estimator", "k5", 'must be "k1", "k2", "k3" or "k4", not \'k5\''),
         ("fused_logits_mib", 0, "must be positive or None, not 0"),

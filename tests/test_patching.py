@@ -72,8 +72,8 @@ def test_undoing_twice_undoes_once():
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_patches_are_undone_in_any_order(order):
-    handles = [patch(fused_layout="packed"), patch(fused_layout="aligned", fused_compile=True), patch()]
-    assert patched_options() == FusedOptions(fused_layout="aligned", fused_compile=True)
+    handles = [patch(fused_layout="packed"), patch(fused_layout="padded", fused_compile=True), patch()]
+    assert patched_options() == FusedOptions(fused_layout="padded", fused_compile=True)
     for left, place in zip((2, 1, 0), order, strict=True):
         handles[place].undo()
         assert names() == ({FusedGRPOTrainer} if left else {Stock})
@@ -82,8 +82,8 @@ def test_patches_are_undone_in_any_order(order):
 
 def test_an_inner_patch_ends_with_its_context():
     with patch(fused_layout="packed"):
-        with patch(fused_layout="aligned"):
-            assert patched_options().fused_layout == "aligned"
+        with patch(fused_layout="padded"):
+            assert patched_options().fused_layout == "padded"
         assert trl.GRPOTrainer is FusedGRPOTrainer
         assert patched_options().fused_layout == "packed"
     assert trl.GRPOTrainer is Stock
@@ -94,7 +94,7 @@ def test_an_inner_patch_ends_with_its_context():
     [
         ({"fused_layot": "packed"}, "there is no option 'fused_layot'. The options are fused_backward, "),
         ({"use_liger_loss": True}, "there is no option 'use_liger_loss'"),
-        ({"fused_layout": "dense"}, 'fused_layout must be "auto", "packed", "aligned" or "padded"'),
+        ({"fused_layout": "dense"}, 'fused_layout must be "auto", "packed" or "padded"'),
         ({"fused_memory": 2}, "fused_memory must be a fraction"),
     ],
 )
@@ -118,14 +118,14 @@ def test_the_class_of_an_earlier_import_makes_fused_trainers_that_train_as_stock
     options = {"max_steps": 3, "num_iterations": 2}
     stock = make_trainer(tmp_path, Stock, **options)
     stock.train()
-    with patch(fused_layout="aligned"):
+    with patch(fused_layout="padded"):
         fused = make_trainer(tmp_path, Stock, **options)
     fused.train()
     assert type(stock) is Stock and type(fused) is FusedGRPOTrainer
     assert losses(fused) == pytest.approx(losses(stock), rel=1e-5, abs=1e-7) and len(losses(stock)) == 3
     assert any("fused/rows_recomputed" in entry for entry in fused.state.log_history)
     # It keeps the options of the patch that it was made under
-    assert options_of(fused) == FusedOptions(fused_layout="aligned") and fused.fused_layout() == "aligned"
+    assert options_of(fused) == FusedOptions(fused_layout="padded") and fused.fused_layout() == "padded"
     with patch():
         again = Stock(tiny_model("llama"), reward_length, stock.args, DATASET, None, tokenizer())
     assert type(again) is FusedGRPOTrainer and again.use_liger_loss and again.args.use_liger_loss is None
@@ -137,7 +137,7 @@ class LayoutConfig(GRPOConfig):
 
 
 def test_what_the_arguments_say_wins(tmp_path, warnings_logged):
-    with patch(fused_layout="aligned", fused_lora=False, kl_estimator="k1"):
+    with patch(fused_layout="padded", fused_lora=False, kl_estimator="k1"):
         by_name = make_trainer(tmp_path, trl.GRPOTrainer, config=GRPOConfig, use_liger_loss=False, beta=0.1)
         by_class = make_trainer(tmp_path, Stock, use_liger_loss=False)
         partly = make_trainer(tmp_path, Stock, config=LayoutConfig)

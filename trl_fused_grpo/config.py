@@ -53,7 +53,7 @@ install_use_liger_loss()
 install_use_liger_loss(RLOOConfig)
 
 
-LAYOUTS = ("auto", "packed", "aligned", "padded")
+LAYOUTS = ("auto", "packed", "padded")
 BACKWARD_MODES = ("auto", "forecast", "recompute")
 
 
@@ -131,14 +131,9 @@ class FusedOptions:
             raise ValueError(f"fused_verify must be 0 or positive, not {self.fused_verify}.")
 
     @property
-    def forces_layout(self) -> bool:
-        """Whether a layout was asked for, so that no other may stand in for it."""
-        return self.fused_layout != "auto"
-
-    @property
     def forces_rows(self) -> bool:
-        """Whether a layout without TRL's padding was asked for: the user's word that unknown model code may have it."""
-        return self.fused_layout in ("packed", "aligned")
+        """Whether packed rows were asked for: the user's word that unknown model code may have them."""
+        return self.fused_layout == "packed"
 
 
 @dataclass
@@ -158,10 +153,10 @@ class FusedGRPOConfig(GRPOConfig):
         fused_logits_mib (`float`, *optional*):
             Memory for one chunk of logits, in MiB. By default the peak stays below that of TRL 1.16.
         fused_layout (`str`, *optional*, defaults to `"auto"`):
-            How the sequences of a micro-batch are laid out for the model: `"packed"` (all in one row without padding),
-            `"aligned"` (rows shifted left and truncated to the longest) or `"padded"` (as TRL pads them). `"auto"`
-            takes the first that level and model allow. `"packed"` and `"aligned"` are your word that code of the model
-            that is not a library's may have such rows. Forcing one that the model does not allow raises.
+            How the sequences of a micro-batch are laid out for the model: `"packed"` (all in one row without padding)
+            or `"padded"` (as TRL pads them). `"auto"` packs them where level and model allow it. `"packed"` is your
+            word that code of the model that is not a library's may have such rows, and raises where the model does not
+            allow them.
         fused_skip_old_logps (`bool`, *optional*):
             Until the weights move, take old log-probs, and vLLM's importance ratio, from the training forward instead
             of a forward of their own. By default this happens where it is possible; `True` also logs where it is not,
@@ -181,10 +176,10 @@ class FusedGRPOConfig(GRPOConfig):
             logged means then change and whose gradient does not, and logs once why nothing can be exchanged where that
             is so. `False` leaves every sequence where it is.
         fused_max_tokens_per_forward (`int`, *optional*):
-            Run packed or aligned micro-batches of an accumulation window through the model together, up to this many
-            tokens, which for aligned rows include their padding. Each keeps a loss of its own. Defaults to the size of
-            TRL's padded micro-batch, at most 16,384, and for the first forward of a window to what fits into the memory
-            of gradients that are not there yet, at most 32,768. 0 runs each alone, in the least memory.
+            Run packed micro-batches of an accumulation window through the model together, up to this many tokens. Each
+            keeps a loss of its own. Defaults to the size of TRL's padded micro-batch, at most 16,384, and for the first
+            forward of a window to what fits into the memory of gradients that are not there yet, at most 32,768. 0 runs
+            each alone, in the least memory.
         fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
             metric then covers the others only, and so do `sampling/...` where vLLM's ratio comes from the training

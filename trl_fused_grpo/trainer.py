@@ -63,10 +63,10 @@ class FusedTrainerMixin(_Trainer):
           does what it did for all other calls. Undone here.
         - PEFT's LoRA layers have a `forward` that computes their products together, in calls with gradient and in this
           trainer's own. It does what it did for all other calls, but that it has no second derivative. Undone here.
-        - While packed or aligned rows run, and while a graph of packed rows lives that may be run backward,
-          transformers' `"sdpa"` attention, its FlashAttention, the eager attention of the model's own files and its
-          mask functions are replaced by functions that do the same for all other calls. Undone with the last such
-          graph. Here garbage is collected, so that none is left by accident.
+        - While packed rows run, and while a graph of them lives that may be run backward, transformers' `"sdpa"`
+          attention, its FlashAttention, the eager attention of the model's own files and its mask functions are
+          replaced by functions that do the same for all other calls. Undone with the last such graph. Here garbage is
+          collected, so that none is left by accident.
         - While rows with TRL's padding are trained on CUDA, transformers' mask functions are replaced as well, and
           cuDNN's attention is off until a mask is built. Undone after each call.
         - With `fused_kernels=True` on CUDA, or `fused_compile=True`, while the policy or the reference runs, and while
@@ -89,14 +89,9 @@ class FusedTrainerMixin(_Trainer):
         stats = self._fused.window.stats
         return stats[-1] if stats else FusedStats()
 
-    def fused_layout(self, is_multimodal: bool = False) -> str:
-        """
-        The layout that the policy's rows get: `"packed"`, `"aligned"` or `"padded"`.
-
-        Args:
-            is_multimodal (`bool`, *optional*, defaults to `False`): whether there are images.
-        """
-        return self._fused.engine.layout(self.model, is_multimodal)
+    def fused_layout(self) -> str:
+        """The layout that the policy's rows get: `"packed"` or `"padded"`."""
+        return "packed" if self._fused.engine.packs(self.model) else "padded"
 
     def fused_summary(self) -> Summary:
         """What a training does, and why not a faster way: lines of [`SummaryLine`], and as a string a table."""

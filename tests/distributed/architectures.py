@@ -20,8 +20,8 @@ COMPLETIONS = ((3, 12, 7), (9, 2, 14))
 IMAGES = ((1, 1, 2), (0, 1, 1))  # in the prompts of each rank
 # (rank, micro-batch) of which the model sees no completion, or only the first
 EMPTY, ALONE = {(1, 2)}, {(1, 0)}
-# Columns: after the first window rank 1 has wider rows, rank 0 has none
-LIMIT = 18
+# Columns of a packed row: after the first window rank 1 has longer rows, rank 0 has none
+LIMIT = 110
 
 
 class DeafAttention(LlamaAttention):

@@ -9,7 +9,7 @@ RANKS = 2
 STEPS = 3
 ACCUMULATION = 2
 ROWS = 3  # completions to a micro-batch of one rank
-SHARED = ("shared-forward", "shared-aligned")
+SHARED = "shared-forward"
 TWICE = "shared-twice"
 # Lengths of completions of which two micro-batches fit into the limit and three do not, whatever their prompts
 LENGTHS_OF_TWO, TOKENS_OF_TWO = (11, 13), 100
@@ -37,10 +37,9 @@ class Run:
             `"untied"` or `"tied"` embeddings; `"lora"`; `"reference"`: beta is not zero, and the trainer computes
             old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
             generation batch, and the micro-batches of an accumulation window share a forward, with one importance ratio
-            a sequence; `"shared-aligned"`: the same with aligned rows and a ratio for each token; `"shared-twice"`:
-            the four micro-batches of a window have two forwards, because of the limit of tokens; `"exchanged"`:
-            completions are much longer on one rank, and processes exchange sequences. Or one of [`adapters.HEADS`],
-            [`adapters.TOGETHER`] and `ARCHITECTURES`.
+            a sequence; `"shared-twice"`: the four micro-batches of a window have two forwards, because of the limit of
+            tokens; `"exchanged"`: completions are much longer on one rank, and processes exchange sequences. Or one of
+            [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, `"misled"`: fused, and
             rank 1 alone is given a wrong forecast, `"compiled"`: fused, with `fused_compile`, or `"verified"`: fused,
@@ -65,7 +64,7 @@ class Run:
 
     @property
     def shares_forwards(self) -> bool:
-        return self.case in (*SHARED, TWICE, "exchanged", "wide")
+        return self.case in (SHARED, TWICE, "exchanged", "wide")
 
     @property
     def accumulation(self) -> int:
@@ -134,15 +133,15 @@ REFUSED = [
 # DDP first: Accelerate leaves in the environment that FSDP was used
 LAUNCHES = {
     "torch": [
-        *_runs("ddp", "untied", "tied", "lora", *SHARED, "exchanged", misled=("untied",)),
+        *_runs("ddp", "untied", "tied", "lora", SHARED, "exchanged", misled=("untied",)),
         *_fused("ddp", "lora-head", "saved-head"),
         *_compiled("ddp", "untied"),
         *_verified("ddp", "lora", "shared-forward"),
-        *_runs("fsdp2", "untied", "tied", "reference", "lora", *SHARED, "exchanged", misled=("untied", "tied")),
+        *_runs("fsdp2", "untied", "tied", "reference", "lora", SHARED, "exchanged", misled=("untied", "tied")),
         *_fused("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
         *_compiled("fsdp2", "reference", "lora"),
         *_verified("fsdp2", "shared-forward"),
-        *_runs("fsdp1", "untied", "reference", *SHARED, misled=("untied",)),
+        *_runs("fsdp1", "untied", "reference", SHARED, misled=("untied",)),
         *_fused("fsdp1", *HEADS),
         *_compiled("fsdp1", "untied"),
         *_runs("fsdp2", "bf16"),
@@ -154,11 +153,11 @@ LAUNCHES = {
         *_fused("fsdp2", "deaf", "wide", "convolution", "images", "sinks"),
     ],
     "deepspeed": [
-        *_runs("zero3", "untied", "tied", "reference", "lora", *SHARED, misled=("untied", "tied")),
+        *_runs("zero3", "untied", "tied", "reference", "lora", SHARED, misled=("untied", "tied")),
         *_fused("zero3", "lora-head", "lora-head-tied", "saved-head", "saved-head-tied"),
         *_fused("zero3", "convolution", "sinks"),
         *_compiled("zero3", "untied", "lora"),
-        *_runs("zero2", "untied", *SHARED),
+        *_runs("zero2", "untied", SHARED),
         *_fused("zero2", "lora-head", "saved-head"),
     ],
 }

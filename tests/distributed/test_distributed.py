@@ -131,12 +131,12 @@ def test_attention_of_unknown_code_has_padded_rows_on_all_processes(run: Run, ou
 @each_run(("fused",), "wide")
 def test_rows_too_wide_on_one_process_have_the_layout_of_all(run: Run, outcome):
     """In layouts of their own they would call the model another number of times, and wait for one another."""
-    layouts = ["aligned"] * ACCUMULATION + ["padded"] * (STEPS - 1) * ACCUMULATION
+    layouts = ["packed"] * ACCUMULATION + ["padded"] * (STEPS - 1) * ACCUMULATION
     for seen in outcome(run).ranks:
         assert seen["layouts"] == layouts
 
 
-@each_run(("fused",), *SHARED)
+@each_run(("fused",), SHARED)
 def test_micro_batches_that_share_a_forward_train_what_stock_trains(run: Run, outcome):
     fused, stock = outcome(run), outcome(run, "stock")
     distances = distances_between(fused.moved, stock.moved)

@@ -121,7 +121,6 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     shares_forwards = run.shares_forwards and run.trainer not in ("stock", "dense")
     options |= {"fused_max_tokens_per_forward": run.most_tokens} if shares_forwards else {}
     options |= {"fused_balance": False} if shares_forwards and not run.exchanges else {}
-    options |= {"fused_layout": "aligned"} if shares_forwards and run.case == "shared-aligned" else {}
     options |= {"importance_sampling_level": "sequence"} if run.case == "shared-forward" else {}
     options |= {"fused_compile": True} if run.trainer == "compiled" else {}
     options |= {"fused_verify": 2} if run.trainer == "verified" else {}
@@ -140,9 +139,7 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
         **plain_sgd(),
         use_liger_loss=run.trainer not in ("stock", "dense"),
         # Without it DDP looks for parameters that get no gradient
-        gradient_checkpointing=not (
-            (run.head and run.head.keeps_activations) or run.case in ("shared-aligned", "images-on-one")
-        ),
+        gradient_checkpointing=not ((run.head and run.head.keeps_activations) or run.case == "images-on-one"),
         **options,
     )
     torch.manual_seed(0)

@@ -76,7 +76,7 @@ def test_training_with_images(lora, folders, monkeypatch, tmp_path):
     model = folders["model with images"]
     fused, stock, trainer = logs_of_both("train_images", monkeypatch, tmp_path, model=model, images=16, lora=lora)
     small.assert_same(fused, stock)
-    assert trainer.fused_layout(is_multimodal=True) == "packed"
+    assert trainer.fused_layout() == "packed"
     trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     assert any("vision" in name for name in trained) == (lora == "false")
 

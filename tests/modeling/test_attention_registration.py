@@ -47,21 +47,21 @@ def test_stock_s_functions_are_transformers_own():
 
 
 def test_the_functions_are_replaced_during_the_call_alone():
-    with watched_call(WatchedCall(packed=True)):
+    with watched_call(WatchedCall()):
         assert not set(registered()) & set(STOCK)
     assert registered() == STOCK
 
 
 def test_an_error_restores_them_too():
-    with contextlib.suppress(RuntimeError), watched_call(WatchedCall(packed=True)):
+    with contextlib.suppress(RuntimeError), watched_call(WatchedCall()):
         raise RuntimeError
     assert registered() == STOCK
 
 
 def test_a_call_within_a_call_leaves_them_to_the_outer_one():
-    with watched_call(WatchedCall(packed=True)):
+    with watched_call(WatchedCall()):
         outer = registered()
-        with watched_call(WatchedCall(packed=False)):
+        with watched_call(WatchedCall()):
             assert registered() == outer
         assert registered() == outer
     assert registered() == STOCK
@@ -72,13 +72,13 @@ def test_what_the_user_registers_during_a_call_stays():
         return sdpa_attention_forward(*args, **kwargs)
 
     with mock.patch.dict(AttentionInterface._global_mapping):
-        with watched_call(WatchedCall(packed=True)):
+        with watched_call(WatchedCall()):
             AttentionInterface.register("sdpa", own)
         assert registered() == (own, *STOCK[1:])
 
 
 def test_uninstalling_twice_is_uninstalling_once():
-    with watched_call(WatchedCall(packed=True)) as call:
+    with watched_call(WatchedCall()) as call:
         call.itself = call  # garbage that only the collector finds
     del call
     assert registered() != STOCK

@@ -17,34 +17,23 @@ QUERY = torch.zeros(1, 1, 3, 4)
 MODULE = torch.nn.Module()
 
 
-def looked_at(packed=True, module=MODULE, mask=None, **options):
-    call = WatchedCall(packed)
+def looked_at(module=MODULE, mask=None, **options):
+    call = WatchedCall()
     call.look_at(module, QUERY, mask, options)
     return call.reason
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["aligned", "packed"])
-def test_an_attention_call_shows_what_rows_must_not_lose(packed):
-    assert (
-        looked_at(packed, dropout=0.0, scaling=0.1, is_causal=True, sliding_window=3, output_attentions=False) is None
-    )
-    assert looked_at(packed, dropout=0.1) == "its attention drops out"
-    assert looked_at(packed, is_causal=False) == "its attention is not causal"
+def test_an_attention_call_shows_what_rows_must_not_lose():
+    assert looked_at(dropout=0.0, scaling=0.1, is_causal=True, sliding_window=3, output_attentions=False) is None
+    assert looked_at(dropout=0.1) == "its attention drops out"
+    assert looked_at(is_causal=False) == "its attention is not causal"
     bidirectional = torch.nn.Module()
     bidirectional.is_causal = False
-    assert looked_at(packed, bidirectional) == "its attention is not causal"
-    assert looked_at(packed, bidirectional, is_causal=True) is None
-    assert (looked_at(packed, mask=torch.ones(1, 1, 3, 3)) is not None) == packed
+    assert looked_at(bidirectional) == "its attention is not causal"
+    assert looked_at(bidirectional, is_causal=True) is None
+    assert looked_at(mask=torch.ones(1, 1, 3, 3)) == "its layers make masks of their own"
     if "position_bias" in model_compat.SDPA_ARGUMENTS:
-        assert looked_at(packed, position_bias=QUERY) == "its attention takes position_bias"
-
-
-def test_a_mask_that_transformers_did_not_build_is_a_layer_s_own():
-    call = WatchedCall(packed=False)
-    call.read_mask(masking_utils.causal_mask_function)
-    call.note_built(None)
-    call.look_at(MODULE, QUERY, torch.ones(1, 1, 3, 3), {})
-    assert call.reason == "its layers make masks of their own"
+        assert looked_at(position_bias=QUERY) == "its attention takes position_bias"
 
 
 def further(batch_idx, head_idx, q_idx, kv_idx):
@@ -66,7 +55,7 @@ def further(batch_idx, head_idx, q_idx, kv_idx):
     ids=["causal", "window", "window-alone", "chunks", "and", "or", "own", "opaque"],
 )
 def test_masks_are_read(mask_function, window, reason):
-    call = WatchedCall(packed=True)
+    call = WatchedCall()
     call.read_mask(mask_function)
     assert call.windows == {window}
     assert (call.reason is None) if reason is None else (reason in call.reason)
@@ -94,14 +83,14 @@ def layer(index, *layer_types):
     ],
 )
 def test_the_mask_s_window_counts_not_the_layer_s(windows, module, passed, expected):
-    call = WatchedCall(packed=True)
+    call = WatchedCall()
     call.windows = windows
     assert call.window(module, passed) == expected
     assert call.reason is None
 
 
 def test_windows_that_belong_to_no_known_layer_are_refused():
-    call = WatchedCall(packed=True)
+    call = WatchedCall()
     call.windows = {None, 4}
     call.window(layer(0), 5)
     assert "several windows" in call.reason

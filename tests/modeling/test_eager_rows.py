@@ -81,7 +81,7 @@ def test_attention_that_drops_out_keeps_the_padding(tmp_path):
 
 def test_only_the_files_of_the_model_are_touched():
     model = from_config(LlamaConfig(**SHAPE), "eager")()
-    with watched_call(WatchedCall(packed=True), model):
+    with watched_call(WatchedCall(), model):
         assert modeling_llama.eager_attention_forward is not STOCK[0]
         assert modeling_gpt_oss.eager_attention_forward is STOCK[1]
     assert registered() == STOCK

@@ -70,7 +70,7 @@ def test_transformers_has_its_own_functions_back():
     names = model_compat.flash_implementations()
     assert {"flash_attention_2", "flash_attention_3"} <= set(names)
     before = [AttentionInterface()[name] for name in names]
-    with watched_call(WatchedCall(packed=True)):
+    with watched_call(WatchedCall()):
         assert not {AttentionInterface()[name] for name in names} & set(before)
         assert model_compat.flash_implementations() == names
     assert [AttentionInterface()[name] for name in names] == before

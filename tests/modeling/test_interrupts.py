@@ -32,14 +32,14 @@ def in_kernels(model):
 
 @contextmanager
 def compiled(model):
-    call, (layers, _) = WatchedCall(packed=True, lengths=[3, 4]), compiled_layers.layers_to_compile(model)
+    call, (layers, _) = WatchedCall(lengths=[3, 4]), compiled_layers.layers_to_compile(model)
     with compiled_layers.compiling(layers), compiled_layers.compiled_layers(model, call):
         yield
 
 
 REPLACE = {
-    "attention": lambda model: packed_attention.watched_call(WatchedCall(packed=True), model),
-    "unpacked-layers": lambda model: unpacked_layers.unpacking(model, WatchedCall(packed=True, lengths=[3, 4])),
+    "attention": lambda model: packed_attention.watched_call(WatchedCall(), model),
+    "unpacked-layers": lambda model: unpacked_layers.unpacking(model, WatchedCall(lengths=[3, 4])),
     "checkpoints": lambda model: checkpointing.lean_checkpoints(model, KeptActivations()),
     "kept-activations": lambda _: kept_activations.planned(KeptActivations()),
     "costly-results": lambda _: CostlyResults(bool).of_call(),
@@ -109,7 +109,7 @@ def test_functions_that_an_interrupt_leaves_when_a_call_ends_are_given_back_late
     model = built("lfm2")
     before = found_in(model)
     for number in count():
-        call = WatchedCall(packed=True)
+        call = WatchedCall()
         with packed_attention.watched_call(call, model):
             pass
         with ctrl_c(number) as came:

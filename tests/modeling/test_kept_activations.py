@@ -58,19 +58,18 @@ def test_of_two_costly_results_one_is_kept_where_memory_is_for_one():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "is_only_run", "kept_by"),
+    ("tokens", "kept_by"),
     [
-        (12, True, []),  # as many tokens as TRL's rows
-        (10, True, [1, 2, 4, 5]),  # two tokens fewer: three layers have room for two results
-        (6, True, [0, 1, 2, 3, 4, 5]),
-        (10, False, []),  # there are tokens in other runs too
+        (12, []),  # as many tokens as TRL's rows
+        (10, [1, 2, 4, 5]),  # two tokens fewer: three layers have room for two results
+        (6, [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_attention_is_kept_in_the_memory_of_padding(tokens, is_only_run, kept_by):
+def test_attention_is_kept_in_the_memory_of_padding(tokens, kept_by):
     """Three numbers of attention's, where each token that padding has more is one: as soon as there are enough."""
     hidden = torch.zeros(1, tokens, 1)
     kept = KeptActivations(padded_tokens=12)
-    kept.begin_run(is_only_run)
+    kept.begin_run()
     found = []
     for layer in range(6):
         calls = []
@@ -96,15 +95,12 @@ def test_the_last_layers_keep_what_gradients_will_take():
     hidden = torch.zeros(1, 4, 1)
     kept = KeptActivations(padded_tokens=4, last=LastLayers(6, lambda tokens: 15 * tokens))
     for _ in range(2):  # another layout was tried before
-        kept.begin_run(True)
+        kept.begin_run()
         taken = []
         for layer in range(6):
             kept.begin_layer(hidden)
             taken += [layer for _ in range(2) if kept.takes_attention(12)]
         assert taken == [1, 2, 3, 4, 5]
-    kept.begin_run(False)
-    kept.begin_layer(hidden)
-    assert not kept.takes_attention(12)
 
 
 def test_attention_that_is_kept_has_the_same_gradients(monkeypatch):
@@ -135,7 +131,7 @@ def test_attention_that_is_kept_has_the_same_gradients(monkeypatch):
 def test_the_memory_of_padding_is_there_once_however_often_a_forward_is_tried():
     kept = KeptActivations(padded_tokens=12)
     for _ in range(2):  # the first layout may have been refused when its layers had run
-        kept.begin_run(True)
+        kept.begin_run()
         for _ in range(3):
             kept.begin_layer(torch.zeros(1, 10, 1))
         assert kept.attention_bytes == 3 * 2 * 4

@@ -4,14 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packaging.version import Version
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from trl import GRPOTrainer
 
 from tests.layout_pairs import log_probs
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
-from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling import checkpointing, layout
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
@@ -19,7 +17,7 @@ from trl_fused_grpo.training import engine
 from trl_fused_grpo.training.partitioning import balanced_partitions
 
 
-LAYOUTS = ["packed", "aligned", "padded"]
+LAYOUTS = ["packed", "padded"]
 
 
 def every_length(**extra):
@@ -170,11 +168,8 @@ def test_packed_rows_hold_no_padding_and_no_sequence_without_tokens_in_the_loss(
     assert seen[-1].model_inputs["input_ids"].shape == (1, tokens)
 
 
-@pytest.mark.parametrize("name", ["packed", "aligned"])
-def test_attention_gets_no_mask_and_takes_its_causal_path(tmp_path, name, monkeypatch):
-    if name == "aligned" and Version("5.0.0") > model_compat.TRANSFORMERS:
-        pytest.skip("transformers 4 builds a mask wherever positions are given")
-    trainer = make_trainer(tmp_path, fused_layout=name)
+def test_attention_gets_no_mask_and_takes_its_causal_path(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, fused_layout="packed")
     calls = []
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -232,12 +227,9 @@ def test_partitioning_keeps_sequences_of_a_prompt_together(data):
         assert copies == max(groups, parts if group % size == 0 else groups)
 
 
-@pytest.mark.parametrize("name", ["packed", "aligned", "padded"])
-def test_a_layout_is_chosen_once_a_call(tmp_path, name, monkeypatch):
-    trainer = make_trainer(tmp_path, fused_layout=name)
-    chosen, choose = [], engine.choose
-    monkeypatch.setattr(engine, "choose", lambda *args: chosen.append(choose(*args)) or chosen[-1])
+def test_a_layout_is_chosen_once_a_call(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, fused_layout="packed")
+    reasons, why_not_packed = [], engine.why_not_packed
+    monkeypatch.setattr(engine, "why_not_packed", lambda *args: reasons.append(why_not_packed(*args)) or reasons[-1])
     log_probs(trainer, make_inputs())
-    # A caller of such a TRL may read log-probs of padding, so that there is nothing to choose
-    is_settled = name == "padded" and trl_compat.COMPUTES_LOGPS_OF_PADDING
-    assert chosen == ([] if is_settled else [name])
+    assert reasons == [None]

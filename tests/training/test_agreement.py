@@ -8,7 +8,7 @@ import torch
 
 from tests.modeling.test_wide_rows import limit_width
 from trl_fused_grpo.parity.tiny import tiny_model
-from trl_fused_grpo.training.agreement import on_any_process, widest_batch, with_images_anywhere
+from trl_fused_grpo.training.agreement import images_anywhere, on_any_process, widest_batch
 
 
 def beside(values, what=None):
@@ -30,8 +30,8 @@ def alone():
 
 def test_a_batch_has_images_where_any_process_has_some():
     model = tiny_model("qwen3-vl")
-    mine, others = [True, False, False], [False, False, True]
-    assert with_images_anywhere(beside(others), model, mine) == [True, False, True]
+    assert images_anywhere(beside([True]), model, False) and images_anywhere(beside([False]), model, True)
+    assert not images_anywhere(beside([False]), model, False)
 
 
 def test_a_batch_is_as_wide_as_the_widest_of_any_process():
@@ -42,7 +42,7 @@ def test_a_batch_is_as_wide_as_the_widest_of_any_process():
 
 def test_models_without_images_and_without_a_limit_ask_nobody():
     model = tiny_model("llama")
-    assert with_images_anywhere(alone(), model, [False, False]) == [False, False]
+    assert not images_anywhere(alone(), model, False)
     assert widest_batch(alone(), model, (4, 20)) == (4, 20)
 
 

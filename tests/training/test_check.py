@@ -81,7 +81,7 @@ def trl_calls(monkeypatch):
 
 TRAININGS = {
     "shared forward": {"fused_max_tokens_per_forward": 10_000, "gradient_checkpointing": True},
-    "aligned": {"fused_layout": "aligned", "beta": 0.1, "kl_estimator": "k2", "loss_type": "grpo"},
+    "another estimator": {"beta": 0.1, "kl_estimator": "k2", "loss_type": "grpo"},
     "tied, recompute": {"kind": "tied", "importance_sampling_level": "sequence", "fused_backward": "recompute"},
     "LoRA": {"adapter": {}, "beta": 0.1, "fused_max_tokens_per_forward": 10_000},
     "deferred ratio": {"sampler": True, "vllm_importance_sampling_mode": "sequence_truncate"},
@@ -190,7 +190,7 @@ def test_wrong_log_probs_are_told_with_numbers_and_rows_keep_their_padding_from_
 
     def compute_logps(request, options, *args):
         if torch.is_grad_enabled() and not trainers[0]._fused.check.is_running:
-            layouts.append((options.layout, len(args[0].input_ids)))
+            layouts.append((options.packed, len(args[0].input_ids)))
         return original(request, options, *args)
 
     trainers, make = [], FusedGRPOTrainer.__init__
@@ -204,7 +204,7 @@ def test_wrong_log_probs_are_told_with_numbers_and_rows_keep_their_padding_from_
     monkeypatch.setattr(fused_forward, "fused_linear_logps", off_by(0.01))
     trainer, log = train(tmp_path, fused_max_tokens_per_forward=10_000, fused_verify=every)
     assert trainer._fused.ladder.level == Level.HEAD
-    assert layouts == [("padded", 4)] * 12  # from the first step on: it is compared before it is trained on
+    assert layouts == [(False, 4)] * 12  # from the first step on: it is compared before it is trained on
     told_levels = [line for line in told() if line.startswith("Level head")]
     assert "in optimizer step 0" in told_levels[0] and "by 1.0e-02 nats" in told_levels[0]
     assert "float32" in told_levels[0] and "(1e-04)" in told_levels[0]
@@ -212,7 +212,7 @@ def test_wrong_log_probs_are_told_with_numbers_and_rows_keep_their_padding_from_
     if every:
         assert [entry[ERRORS[0]] for entry in log] == pytest.approx([0.01] * 3, rel=1e-2)
     trainer.train()  # it stays so for good
-    assert layouts == [("padded", 4)] * 24
+    assert layouts == [(False, 4)] * 24
 
 
 def test_log_probs_that_are_not_numbers_are_told(tmp_path, told, monkeypatch):

@@ -117,7 +117,7 @@ def test_forwards_are_expected_as_the_limits_and_the_accumulation_windows_say(li
 )
 def test_sequences_are_exchanged_only_where_loss_and_metrics_stay_the_same(tmp_path, options, reason):
     trainer = make_trainer(tmp_path, **options)
-    asked = trainer, trainer.model, trainer.fused_layout()
+    asked = trainer, trainer.model, trainer._fused.engine.packs(trainer.model)
     assert why_not_exchanged(*asked) == "there is one process"
     with mock.patch.object(type(trainer.accelerator), "num_processes", 2):
         found, without_means = why_not_exchanged(*asked), why_not_exchanged(*asked, counts_means=False)
@@ -137,7 +137,7 @@ def test_processes_that_share_sequences_keep_them(tmp_path):
         mock.patch.object(accelerator, "parallelism_config", several, create=True),
         mock.patch.object(accelerator, "num_processes", 2),
     ):
-        assert "same sequences" in why_not_exchanged(trainer, trainer.model, "packed")
+        assert "same sequences" in why_not_exchanged(trainer, trainer.model, True)
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ def begun(folder, **options):
     return trainer
 
 
-def memory_of(trainer, layout="packed"):
-    return gradient_memory(trainer, trainer._fused.engine.causal_lm(trainer.model), layout)
+def memory_of(trainer):
+    return gradient_memory(trainer, trainer._fused.engine.causal_lm(trainer.model), True)
 
 
-def limits_of(trainer, padded, layout="packed", has_images=False):
-    return memory.token_limits(trainer._fused.engine, layout, has_images)(padded)
+def limits_of(trainer, padded, has_images=False):
+    return memory.token_limits(trainer._fused.engine, has_images)(padded)
 
 
 def test_more_tokens_fit_when_backward_begins_and_when_it_ends():
@@ -84,7 +84,7 @@ def test_the_first_forward_gets_more_tokens_up_to_a_limit(tmp_path):
     assert limits_of(trainer, 1000) == (1000 + more(1000), 1000)
     assert limits_of(trainer, most - 1) == (most - 1 + more(most), most - 1)
     assert limits_of(trainer, 10 * most) == (memory.MOST_OF_FIRST, most)
-    assert limits_of(trainer, 1000, "aligned") == limits_of(trainer, 1000, has_images=True) == (1000, 1000)
+    assert limits_of(trainer, 1000, has_images=True) == (1000, 1000)
     assert limits_of(begun(tmp_path, fused_memory=None, gradient_checkpointing=False), 10 * most) == (most, most)
 
 
@@ -217,9 +217,7 @@ def test_a_window_of_one_forward_trains_what_stock_trains(
             begins.append(request.begins_window)  # FSDP2 holds gradients where no weight shows them
             if any(parameter.grad is not None for parameter in call.model.parameters()):
                 padded = request.micro_batch * call.input_ids.shape[1] if request.micro_batch else 10_000
-                beside_gradients.append(
-                    tokens_of_forward(made[0]._fused.engine, request, call, options.layout) <= padded
-                )
+                beside_gradients.append(tokens_of_forward(made[0]._fused.engine, request, call) <= padded)
         return original(request, options, call, images)
 
     monkeypatch.setattr(engine, "compute_logps", compute_logps)

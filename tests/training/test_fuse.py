@@ -93,9 +93,9 @@ def test_a_trainer_in_place_of_its_class_is_refused_with_the_class(tmp_path):
 
 def test_an_argument_of_the_users_constructor_and_the_options_arrive(tmp_path):
     config = fuse_config(PlainConfig)
-    trainer = make_trainer(tmp_path, functools.partial(FusedPlain, weight=0.5), config=config, fused_layout="aligned")
-    assert (trainer.weight, trainer.epsilon_low, trainer.fused_layout()) == (0.5, 0.4, "aligned")
-    assert why_forwards_are_not_shared(trainer, "packed") is None  # a constructor sees no micro-batch
+    trainer = make_trainer(tmp_path, functools.partial(FusedPlain, weight=0.5), config=config, fused_layout="padded")
+    assert (trainer.weight, trainer.epsilon_low, trainer.fused_layout()) == (0.5, 0.4, "padded")
+    assert why_forwards_are_not_shared(trainer, True) is None  # a constructor sees no micro-batch
 
 
 def test_without_the_fused_loss_it_is_the_users_class(tmp_path):
@@ -177,7 +177,7 @@ class EveryAttribute(GRPOTrainer):
 )
 def test_micro_batches_share_no_forward_where_an_option_is_computed_at_each_access(tmp_path, cls, reader):
     trainer = make_trainer(tmp_path, fuse(cls))
-    assert why_forwards_are_not_shared(trainer, "packed") == f"{reader} may see micro-batches"
+    assert why_forwards_are_not_shared(trainer, True) == f"{reader} may see micro-batches"
 
 
 def test_arguments_of_the_log_prob_method_arrive_by_position_and_by_name():
@@ -212,7 +212,7 @@ def test_gmpo_counts_as_trls_own_in_either_order_of_bases(tmp_path, gmpo):
         assert replaced_method(trainer, (*STEP_METHODS, *trl_compat.OBJECTIVE_METHODS)) is None
         assert trainer._fused.ladder.look() == Findings()
         assert replaced_objective(trainer) is None
-        assert why_forwards_are_not_shared(trainer, "packed") is None
+        assert why_forwards_are_not_shared(trainer, True) is None
 
 
 def test_gmpo_takes_none_of_grpos_other_options_and_its_forecast_holds(tmp_path, gmpo):

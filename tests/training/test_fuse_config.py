@@ -41,8 +41,8 @@ def test_a_fused_configuration_is_copied_pickled_saved_and_parsed(tmp_path):
         assert type(other) is config
         assert other == args
     line = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    (parsed,) = HfArgumentParser(config).parse_args_into_dataclasses([*line, "--fused_layout", "aligned"])
-    assert (parsed.fused_layout, parsed.epsilon, parsed.use_liger_loss) == ("aligned", 0.4, True)
+    (parsed,) = HfArgumentParser(config).parse_args_into_dataclasses([*line, "--fused_layout", "padded"])
+    assert (parsed.fused_layout, parsed.epsilon, parsed.use_liger_loss) == ("padded", 0.4, True)
 
     class Sub(config):
         pass

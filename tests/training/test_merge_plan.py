@@ -1,4 +1,4 @@
-"""Which micro-batches share a forward, and which rows a width: as many as the limit of tokens allows."""
+"""Which micro-batches share a forward: as many as the limit of tokens allows."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_training import make_inputs
-from trl_fused_grpo.training.partitioning import plan_merges, prompt_group_ids, rows_by_width, widths_of, window_starts
+from trl_fused_grpo.training.partitioning import plan_merges, prompt_group_ids, window_starts
 
 
 @settings(deadline=None, max_examples=60)
@@ -36,44 +36,6 @@ def test_shared_forwards_hold_as_many_micro_batches_as_the_limits_allow(shape, l
             assert start <= end < count
             assert end == start or tokens(start, end) <= limit
             assert end == count - 1 or tokens(start, end + 1) > limit
-
-
-@settings(deadline=None, max_examples=60)
-@given(shape=st.tuples(st.integers(1, 6), st.integers(1, 3)), limit=st.integers(0, 90), seed=st.integers(0, 2**16))
-def test_aligned_rows_count_with_their_padding(shape, limit, seed):
-    count, rows = shape
-    batches = [make_inputs(rows=rows, seed=seed + number) for number in range(count)]
-
-    def tokens(start, end):
-        masks = [
-            batch[name].sum(1) for batch in batches[start : end + 1] for name in ("prompt_mask", "completion_mask")
-        ]
-        lengths = (torch.cat(masks[::2]) + torch.cat(masks[1::2])).tolist()
-        return rows_by_width(lengths, widths_of(end + 1 - start))[1]
-
-    [ends] = plan_merges(batches, [limit], True, "aligned")
-    for start, end in enumerate(ends):
-        assert all(tokens(start, last) <= limit for last in range(start + 1, end + 1))
-        assert end == count - 1 or tokens(start, end + 1) > limit
-
-
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7), widths=st.integers(1, 7))
-def test_rows_are_grouped_in_the_widths_that_take_the_fewest_tokens(lengths, widths):
-    widths = min(widths, len(lengths))
-    groups, tokens = rows_by_width(lengths, widths)
-    assert len(groups) == widths
-    assert all(groups)
-    assert sorted(sum(groups, [])) == list(range(len(lengths)))  # noqa: RUF017
-    assert sum(len(group) * max(lengths[row] for row in group) for group in groups) == tokens
-    falling = sorted(lengths, reverse=True)
-
-    def fewest(begin, left):
-        if left == 1:
-            return falling[begin] * (len(falling) - begin)
-        ends = range(begin + 1, len(falling) - left + 2)
-        return min(falling[begin] * (end - begin) + fewest(end, left - 1) for end in ends)
-
-    assert tokens == fewest(0, widths)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.training.loss_request import build_loss_request
-from trl_fused_grpo.training.partitioning import widths_of
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -46,61 +45,26 @@ def test_an_accumulation_window_in_one_forward_trains_and_logs_what_stock_does(t
     assert len(fused[2]) == steps
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kind": "gptj", "fused_layout": "aligned", "loss_type": "dapo"},
-        {"kind": "gptj", "fused_layout": "aligned", "loss_type": "bnpo", "gradient_checkpointing": True},
-        {"kind": "gptj", "fused_layout": "aligned", "loss_type": "grpo", "beta": 0.1},
-        {"kind": "longrope", "fused_layout": "aligned"},
-        {"fused_layout": "aligned", "loss_type": "dapo", "num_iterations": 2, "max_steps": 4},
-        {"fused_layout": "aligned", "loss_type": "grpo", "importance_sampling_level": "sequence"},
-        {"fused_layout": "aligned", "loss_type": "dapo", "top_entropy_quantile": 0.5},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
-def test_aligned_rows_go_through_the_model_in_few_widths(tmp_path, options):
-    fused = train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options)
-    stock = train(tmp_path, GRPOTrainer, **{name: value for name, value in options.items() if name != "fused_layout"})
-    means = ("entropy", "clip_ratio/region_mean", *(("kl",) if "beta" in options else ()))
-    assert_same_training(fused, stock, ("loss", "grad_norm", *means))
-    steps, shapes = len(stock[1]), fused[2]
-    assert len(shapes) == widths_of(4) * steps < len(stock[2])
-    for step in range(steps):
-        of_step = shapes[step * widths_of(4) : (step + 1) * widths_of(4)]
-        assert sum(rows for rows, _ in of_step) == 16
-        assert [width for _, width in of_step] == sorted((width for _, width in of_step), reverse=True)
-
-
-def test_equal_weights_give_equal_bits_in_few_widths(tmp_path):
-    """Also where the reference is computed for the same groups of micro-batches: the first KL is zero."""
-    options = {"fused_layout": "aligned", "beta": 0.1, "max_steps": 1, "gradient_accumulation_steps": 4}
-    _, log, forwards = train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options)
-    assert len(forwards) == widths_of(4)
-    assert log[0]["kl"] == 0.0
-
-
-def test_rows_planned_for_another_layout_share_no_forward(tmp_path):
-    """A model that refuses packed rows has its rows aligned from then on, which take more tokens."""
-    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, fused_layout="aligned")
+def test_rows_that_are_not_packed_any_more_share_no_forward(tmp_path):
+    """A model that refuses packed rows after the plan was made keeps TRL's padding from then on."""
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2)
     trainer.current_gradient_accumulation_steps = 2
     batches = [make_inputs(seed=seed) for seed in range(2)]
     with mock.patch.object(type(trainer._fused.window), "steps_left", 2):
-        for layout, together in (("packed", 1), ("aligned", 2)):
-            trainer._fused.merger.set_plan(batches, [1, 1], layout)
-            forwards = []
-            with fused_forwards(forwards):
-                trainer.compute_loss(trainer.model, batches[0])
-            assert sum(rows for rows, _ in forwards) == 4 * together
+        for packed in (True, False):
+            trainer._fused.merger.set_plan(batches, [1, 1])
+            trainer._fused.engine.packs = lambda *_, packed=packed: packed
+            trainer.compute_loss(trainer.model, batches[0])
+            assert (trainer._fused.merger.take_logps(batches[1]) is not None) == packed
 
 
-@pytest.fixture(scope="module", params=["packed", "aligned"])
-def stock_and_fused(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def stock_and_fused(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     options = {"gradient_accumulation_steps": 3}
     return [
         make_trainer(folder, GRPOTrainer, **options),
-        make_trainer(folder, FusedGRPOTrainer, fused_layout=request.param, **options),
+        make_trainer(folder, FusedGRPOTrainer, **options),
     ]
 
 
@@ -137,7 +101,7 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
         return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
 
     def merged_loss():
-        fused._fused.merger.set_plan(batches, [2, 2, 2], fused.fused_layout())
+        fused._fused.merger.set_plan(batches, [2, 2, 2])
         total = 0.0
         for step, batch in enumerate(batches):
             fused._fused.window._steps_done = step
@@ -149,7 +113,7 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
     forwards = []
     with fused_forwards(forwards):
         loss, gradients = loss_and_gradients(fused, merged_loss)
-    assert len(forwards) == (1 if fused.fused_layout() == "packed" else widths_of(3))
+    assert len(forwards) == 1
     expected_loss, expected = loss_and_gradients(stock, stock_loss)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
     assert (gradients - expected).norm() <= 1e-5 * expected.norm()

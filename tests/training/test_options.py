@@ -176,11 +176,11 @@ def test_old_log_probs_of_any_schedule_are_skipped_until_something_replaced_may_
     trainer = trainer_of(tmp_path, "dapo", window, "token_truncate")
     trainer.args.fused_skip_old_logps = True
     before = warnings_logged()
-    log_what_has_no_effect(trainer, lambda: "packed")
+    log_what_has_no_effect(trainer)
     assert warnings_logged() == before
     trainer.accelerator.backward = lambda *args, **kwargs: None
     trainer._fused.ladder.look()  # as every window begins
-    log_what_has_no_effect(trainer, lambda: "packed")
+    log_what_has_no_effect(trainer)
     assert "fused_skip_old_logps=True has no effect, because Accelerator.backward may see" in warnings_logged()[-1]
     assert "the moment when weights move" in warnings_logged()[-1]
 
@@ -191,11 +191,11 @@ def test_old_log_probs_of_any_schedule_are_skipped_until_something_replaced_may_
         ({}, None),
         ({"beta": 0.1}, "beta=0.1"),
         ({"top_entropy_quantile": 0.5}, "entropy quantile"),
-        ({"fused_layout": "aligned"}, "'aligned'"),
+        ({"fused_layout": "padded"}, "rows are not packed"),
         ({"entropy_coef": 0.1}, "entropy bonus"),
         ({"cls": OwnObjective}, "_compute_loss"),
     ],
-    ids=["has an effect", "kl", "quantile", "aligned", "bonus", "own objective"],
+    ids=["has an effect", "kl", "quantile", "padded", "bonus", "own objective"],
 )
 def test_the_log_says_why_zero_grad_sequences_are_not_left_out(tmp_path, warnings_logged, options, reason):
     if "entropy_coef" in options and trl_compat.TRL.release < (1, 8):

@@ -127,7 +127,7 @@ def test_masks_of_other_kinds_stay_as_they_are():
     assert padded_attention.opened(numbers) is numbers
 
 
-@pytest.mark.parametrize("layout", ["padded", "aligned"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_after_a_failure_cudnn_is_as_before_and_nothing_of_the_forward_is_kept(tmp_path, layout):
     trainer = make_trainer(tmp_path, fused_layout=layout)
     errors = [RuntimeError("out of memory")]

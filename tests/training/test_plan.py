@@ -50,8 +50,8 @@ MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 @pytest.mark.parametrize(
     "fused_options",
-    [{}, {"fused_max_tokens_per_forward": 0}, {"fused_max_tokens_per_forward": 10_000}, {"fused_layout": "aligned"}],
-    ids=["packed", "micro-batches-alone", "one-forward", "aligned"],
+    [{}, {"fused_max_tokens_per_forward": 0}, {"fused_max_tokens_per_forward": 10_000}, {"fused_layout": "padded"}],
+    ids=["packed", "micro-batches-alone", "one-forward", "padded"],
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_an_accumulation_window_without_old_log_probs_trains_and_logs_as_stock(
@@ -105,18 +105,18 @@ def test_sequences_stay_where_a_hook_sees_the_gradient_of_each_micro_batch(tmp_p
     hook = weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
     with mock.patch.object(type(trainer.accelerator), "num_processes", 2):
         trainer._fused.ladder.look()
-        assert "the gradient of model.embed_tokens.weight" in str(why_not_exchanged(trainer, trainer.model, "packed"))
+        assert "the gradient of model.embed_tokens.weight" in str(why_not_exchanged(trainer, trainer.model, True))
         hook.remove()
         trainer._fused.ladder.look()
-        assert why_not_exchanged(trainer, trainer.model, "packed", counts_means=False) is None
+        assert why_not_exchanged(trainer, trainer.model, True, counts_means=False) is None
 
 
 def test_one_reason_below_the_highest_level_leaves_everything_that_defers_or_shares(tmp_path):
     trainer = make_trainer(tmp_path, beta=0.1, num_iterations=2, gradient_accumulation_steps=2)
     asked = (
-        lambda: why_forwards_are_not_shared(trainer, "packed"),
+        lambda: why_forwards_are_not_shared(trainer, True),
         lambda: why_old_logps_are_needed(trainer),
-        lambda: why_reference_is_not_regrouped(trainer, "packed"),
+        lambda: why_reference_is_not_regrouped(trainer, True),
     )
     trainer.model.train()
     assert [ask() for ask in asked] == [None] * 3
@@ -217,11 +217,11 @@ def test_a_disabled_adapter_draws_nothing_but_the_model_may(tmp_path):
     trainer.model.train()
     assert "dropout" in why_forwards_differ(trainer.model)
     assert why_forwards_differ(trainer.model, with_adapters=False) is None
-    assert why_reference_is_not_regrouped(trainer, "packed") is None
+    assert why_reference_is_not_regrouped(trainer, True) is None
     trainer.model.config.attention_dropout = 0.1
-    assert "attention_dropout" in why_reference_is_not_regrouped(trainer, "packed")
+    assert "attention_dropout" in why_reference_is_not_regrouped(trainer, True)
     trainer.ref_model = make_trainer(tmp_path).model  # it evaluates, and so draws nothing
-    assert why_reference_is_not_regrouped(trainer, "packed") is None
+    assert why_reference_is_not_regrouped(trainer, True) is None
 
 
 def test_dropout_of_heads_that_a_model_lacks_does_not_make_forwards_differ():

@@ -186,9 +186,9 @@ def test_fuse_and_patch_know_it(tmp_path):
     assert fuse(RLOOTrainer) is FusedRLOOTrainer is fuse(FusedRLOOTrainer)
     assert fuse_config(RLOOConfig) is FusedRLOOConfig
     assert issubclass(FusedRLOOConfig, RLOOConfig)
-    args = FusedRLOOConfig(output_dir=str(tmp_path), fused_layout="aligned", use_cpu=True, bf16=False)
+    args = FusedRLOOConfig(output_dir=str(tmp_path), fused_layout="padded", use_cpu=True, bf16=False)
     assert args.beta == RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False).beta
-    assert pickle.loads(pickle.dumps(args)).fused_layout == "aligned"
+    assert pickle.loads(pickle.dumps(args)).fused_layout == "padded"
     with patch():
         assert trl.RLOOTrainer is FusedRLOOTrainer
         assert make_trainer(tmp_path, RLOOTrainer, config=RLOOConfig).use_liger_loss

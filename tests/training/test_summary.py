@@ -41,7 +41,8 @@ def lines_of(trainer):
             *("backward of the head", "4 matmuls", "the entropy quantile looks", "top_entropy_quantile=1.0"),
         ),
         ({}, "layout", "packed: no padding", None, None),
-        ({"fused_layout": "aligned"}, "layout", "aligned, as asked for", "fused_layout='aligned'", "'auto'"),
+        ({"fused_layout": "padded"}, "layout", "padded, as asked for", "fused_layout='padded'", "'auto'"),
+        ({"fused_layout": "packed"}, "layout", "packed, as asked for", None, None),
         ({"kind": "gemma3-bidirectional"}, "layout", "padded", "its attention is not causal", None),
         ({"kind": "qwen3-next"}, "prompts", "once each", "rows of their own", None),
         ({"fused_share_prompts": False}, "prompts", "once each", "fused_share_prompts=False", None),
@@ -85,7 +86,7 @@ def test_the_reasons_are_those_of_the_predicates(tmp_path):
     trainer.accelerator.backward = lambda *args, **kwargs: None
     trainer._fused.ladder.look()
     lines = lines_of(trainer)
-    assert lines["forwards"].reason == why_forwards_are_not_shared(trainer, "packed")
+    assert lines["forwards"].reason == why_forwards_are_not_shared(trainer, True)
     assert lines["memory"].reason == why_no_memory_budget(trainer)
 
 

@@ -44,19 +44,18 @@ def metrics_with_and_without(tmp_path, inputs, **options):
     return *metrics, trainer
 
 
-@pytest.mark.parametrize("layout", ["packed", "aligned"])
-def test_zero_grad_sequences_can_be_left_out(tmp_path, layout):
+def test_zero_grad_sequences_can_be_left_out(tmp_path):
     inputs = with_zero_advantages()
-    with_all = make_trainer(tmp_path, fused_layout=layout)
+    with_all = make_trainer(tmp_path)
     _, expected = loss_and_gradients(with_all, inputs)
-    skipping = make_trainer(tmp_path, fused_layout=layout, fused_skip_zero_grad_sequences=True)
+    skipping = make_trainer(tmp_path, fused_skip_zero_grad_sequences=True)
     _, gradients = loss_and_gradients(skipping, inputs)
     assert all(relative_error(gradients[name], expected[name]) < 1e-5 for name in expected)
     assert skipping.fused_stats.rows == inputs["completion_mask"][1::2].sum()
     assert skipping.fused_stats.leaves_out
     assert not with_all.fused_stats.leaves_out
 
-    alone = make_trainer(tmp_path, fused_layout=layout)
+    alone = make_trainer(tmp_path)
     loss_and_gradients(alone, others_of(inputs))
     assert skipping._metrics["train"]["entropy"] == pytest.approx(alone._metrics["train"]["entropy"], rel=1e-5)
 
@@ -81,18 +80,17 @@ def test_zero_grad_sequences_can_be_left_out_where_the_ratio_comes_from_the_trai
     assert metrics[SAMPLING_METRICS[0]] != pytest.approx(with_all[SAMPLING_METRICS[0]], rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", ["packed", "aligned"])
-def test_where_none_would_be_left_the_first_one_is(tmp_path, layout):
+def test_where_none_would_be_left_the_first_one_is(tmp_path):
     """Else the entropy would be no number, on every process where one has such a micro-batch."""
     inputs = make_inputs(rows=4, advantages=torch.zeros(4))
     inputs["completion_mask"][0] = 0
-    skipping = make_trainer(tmp_path, fused_layout=layout, fused_skip_zero_grad_sequences=True)
+    skipping = make_trainer(tmp_path, fused_skip_zero_grad_sequences=True)
     loss, gradients = loss_and_gradients(skipping, inputs)
     assert loss == 0
     assert not any(gradient.any() for gradient in gradients.values())
     assert skipping.fused_stats.rows == inputs["completion_mask"][1].sum()
 
-    alone = make_trainer(tmp_path, fused_layout=layout)
+    alone = make_trainer(tmp_path)
     loss_and_gradients(alone, {name: value[1:2] if value.dim() else value for name, value in inputs.items()})
     (entropy,) = skipping._metrics["train"]["entropy"]
     assert math.isfinite(entropy)

@@ -35,7 +35,7 @@ def test_patch_and_run_train_as_stock(train, stock, script):
         patched = train("patched.json")
     assert patched["class"] == "FusedGRPOTrainer"
     assert_fused_and_equal(patched["log"], stock)
-    assert run("--fused-layout", "aligned", script, script.parent, "run.json") == 0
+    assert run("--fused-layout", "padded", script, script.parent, "run.json") == 0
     assert_fused_and_equal(told_by(script.parent, "run.json")["log"], stock)
 
 
@@ -117,7 +117,7 @@ def test_a_command_line_that_cannot_be_run_says_why(words, message, capsys, tmp_
 
 
 def test_parity_compares_with_stock_whatever_is_patched():
-    with patch(fused_layout="aligned"):
+    with patch(fused_layout="padded"):
         result = CliRunner().invoke(app, ["parity", "--device", "cpu", "--case", "grpo-off-policy"])
-        assert patched_options() == FusedOptions(fused_layout="aligned")
+        assert patched_options() == FusedOptions(fused_layout="padded")
     assert result.exit_code == 0 and "1 equal" in result.output, result.output

@@ -70,7 +70,7 @@ def test_a_script_that_raises_ends_as_python_ends_it(python, cli, tmp_path):
 
 def test_trls_own_command_trains_as_stock_from_a_yaml_file(python, cli, script, stock):
     folder = script.parent
-    file = write_yaml(folder, fused_layout="aligned")
+    file = write_yaml(folder, fused_layout="padded")
     words = ("--config", file, "--kl_estimator", "k3", "--num_processes", "1")
     run_python(cli, "grpo", *words, python=python, folder=folder)
     state = json.loads((folder / "out" / "checkpoint-3" / "trainer_state.json").read_text())

@@ -6,8 +6,8 @@ the folder:
   others, into modules and takes it out again.
 - `output_projection` finds a model's head and reads it as an `LMHead`; `moe` computes its auxiliary loss.
 - `hidden_states` has what that head gets, of any model that is called.
-- `layout` makes packed and aligned rows; `layout_choice` says which of them a model allows. `multimodal` has what
-  belongs to images. `layer_memo` keeps what was found out about a model as long as its layers are the same.
+- `layout` makes packed rows; `layout_choice` says which models allow them. `multimodal` has what belongs to images.
+  `layer_memo` keeps what was found out about a model as long as its layers are the same.
 - `packed_attention` puts the attention for packed rows where models look for theirs (`attention_places`), and
   `attention_watch` looks at what the model asks of it.
 - `varlen_attention` computes it with `attention_kernels`; for models that load as `"eager"` it is `eager_attention`,

@@ -67,15 +67,15 @@ running_call: ContextVar["WatchedCall | None"] = ContextVar("running_call", defa
 
 class WatchedCall:
     """
-    What is seen of a model's attention while it runs on rows that are not padded as TRL pads them.
+    What is seen of a model's attention while it runs on packed rows, or on padded ones whose masks are opened.
 
     It is no dataclass on purpose: mixed-precision wrappers rebuild the dataclasses and containers in keyword arguments.
 
     Args:
-        packed (`bool`): whether the rows are packed; otherwise they are aligned.
         lengths (`list[int]`, *optional*): tokens of each sequence in a packed row.
         has_images (`bool`): whether the row has images, whose tokens a mask may treat in its own way.
         shares_prompts (`bool`): whether sequences in the row may attend to a prompt elsewhere in it.
+        open_mask (`Callable`, *optional*): makes of a mask what the model gets, where rows have TRL's padding.
 
     Attributes:
         needs_own_prompts (`bool`): whether the row must not share prompts.
@@ -85,25 +85,22 @@ class WatchedCall:
         keeps_masks (`bool`): whether layers with an attention of their own want the masks that packed rows do without.
         mask_dtype (`torch.dtype`, *optional*): of the masks that it asked for, where they are numbers.
         reason (`str`, *optional*): why the rows must have TRL's padding.
-        open_mask (`Callable`, *optional*): makes of a mask what the model gets, where rows have TRL's padding.
     """
 
     def __init__(
         self,
-        packed: bool,
         lengths: list[int] | None = None,
         has_images: bool = False,
         shares_prompts: bool = False,
+        open_mask: Callable[[Any], Any] | None = None,
     ):
-        self.packed, self.lengths = packed, lengths or []
+        self.lengths, self.open_mask = lengths or [], open_mask
         self.has_images, self.shares_prompts, self.needs_own_prompts = has_images, shares_prompts, False
         self.windows: set[int | Chunk | None] = set()
         self.memo: dict[Any, Any] = {}
         self.keeps_masks, self._kept_masks = False, dict[int, KeptMask]()
         self.mask_dtype: torch.dtype | None = None
         self.reason: str | None = None
-        self.open_mask: Callable[[Any], Any] | None = None
-        self._has_built_masks = False
 
     def refuse(self, reason: str) -> None:
         """Remember the first reason. The model runs on to its end: hooks of FSDP and ZeRO count its layers."""
@@ -121,14 +118,14 @@ class WatchedCall:
             self.refuse(f"its mask is more than causality and a window ({kinds['unknown']})")
         elif "causal" not in kinds:
             self.refuse("its mask is not causal")
-        elif "chunk" in kinds and "window" in kinds and self.packed:
+        elif "chunk" in kinds and "window" in kinds:
             self.refuse("its mask has chunks and a window")
         window = min((tokens for kind, tokens in parts if kind == "window"), default=None)
         self.windows.add(Chunk(kinds["chunk"]) if "chunk" in kinds else window)
 
     def needs_sequence_masks(self, mask_function: Any) -> bool:
         """Whether the mask of packed rows with images is more than causality, windows and chunks."""
-        return self.packed and self.has_images and "unknown" in dict(model_compat.mask_parts(mask_function))
+        return self.has_images and "unknown" in dict(model_compat.mask_parts(mask_function))
 
     def keep_mask(self, original: Callable, options: dict[str, Any], device: torch.device) -> Tensor:
         """What the model gets in place of a mask of the packed row: [`kept_mask`] finds by it how to build one."""
@@ -140,11 +137,6 @@ class WatchedCall:
         """The mask that a tensor stands in for, or `None`."""
         return self._kept_masks.get(id(mask))
 
-    def note_built(self, mask: Any) -> Any:
-        """Note whether transformers built the mask or left it to the attention function, and return it."""
-        self._has_built_masks |= mask is not None
-        return mask if self.open_mask is None else self.open_mask(mask)
-
     def look_at(self, module: nn.Module, query: Tensor, attention_mask: Any, options: dict[str, Any]) -> None:
         """Look at one attention call: does it ask for more than causality, a sliding window and a scale?"""
         is_causal = options.get("is_causal")
@@ -155,9 +147,9 @@ class WatchedCall:
             pass  # its rows are packed, and the layer's attention knows where sequences begin
         elif self.has_images and are_sequence_masks(attention_mask, self.lengths):
             pass
-        elif attention_mask is not None and (self.packed or (self.windows and not self._has_built_masks)):
+        elif attention_mask is not None:
             self.refuse("its layers make masks of their own")
-        elif attention_mask is None and query.shape[2] > 1 and not is_causal:
+        elif query.shape[2] > 1 and not is_causal:
             self.refuse("its attention is not causal")
         for name in model_compat.FURTHER_SDPA_ARGUMENTS:
             if options.get(name) is not None:

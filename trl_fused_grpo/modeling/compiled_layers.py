@@ -116,7 +116,7 @@ def compiled_layers(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Gen
     """
     layers = _layers_on.get()
     is_seen = torch_compat.operations_are_seen() or torch.is_inference_mode_enabled()
-    if not layers or is_seen or call is None or not call.packed:
+    if not layers or is_seen or call is None:
         yield
         return
     config, placed = causal_lm.config.get_text_config(), list[tuple[Any, bool]]()

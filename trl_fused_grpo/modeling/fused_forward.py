@@ -29,7 +29,7 @@ from .packed_attention import text_model_alone
 from .unpacked_layers import unpacking
 
 
-def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any], is_only_run: bool = True) -> Any:
+def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> Any:
     """The outputs of a causal model's backbone, `last_hidden_state` `[B, L, H]` among them."""
     backbone = architecture.backbone(causal_lm)
     # PEFT passes the arguments it knows on, set or not; not every backbone knows them
@@ -43,7 +43,7 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any], is_on
         causal_lm
     ):  # all of its layers that need to know of packed rows run unpacked
         given = {name: value for name, value in given.items() if name not in PACKED_ARGUMENTS}
-    begin_run(is_only_run)
+    begin_run()
     with (
         compiled_layers(causal_lm, call),
         kernels_in_place(causal_lm),
@@ -76,10 +76,6 @@ class FusedRequest:
             Whether the head computes in float32 outside autocast.
         aux_loss (`bool`):
             Whether to return the load-balancing loss of a Mixture-of-Experts model too.
-        forwards (`list[dict]`, *optional*):
-            Keyword arguments for each of several runs of the backbone, in place of those that the model is called with.
-            The head runs once, over the hidden states `[S, H]` of all, one after the other. Each run has a backward of
-            its own, within that of the loss.
         logits_mib (`float`, *optional*):
             Memory for the logits at a time, in MiB. By default a chunk of them has a size of its own, and a sequence
             takes what [`default_group_mib`] allows.
@@ -99,7 +95,6 @@ class FusedRequest:
         logit_positions: Tensor | None = None,
         fp32: bool = False,
         aux_loss: bool = False,
-        forwards: list[dict[str, Any]] | None = None,
         logits_mib: float | None = None,
         tokens: int = 0,
         **options: Any,
@@ -107,7 +102,7 @@ class FusedRequest:
         self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions
         self.temperature, self.scaling, self.forecast = temperature, scaling, forecast
         self.fp32, self.aux_loss = fp32, aux_loss
-        self.forwards, self.logits_mib, self.tokens, self.options = forwards, logits_mib, tokens, options
+        self.logits_mib, self.tokens, self.options = logits_mib, tokens, options
         self.stats = FusedStats()
 
     def __call__(self, causal_lm: PreTrainedModel, **model_inputs: Any) -> tuple[Tensor, ...]:
@@ -115,22 +110,13 @@ class FusedRequest:
         asks_for_routers = self.aux_loss or getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
         if asks_for_routers:
             model_inputs["output_router_logits"] = True
-        hidden, outputs = self._run_backbones(causal_lm, model_inputs)
-        logps, entropies = self._run_head(causal_lm, hidden)
+        outputs = run_backbone(causal_lm, model_inputs)
+        torch.clear_autocast_cache()  # copies of all weights, which the head has no use for
+        logps, entropies = self._run_head(causal_lm, outputs.last_hidden_state)
         results = (logps,) if entropies is None else (logps, entropies)
         if self.aux_loss:
             results += (load_balancing_loss(causal_lm, outputs, model_inputs.get("attention_mask")),)
         return tuple(as_complex(result) for result in results)
-
-    def _run_backbones(self, causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """The hidden states `[B, L, H]` of all runs, and the outputs of the last one."""
-        runs_inputs = [{**model_inputs, **inputs} for inputs in self.forwards or [{}]]
-        *others, outputs = [run_backbone(causal_lm, inputs, len(runs_inputs) == 1) for inputs in runs_inputs]
-        torch.clear_autocast_cache()  # copies of all weights, which the head has no use for
-        if not others:
-            return outputs.last_hidden_state, outputs
-        runs = [output.last_hidden_state.flatten(0, 1) for output in (*others, outputs)]
-        return torch.cat([with_own_backward(run) for run in runs]).unsqueeze(0), outputs
 
     def _run_head(self, causal_lm: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Log-probs `[N]` and entropies `[N]` from hidden states `[B, L, H]`, through the head and its wrappers."""
@@ -196,29 +182,6 @@ class DistantForecast:
         moved = None if entropies is None else entropies.to(self.device)
         grad_logps, grad_entropies = self.forecast(rows, logps.to(self.device), moved)
         return grad_logps.to(logps.device), None if grad_entropies is None else grad_entropies.to(logps.device)
-
-
-class _OwnBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, detached: Tensor, results: list[Tensor]) -> Tensor:
-        (ctx.result,) = results  # in a list, so that it is no input of this function
-        return detached.view_as(detached)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        result, ctx.result = ctx.result, None
-        torch.autograd.backward(result, grads)
-        return None, None
-
-
-def with_own_backward(result: Tensor) -> Tensor:
-    """
-    The same values, with a backward of their own within the backward of what is computed from them. The gradients that
-    several uses give a parameter are added as they come; in one backward each waits, in memory, for those of all.
-    """
-    if not (torch.is_grad_enabled() and result.requires_grad):
-        return result
-    return _OwnBackward.apply(result.detach().requires_grad_(), [result])
 
 
 def as_complex(result: Tensor) -> Tensor:

@@ -30,14 +30,14 @@ class LastLayers(NamedTuple):
 
 class KeptActivations:
     """
-    What the layers of one forward keep, in each run of the model that it is made of.
+    What the layers of one forward keep.
 
     Args:
         attention_bytes (`int`): that checkpointed layers may keep of what attention computed, the first layers first.
         padded_tokens (`int`, *optional*):
-            Tokens of the rows in TRL's padding. Where the forward has one run, of fewer tokens, what checkpointing
-            would keep of the others is added to these bytes, layer by layer.
-        last ([`LastLayers`], *optional*): further bytes that the last layers may keep where there is one run.
+            Tokens of the rows in TRL's padding. Where the forward has fewer, what checkpointing would keep of the
+            others is added to these bytes, layer by layer.
+        last ([`LastLayers`], *optional*): further bytes that the last layers may keep.
 
     Attributes:
         layer (`int`): of a run, the number of the layer that was called last, from 1 on.
@@ -52,18 +52,17 @@ class KeptActivations:
         self.attention_bytes, self.padded_tokens = attention_bytes, padded_tokens
         self._last, self._bytes_of_last = last, 0
         self.layer = 0
-        self._is_only_run = True
 
-    def begin_run(self, is_only_one: bool) -> None:
+    def begin_run(self) -> None:
         """The layer that is called next is the first one again."""
-        self.layer, self._is_only_run = 0, is_only_one
+        self.layer = 0
         if self.padded_tokens is not None:
             self.attention_bytes = self._bytes_of_last = 0  # another layout may have been tried before
 
     def begin_layer(self, *inputs: Any) -> None:
         """A checkpointed layer is called. Its `inputs` begin with hidden states `[B, L, H]`."""
         self.layer += 1
-        hidden = inputs[0] if inputs and self.padded_tokens is not None and self._is_only_run else None
+        hidden = inputs[0] if inputs and self.padded_tokens is not None else None
         if isinstance(hidden, Tensor) and hidden.dim() == 3:
             tokens = hidden.shape[0] * hidden.shape[1]
             fewer = self.padded_tokens - tokens
@@ -96,11 +95,11 @@ def planned(kept: KeptActivations | None) -> Generator[None, None, None]:
         yield
 
 
-def begin_run(is_only_one: bool = True) -> None:
-    """A run of the model begins: a forward may be made of several."""
+def begin_run() -> None:
+    """A run of the model begins: a forward may need another with other rows."""
     kept = _planned.get()
     if kept is not None:
-        kept.begin_run(is_only_one)
+        kept.begin_run()
 
 
 class CostlyResults:

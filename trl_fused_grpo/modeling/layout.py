@@ -1,7 +1,7 @@
-"""How the rows of a micro-batch are laid out for the model: packed, aligned, or padded as TRL pads them."""
+"""How the rows of a micro-batch are laid out for the model: packed, or padded as TRL pads them."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from torch import Tensor
 from .varlen_attention import SharedPrefixKV, cu_seqlens_arguments
 
 
-LayoutName = Literal["packed", "aligned", "padded"]
 _HASH_BASE = 6364136223846793005  # any odd number of 64 bits
 
 
@@ -19,7 +18,6 @@ class Layout:
     What the model is called with, and where the predictions are found.
 
     Args:
-        name (`str`): `"packed"`, `"aligned"` or `"padded"`.
         model_inputs (`dict`): keyword arguments of the model.
         logit_positions (`Tensor`, *optional*):
             `[B, T]`: flat position, in the hidden states, of the token before each completion token. `None` where rows
@@ -27,7 +25,6 @@ class Layout:
         row ([`PackedRow`], *optional*): what stands in the row, where it is packed.
     """
 
-    name: LayoutName
     model_inputs: dict[str, Any]
     logit_positions: Tensor | None = None
     row: "PackedRow | None" = None
@@ -137,7 +134,7 @@ def packed(rows: Rows, share_prompts: bool) -> Layout:
         **cu_seqlens_arguments(lengths, key_lengths, shared, input_ids.device),
     }
     row = PackedRow(index, lengths, [bool(flag) for flag in has_prompt], share_prompts)
-    return Layout("packed", model_inputs, torch.cat([first, place[:, start:-1]], dim=1), row)
+    return Layout(model_inputs, torch.cat([first, place[:, start:-1]], dim=1), row)
 
 
 def _tokens_to_pack(rows: Rows, share_prompts: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,39 +184,3 @@ def _where(mask: Tensor, number: Tensor, count: int) -> Tensor:
     places = torch.where(mask, number, count).flatten()
     index = torch.empty(count + 1, dtype=torch.long, device=mask.device)
     return index.scatter_(0, places, torch.arange(len(places), device=mask.device))[:count]
-
-
-def aligned(rows: Rows, needs_mask: bool) -> Layout:
-    """
-    Rows shifted to the left and shortened to the longest. Padding on the right needs no mask under causal attention.
-
-    Args:
-        rows ([`Rows`]): of the micro-batch.
-        needs_mask (`bool`): whether the model wants a mask all the same.
-
-    Raises:
-        [`HolesError`]: when there are rows that are not one sequence each.
-    """
-    input_ids, attention_mask = rows.input_ids, rows.attention_mask
-    size, padded_width = input_ids.shape
-    holes = rows.with_holes(attention_mask.bool()) & rows.wanted
-    order = attention_mask.sort(dim=1, descending=True, stable=True)
-    # The only synchronisation with the device
-    counts = torch.stack([attention_mask.sum(1), order.indices[:, 0], holes.long()])
-    lengths, starts, any_holes = (max(values) for values in counts.tolist())
-    if any_holes:
-        raise HolesError("there are holes in the attention mask of some rows")
-    # Positions run on over the padding; where rotary factors follow the longest, up to that of TRL's padded rows
-    width = max(lengths, padded_width - starts if rows.needs_last_column else 1)
-    columns = order.indices[:, :width]  # [B, W]
-    # Where positions jump, transformers sees another sequence and builds a mask
-    onward = columns[:, :1] + torch.arange(width, device=columns.device)
-    if rows.needs_last_column:
-        onward = onward.clamp(max=padded_width - 1)
-    position_ids = torch.where(order.values[:, :width].bool(), columns, onward)
-    model_inputs = {"input_ids": input_ids.gather(1, columns), "position_ids": position_ids}
-    if needs_mask:
-        model_inputs["attention_mask"] = order.values[:, :width]
-    row = torch.arange(size, device=input_ids.device).unsqueeze(1)
-    place = attention_mask.cumsum(1)[:, -rows.completion_length :] - 1  # [B, T]
-    return Layout("aligned", model_inputs, row * width + place - 1)

@@ -1,22 +1,18 @@
-"""Which layout the rows of a model may have: what it is known to do with them, and what its first forwards showed."""
+"""Which models may have packed rows: what they are known to do with them."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
 from .layer_memo import LayerMemo
-from .layout import LayoutName
 from .packed_attention import why_replaced
 from .unpacked_layers import unpacked_layers
 
-
-logger = logging.get_logger(__name__)
 
 # Kinds of layers whose tokens attend to those before them, and kinds that see one token at a time
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
@@ -28,7 +24,7 @@ STATE_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hyb
 
 class Traits(NamedTuple):
     """
-    What the modules of a model tell about the layouts that it can take.
+    What the modules of a model tell about the rows that it can take.
 
     Args:
         has_sinks (`bool`): whether attention has sinks.
@@ -63,14 +59,19 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
     )
 
 
-def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
-    """Why rows need TRL's padding, or `None`."""
+def why_not_packed(model: nn.Module, causal_lm: PreTrainedModel, reads_padding: bool = False) -> str | None:
+    """
+    Why the rows of a model may not be packed, or `None`.
+
+    Args:
+        model (`nn.Module`): in no wrapper but PEFT's.
+        causal_lm (`PreTrainedModel`): the causal language model in it.
+        reads_padding (`bool`): whether the objective reads log-probs of padding.
+    """
     if reads_padding:
         return "TRL's LUSPO of this version reads padding"
-    causal_lm = model_compat.without_adapter(model)
-    adapter_reads_rows = model_compat.why_adapter_reads_rows(model)
-    if adapter_reads_rows is not None:
-        return adapter_reads_rows
+    if (reason := model_compat.why_adapter_reads_rows(model)) is not None:
+        return reason
     if model_compat.neftune_noise(causal_lm):
         return "the strength of NEFTune's noise depends on the width of the rows"
     config = causal_lm.config.get_text_config()
@@ -78,9 +79,9 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
         return "its own results depend on the padding"
     if not architecture.takes_position_ids(causal_lm) and not _is_all_state(causal_lm):
         return "it takes no position_ids"
+    types = architecture.layer_types(config)
     chosen = {INDEXED_LAYERS} if architecture.chosen_tokens(config) else set[str]()
-    unknown = architecture.layer_types(config) - ATTENTION_LAYERS - STATE_LAYERS - chosen
-    if unknown:
+    if unknown := types - ATTENTION_LAYERS - STATE_LAYERS - chosen:
         return f"it has layers of a kind that is not known ({min(unknown)})"
     if traits(causal_lm).compresses or (traits(causal_lm).chooses and not chosen):
         return "its layers choose by columns which tokens they attend to"
@@ -88,19 +89,7 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
         if architecture.names_no_text_model(causal_lm):
             return "its configuration names no text model, and not all of its attention is causal"
         return "its attention is not causal"  # padding would be attended to
-    return None
-
-
-def why_not_aligned(is_multimodal: bool) -> str | None:
-    """Why rows that do not need TRL's padding may not be shifted to the left, or `None`."""
-    return "its inputs are multimodal" if is_multimodal else None
-
-
-def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
-    """Why rows that do not need TRL's padding may not share one row, or `None`."""
-    config = causal_lm.config.get_text_config()
-    attention = model_compat.attention_implementation(config)
-    unpacked = unpacked_layers(causal_lm)
+    attention, unpacked = model_compat.attention_implementation(config), unpacked_layers(causal_lm)
     if traits(causal_lm).is_wrapped and (unpacked.with_state or unpacked.attention):
         return (
             "what checkpoints its layers (FSDP's activation_checkpointing) does not let them run unpacked in backward"
@@ -112,7 +101,6 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     is_flash = attention in model_compat.flash_implementations()
     if attention not in ("sdpa", "eager") and not is_flash:
         return f"attn_implementation={attention!r} knows no sequence boundaries"
-    types = architecture.layer_types(config)
     carries_state = model_compat.is_stateful(causal_lm) or types & STATE_LAYERS
     if carries_state and not unpacked.with_state:
         return "it has layers that carry a state from token to token, which are not known"
@@ -123,9 +111,8 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
         return "SDPA does not cap its attention scores"
     if attention == "sdpa" and traits(causal_lm).has_sinks:
         return "SDPA leaves out the sinks of its attention"
-    replaced = why_replaced(causal_lm, attention)
-    if replaced is not None:
-        return replaced
+    if (reason := why_replaced(causal_lm, attention)) is not None:
+        return reason
     # Dropout in the others is seen when they are called
     if is_flash and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
         return "it drops out attention"
@@ -133,55 +120,26 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
 
 
 def depends_on_width(causal_lm: PreTrainedModel) -> bool:
-    """Whether the layout of a model's rows depends on how wide they are, see [`why_wide_rows_differ`]."""
+    """Whether rows may be packed depends on how wide they are, see [`why_wide_rows_differ`]."""
     config = causal_lm.config.get_text_config()
     return architecture.unscaled_columns(config) is not None or traits(causal_lm).chooses
 
 
-def why_wide_rows_differ(causal_lm: PreTrainedModel, layout: LayoutName, size: int, width: int) -> str | None:
+def why_wide_rows_differ(causal_lm: PreTrainedModel, size: int, width: int) -> str | None:
     """
-    Why rows of a layout that a model allows must be as TRL pads them all the same, or `None`.
+    Why a batch of a model that may have packed rows must be as TRL pads it all the same, or `None`.
 
     Args:
         causal_lm (`PreTrainedModel`): the model.
-        layout (`str`): of the rows.
-        size, width (`int`): of the batch in TRL's padding.
+        size, width (`int`): of the batch in TRL's padding, the most of any process.
     """
     config = causal_lm.config.get_text_config()
     columns, chosen = architecture.unscaled_columns(config), architecture.chosen_tokens(config)
-    if layout == "padded":
-        return None
-    if columns is not None and (size if layout == "packed" else 1) * width > columns:
+    if columns is not None and size * width > columns:
         return f"its layers scale queries by column, from column {columns} on"
     if traits(causal_lm).chooses and width > chosen:  # all keys are chosen in narrower rows
         return f"its layers choose {chosen} tokens to attend to, among equal ones by their columns"
     return None
-
-
-def layout_of_width(
-    causal_lm: PreTrainedModel, layout: LayoutName, size: int, width: int, is_multimodal: bool, is_forced: bool
-) -> LayoutName:
-    """
-    The layout of a batch of a model that allows `layout`: the same, or the next if rows are too wide for it.
-
-    Args:
-        causal_lm (`PreTrainedModel`): the model.
-        layout (`str`): that the model allows.
-        size, width (`int`): of the batch in TRL's padding, the most of any process.
-        is_multimodal (`bool`): whether any process has images.
-        is_forced (`bool`): whether the layout was asked for.
-
-    Raises:
-        `ValueError`: when rows are too wide for a layout that was asked for.
-    """
-    reason = why_wide_rows_differ(causal_lm, layout, size, width)
-    if reason is None:
-        return layout
-    if is_forced:
-        raise ValueError(f"fused_layout={layout!r} does not fit this batch: {reason}. Use 'auto'.")
-    logger.warning_once(f"Wide rows keep more of TRL's padding, because {reason}.")
-    may_align = why_not_aligned(is_multimodal) is None
-    return "aligned" if may_align and why_wide_rows_differ(causal_lm, "aligned", size, width) is None else "padded"
 
 
 def why_prompts_are_not_shared(causal_lm: PreTrainedModel) -> str | None:
@@ -196,47 +154,6 @@ def why_prompts_are_not_shared(causal_lm: PreTrainedModel) -> str | None:
     if unpacked.with_state or unpacked.attention:
         return "some layers run on rows of their own, in which each sequence has its prompt"
     return None
-
-
-def why_layouts_are_refused(
-    model: nn.Module, causal_lm: PreTrainedModel, is_multimodal: bool, reads_padding: bool
-) -> dict[LayoutName, str | None]:
-    """For each layout, why the rows of a model may not have it, or `None`. The arguments are those of [`choose`]."""
-    padded = why_padded(model, reads_padding)
-    reasons: dict[LayoutName, str | None] = {"packed": padded or why_not_packed(causal_lm)}
-    reasons |= {"aligned": padded or why_not_aligned(is_multimodal), "padded": None}
-    return reasons
-
-
-def choose(
-    wanted: str,
-    model: nn.Module,
-    causal_lm: PreTrainedModel,
-    is_multimodal: bool,
-    reads_padding: bool,
-) -> LayoutName:
-    """
-    The layout that is asked for, or with `"auto"` the first of packed, aligned and padded that a model allows.
-
-    Args:
-        wanted (`str`): the name of a layout, or `"auto"`.
-        model (`nn.Module`): in no wrapper but PEFT's.
-        causal_lm (`PreTrainedModel`): the causal language model in it.
-        is_multimodal (`bool`): whether its inputs are.
-        reads_padding (`bool`): whether the objective reads log-probs of padding.
-
-    Raises:
-        `ValueError`: when the one asked for is not allowed, with the reason.
-    """
-    reasons: Any = why_layouts_are_refused(model, causal_lm, is_multimodal, reads_padding)
-    if wanted != "auto" and reasons[wanted] is not None:
-        raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
-    names: tuple[LayoutName, ...] = ("packed", "aligned", "padded")
-    name = next(name for name in names if name == wanted or (wanted == "auto" and reasons[name] is None))
-    if name == "padded" and wanted == "auto":
-        reason = reasons["packed"] if is_multimodal else reasons["aligned"]
-        logger.warning_once(f"Rows keep TRL's padding, because {reason}.")
-    return name
 
 
 @LayerMemo

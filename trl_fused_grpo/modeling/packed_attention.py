@@ -46,8 +46,8 @@ def watched_call(call: WatchedCall, model: nn.Module | None = None) -> Generator
     While it lasts, what models ask of attention is watched. Where rows are packed, models build no attention masks:
     keyword arguments say where the sequences begin ([`cu_seqlens_arguments`]).
 
-    Until the `call` is let go, our functions stand in transformers' tables. Give the call to the model as
-    `watched` where rows are packed: layers that are computed again in backward hold it as long as they need them.
+    Until the `call` is let go, our functions stand in transformers' tables. Give the call to the model as `watched`
+    where rows are packed: layers that are computed again in backward hold it as long as they need them.
 
     Args:
         call ([`WatchedCall`]): what is seen goes there.
@@ -176,9 +176,8 @@ def _replacements(model: nn.Module | None) -> Iterator[tuple[InTable | InFile, C
     yield InTable(AttentionInterface, "sdpa"), _watched_sdpa
     for name in model_compat.flash_implementations():
         yield InTable(AttentionInterface, name), _watched_flash
-    for name in ("sdpa", "eager"):
-        yield InTable(AttentionMaskInterface, name), functools.partial(_watched_mask, replaces=True)
-    yield InTable(AttentionMaskInterface, "flex_attention"), _watched_mask
+    for name in ("sdpa", "eager", "flex_attention"):
+        yield InTable(AttentionMaskInterface, name), _watched_mask
     if model is not None:
         for file in _modeling_files(model):
             yield InFile(file, model_compat.EAGER_ATTENTION), _watched_eager
@@ -237,7 +236,7 @@ def _watched_flash(original: Callable) -> Callable:
         key, value = gathered_keys(key, value, layer.options.pop("shared_prefix_kv", None))
         return original(layer.module, query, key, value, None, **layer.options)[0]
 
-    return _watched_attention(original, packed, watches_aligned=False)
+    return _watched_attention(original, packed)
 
 
 def _not_traced(*_: Any, **__: Any) -> Tensor:
@@ -245,15 +244,11 @@ def _not_traced(*_: Any, **__: Any) -> Tensor:
 
 
 def _watched_attention(
-    original: Callable,
-    packed: Callable[..., Tensor],
-    traced: Callable[..., Tensor] = _not_traced,
-    watches_aligned: bool = True,
+    original: Callable, packed: Callable[..., Tensor], traced: Callable[..., Tensor] = _not_traced
 ) -> Callable:
     """
     One of transformers' attention functions, watched, with another one for `packed` rows, which takes the [`_Layer`],
     query, key and value, and returns `[1, S, heads, D]`, and the one that torch's compiler sees (`traced`).
-    Transformers' FlashAttention has masks of another form in aligned rows, where it is not watched.
     """
     names = list(inspect.signature(original).parameters)[5:]
 
@@ -264,7 +259,7 @@ def _watched_attention(
         kwargs = with_carried_arguments(kwargs)
         # Packed rows bring their call: none runs when a layer is computed again, whoever checkpoints it
         watched: WatchedCall | None = kwargs.pop("watched", None)
-        call = watched or (running_call.get() if watches_aligned else None)
+        call = watched or running_call.get()
         options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         if call is not None:
             call.look_at(module, query, attention_mask, options)
@@ -279,21 +274,22 @@ def _watched_attention(
 
 
 @functools.cache
-def _watched_mask(original: Callable, replaces: bool = False) -> Callable:
-    """One of transformers' mask functions, watched. Where our attention `replaces` theirs, packed rows need no mask."""
+def _watched_mask(original: Callable) -> Callable:
+    """One of transformers' mask functions, watched. Our attention replaces theirs: packed rows need no mask."""
 
     @functools.wraps(original)
     def mask(*args, **kwargs):
         call = running_call.get()
         if call is None:
             return original(*args, **kwargs)
+        if call.open_mask is not None:
+            return call.open_mask(original(*args, **kwargs))
         mask_function = kwargs.get("mask_function", causal_mask_function)
         call.read_mask(mask_function, kwargs.get("dtype"))
-        if replaces and not args and call.needs_sequence_masks(mask_function):
+        if not args and call.needs_sequence_masks(mask_function):
             return build_sequence_masks(original, call.lengths, kwargs)
-        if replaces and not args and call.packed and call.keeps_masks:
+        if not args and call.keeps_masks:
             return call.keep_mask(original, kwargs, mask_device(kwargs))
-        built = None if call.packed and replaces else original(*args, **kwargs)
-        return call.note_built(built)
+        return None
 
     return mask

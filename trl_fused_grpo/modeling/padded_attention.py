@@ -8,7 +8,7 @@ attention, SDPA does not take cuDNN's kernel.
 """
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -59,8 +59,7 @@ def padded_call(model: nn.Module, opens_masks: bool) -> Generator[PaddedCall, No
     try:
         if call.leaves_cudnn_off:
             torch.backends.cuda.enable_cudnn_sdp(False)
-        with watched_call(WatchedCall(packed=False)) as watched:
-            watched.open_mask = open_mask if opens_masks else None
+        with watched_call(WatchedCall(open_mask=open_mask)) if opens_masks else nullcontext():
             yield call
     finally:
         torch.backends.cuda.enable_cudnn_sdp(enabled)

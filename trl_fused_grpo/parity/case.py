@@ -190,7 +190,7 @@ class Case:
         fused (`Mapping[str, Any]`):
             `FusedGRPOConfig` options of the fused trainer.
         layout (`str`, *optional*):
-            How the fused trainer lays out the rows, where a test holds it: `"packed"`, `"aligned"` or `"padded"`.
+            How the fused trainer lays out the rows, where a test holds it: `"packed"` or `"padded"`.
         stock_fails (`tuple[str, ...]`):
             Parts of the messages with which stock itself fails on some versions. The case is skipped there, and only
             where stock fails so.

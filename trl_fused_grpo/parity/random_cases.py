@@ -174,8 +174,8 @@ def _draw_rollout(drawing: Draw) -> None:
 
 
 def _draw_fused_options(drawing: Draw) -> None:
-    drawing.maybe(0.3, "fused_layout", "packed", "aligned", "padded")
-    if drawing.options.get("model") == "doge":  # refuses packed rows, under older transformers aligned ones too
+    drawing.maybe(0.3, "fused_layout", "packed", "padded", "padded")  # the second was an option of earlier cases
+    if drawing.options.get("model") == "doge":  # refuses packed rows
         drawing.options.pop("fused_layout", None)
     drawing.maybe(0.25, "fused_backward", "forecast", "recompute")
     drawing.maybe(0.25, "fused_logits_mib", 0.05, 0.5)  # of one to a few chunks

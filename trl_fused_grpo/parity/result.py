@@ -46,7 +46,7 @@ class Result:
         recomputed (`float`, *optional*):
             Fraction of rows that backward had to compute again.
         layout (`str`, *optional*):
-            How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
+            How the fused trainer laid the rows out: `"packed"` or `"padded"`.
         seconds (`float`):
             Time the case took.
     """

@@ -47,7 +47,7 @@ class Outcome:
         recomputed (`int`, *optional*):
             How many of these rows backward computed a second time.
         layout (`str`, *optional*):
-            How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
+            How the fused trainer laid the rows out: `"packed"` or `"padded"`.
         leaves_out (`set[int]`):
             Accumulation windows in which the fused trainer left sequences out (`fused_skip_zero_grad_sequences`).
         verified (`list[float]`):
@@ -272,7 +272,7 @@ def _note_forward(trainer: Trainer, case: Case, outcome: Outcome, window: int, f
     """Of the training step that has just run. What several micro-batches share, the backward of the last completes."""
     stats = getattr(trainer, "fused_stats", None)
     if stats is not None:
-        outcome.layout = trainer.fused_layout(bool(getattr(case.data, "images", None)))
+        outcome.layout = trainer.fused_layout()
         forwards[id(stats)] = stats
         if stats.leaves_out:
             outcome.leaves_out.add(window)

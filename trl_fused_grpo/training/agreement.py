@@ -44,17 +44,17 @@ def on_any_process(accelerator: Any, what: str, condition: bool) -> bool:
     return bool(of_all_processes(accelerator, what, [condition]).any())
 
 
-def with_images_anywhere(accelerator: Any, causal_lm: PreTrainedModel, with_images: list[bool]) -> list[bool]:
-    """For each of some batches, whether it has images on any process."""
+def images_anywhere(accelerator: Any, causal_lm: PreTrainedModel, has_images: bool) -> bool:
+    """Whether any process has images."""
     if not architecture.may_take_images(causal_lm):
-        return with_images
-    return of_all_processes(accelerator, "images", with_images).any(0).tolist()
+        return has_images
+    return on_any_process(accelerator, "images", has_images)
 
 
 def widest_batch(accelerator: Any, causal_lm: PreTrainedModel, shape: tuple[int, int]) -> tuple[int, int]:
     """
-    The `shape` of a batch in TRL's padding, sequences and columns. Where the layout depends on it, each is the most of
-    any process.
+    The `shape` of a batch in TRL's padding, sequences and columns. Where it decides whether rows may be packed, each is
+    the most of any process.
     """
     size, width = shape
     if depends_on_width(causal_lm):

@@ -3,7 +3,6 @@ Refuses what cannot be trained before anything is computed: options and models i
 each micro-batch. The message names the option or tensor and says what to change.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from accelerate.utils import DistributedType
@@ -84,20 +83,17 @@ def check_on_policy(trainer: Any, steps_left: int | None = None) -> None:
         )
 
 
-def log_what_has_no_effect(trainer: Any, layout: Callable[[], str]) -> None:
-    """
-    Log once which options were asked for and have no effect, with the reason.
-
-    Args:
-        trainer (`GRPOTrainer`): at the end of its construction.
-        layout (`Callable`): returns the layout of the policy's rows; called only where an option depends on it.
-    """
-    reasons, options = {}, trainer._fused.engine.options_asked_for()
+def log_what_has_no_effect(trainer: Any) -> None:
+    """Log once which options were asked for and have no effect, with the reason, at the end of construction."""
+    reasons, engine = {}, trainer._fused.engine
+    options = engine.options_asked_for()
     if options.fused_skip_old_logps:
         none = "TRL computes none where no weight moves while a generation batch is in use"
         reasons["fused_skip_old_logps"] = why_old_logps_are_needed(trainer) if has_old_logps(trainer) else none
     if options.fused_skip_zero_grad_sequences:
-        reasons["fused_skip_zero_grad_sequences"] = why_zero_grad_sequences_are_not_skipped(trainer, layout())
+        reasons["fused_skip_zero_grad_sequences"] = why_zero_grad_sequences_are_not_skipped(
+            trainer, engine.packs(trainer.model)
+        )
     if options.fused_memory is not None:
         reasons["fused_memory"] = why_no_memory_budget(trainer)
     for option, reason in reasons.items():

@@ -88,17 +88,17 @@ class LogpsDeferral:
         if trainer.model.training:
             check_on_policy(trainer, steps_left)
         is_training, may_skip_old = trainer.model.training, self.engine.options.fused_skip_old_logps is not False
-        layout = self.engine.layout(trainer.model)
+        packed = self.engine.packs(trainer.model)
         before, is_nested = dict(vars(self)), self.is_generating  # a reward function may generate too
         self.is_generating = True
         # Outside a training step, and for a reward function, nothing computes them afterwards
         is_planned = is_training and steps_left > 0 and not is_nested
-        may_leave_out_old = may_skip_old or layout != "padded"  # whose micro-batches have one shape
+        may_leave_out_old = may_skip_old or packed  # in TRL's padding micro-batches have one shape
         if is_planned and (reason := why_generation_is_out_of_turn(trainer)) is not None:
             logger.warning_once(f"Old log-probs are computed where TRL does, because {reason}.")
             may_leave_out_old = False
         self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer) is None
-        self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, layout) is None
+        self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, packed) is None
         self._policy_state = peft_compat.adapter_state(trainer.model)
         self._from_training = steps_left if may_skip_old else 0
         self._old = self._reference = None

@@ -23,16 +23,20 @@ from trl_fused_grpo.modeling.compiled_layers import compiling, layers_to_compile
 from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninstall_fused_forward
 from trl_fused_grpo.modeling.kernels_in_layers import kernels_on
 from trl_fused_grpo.modeling.layer_memo import layers_as_they_are
-from trl_fused_grpo.modeling.layout import LayoutName
-from trl_fused_grpo.modeling.layout_choice import choose, layout_of_width, traits, why_prompts_are_not_shared
+from trl_fused_grpo.modeling.layout_choice import (
+    traits,
+    why_not_packed,
+    why_prompts_are_not_shared,
+    why_wide_rows_differ,
+)
 from trl_fused_grpo.modeling.output_projection import LogitScaling, logit_scaling, output_projection, vocab_size_of
 from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
 from trl_fused_grpo.ops.kernels import why_not_triton
 
-from .agreement import widest_batch, with_images_anywhere
+from .agreement import widest_batch
 from .checks import check_token_ids, log_no_effect
 from .findings import Findings, Level, Reason
-from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, multimodal_inputs
+from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, keep_padding, multimodal_inputs
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
 from .memory import MemoryBudget, kept_in_forward, memory_budget
@@ -114,38 +118,35 @@ class LogpsEngine:
         made_with = self._head_options.get(causal_lm, now)
         return now._replace(fp32=made_with.fp32) if trl_compat.LOGPS_FROM_LOGITS else made_with
 
-    def layout(
-        self,
-        model: nn.Module,
-        is_multimodal: bool = False,
-        reads_padding: bool | None = None,
-        findings: Findings | None = None,
-    ) -> LayoutName:
+    def packs(self, model: nn.Module, reads_padding: bool | None = None, findings: Findings | None = None) -> bool:
         """
-        The layout of a model's rows: the one asked for, or the first that level and model allow.
+        Whether a model's rows are packed: where nothing else was asked for, and level and model allow it.
 
         Args:
             model (`nn.Module`): the model, in its wrappers or bare.
-            is_multimodal (`bool`): whether there are images.
             reads_padding (`bool`, *optional*):
                 Whether TRL's objective reads padding. By default the trainer's objective is asked.
             findings ([`Findings`], *optional*): those that count. By default the training's.
 
         Raises:
-            `ValueError`: when the one asked for is not allowed, with the reason.
+            `ValueError`: when packed rows were asked for and are not allowed, with the reason.
         """
         findings = self.trainer._fused.ladder.findings if findings is None else findings
         if reads_padding is None:
             reads_padding = padding_counts(self.trainer)
         policy = self.trainer.model
         is_reference = model is self.trainer.ref_model and model is not policy
-        if is_reference and self.layout(policy, is_multimodal, reads_padding) == "padded":
-            return "padded"  # equal weights are to give equal bits
-        if findings.level < Level.ROWS:
-            return "padded"
+        if is_reference and not self.packs(policy, reads_padding):
+            return False  # equal weights are to give equal bits
+        if findings.level < Level.ROWS or self.options.fused_layout == "padded":
+            return False
         with layers_as_they_are():
-            unwrapped, causal_lm = self.unwrapped(model), self.causal_lm(model)
-            return choose(self.options.fused_layout, unwrapped, causal_lm, is_multimodal, reads_padding)
+            reason = why_not_packed(self.unwrapped(model), self.causal_lm(model), reads_padding)
+        if reason is not None and self.options.forces_rows:
+            raise ValueError(f"fused_layout='packed' does not fit this model: {reason}. Use 'auto'.")
+        if reason is not None:
+            logger.warning_once(f"Rows keep TRL's padding, because {reason}.")
+        return reason is None
 
     def shares_prompts(self, model: nn.Module) -> bool:
         """Whether a prompt stands in a packed row once."""
@@ -157,7 +158,6 @@ class LogpsEngine:
         call: LogpsArgs,
         trl_method: Callable,
         findings: Findings | None = None,
-        is_multimodal: bool | None = None,
     ) -> PerTokenLogps:
         """
         Compute log-probabilities of a batch, and what else TRL asks for.
@@ -167,7 +167,6 @@ class LogpsEngine:
             call ([`LogpsArgs`]): TRL's call.
             trl_method (`Callable`): TRL's own method for it, which knows how images belong to rows.
             findings ([`Findings`], *optional*): those that count for the call. By default the training's.
-            is_multimodal (`bool`, *optional*): whether a process has images, where it is known already.
         """
         findings = self.trainer._fused.ladder.findings if findings is None else findings
         unwrapped, accelerator = self.unwrapped(call.model), self.trainer.accelerator
@@ -177,39 +176,36 @@ class LogpsEngine:
         check_token_ids(call.completion_ids, logps_request.mask, vocab_size)
 
         images = multimodal_inputs(call, trl_method) if call.multimodal else None
-        if is_multimodal is None:
-            (is_multimodal,) = with_images_anywhere(accelerator, causal_lm, [images is not None])
         shape = widest_batch(accelerator, causal_lm, (len(call.input_ids), call.input_ids.shape[1]))
         with ExitStack() as stack:
             stack.enter_context(accelerator.autocast())
             if findings.level >= Level.ROWS and findings.knows_model:
-                self._enter_fast_layers(stack, unwrapped, logps_request, call, is_multimodal)
+                self._enter_fast_layers(stack, unwrapped, logps_request, call)
             while True:
-                options = self._logps_options(logps_request, call, findings, is_multimodal, shape)
-                if is_multimodal and causal_lm in self._unshared_with_images:
+                options = self._logps_options(logps_request, call, findings, shape)
+                if images is not None and causal_lm in self._unshared_with_images:
                     options = replace(options, share_prompts=False)
-                if options.layout == "packed":
-                    install_unpacking(causal_lm)
-                if options.layout == "padded":
+                if not options.packed:
                     if logps_request.micro_batch is not None:  # they share a forward, but are not to share padding
                         call = replace(call, batch_size=logps_request.micro_batch)
                     return compute_logps(logps_request, options, call, images)
+                install_unpacking(causal_lm)
                 before = RandomStates(call.input_ids)
                 try:
                     return compute_logps(logps_request, options, call, images)
                 except PromptsNotSharedError:
                     self._unshared_with_images.add(causal_lm)
                 except RowsRefusedError as error:
-                    findings = self._refuse(options, findings, error)
+                    findings = self._refuse(findings, error)
                     stack.close()  # without fast layers
                     stack.enter_context(accelerator.autocast())
                 before.restore()
 
     def _enter_fast_layers(
-        self, stack: ExitStack, model: nn.Module, logps_request: LogpsRequest, call: LogpsArgs, is_multimodal: bool
+        self, stack: ExitStack, model: nn.Module, logps_request: LogpsRequest, call: LogpsArgs
     ) -> None:
         """Until the stack is left, a model's layers run faster: compiled, or by LoRA in one product and by kernels."""
-        kept = kept_in_forward(self, logps_request, call, is_multimodal)
+        kept = kept_in_forward(self, logps_request, call)
         if self.options.fused_compile:
             layers, reason = layers_to_compile(model)
             if reason is None:
@@ -222,36 +218,31 @@ class LogpsEngine:
         stack.enter_context(fused_adapters(torch_compat.modules_of(model) if has_adapters else ()))
         stack.enter_context(kernels_on(has_kernels))
 
-    def _refuse(self, options: LogpsOptions, findings: Findings, error: RowsRefusedError) -> Findings:
+    def _refuse(self, findings: Findings, error: RowsRefusedError) -> Findings:
         """
         Have rows keep TRL's padding from now on, and return the findings with that. All processes decide alike, because
         the decision does not depend on the batch.
 
         Raises:
-            `ValueError`: when the layout was asked for.
+            `ValueError`: when packed rows were asked for.
         """
-        if options.forces_layout:
-            raise ValueError(
-                f"fused_layout={options.layout!r} does not fit this model: {error}. Use 'auto'."
-            ) from error
+        if self.options.forces_rows:
+            raise ValueError(f"fused_layout='packed' does not fit this model: {error}. Use 'auto'.") from error
         reason = Reason(Level.HEAD, str(error))
         self.trainer._fused.ladder.fall(reason)
         return Findings((*findings.reasons, reason))
 
     def _logps_options(
-        self,
-        logps_request: LogpsRequest,
-        call: LogpsArgs,
-        findings: Findings,
-        is_multimodal: bool,
-        shape: tuple[int, int],
+        self, logps_request: LogpsRequest, call: LogpsArgs, findings: Findings, shape: tuple[int, int]
     ) -> LogpsOptions:
         causal_lm = self.causal_lm(call.model)
-        layout = self.layout(call.model, is_multimodal, logps_request.reads_padding, findings)
+        packed = self.packs(call.model, logps_request.reads_padding, findings)
         needs_last_column = traits(causal_lm).needs_last_column
-        if layout == "packed" and needs_last_column and call.compute_aux_loss:
-            layout = "padded"  # the auxiliary loss counts every token, also one that stands for the last column
-        layout = layout_of_width(causal_lm, layout, *shape, is_multimodal, self.options.forces_layout)
+        if needs_last_column and call.compute_aux_loss:
+            packed = False  # the auxiliary loss counts every token, also one that stands for the last column
+        if packed and (reason := why_wide_rows_differ(causal_lm, *shape)) is not None:
+            keep_padding(reason, self.options.forces_rows)
+            packed = False
         scaling, temperature, fp32 = self._head_options_of(causal_lm)
         return LogpsOptions(
             causal_lm=causal_lm,
@@ -260,11 +251,10 @@ class LogpsEngine:
             fp32=fp32,
             backward=self.options.fused_backward,
             logits_mib=self.options.fused_logits_mib,
-            layout=layout,
+            packed=packed,
             share_prompts=self.shares_prompts(call.model),
-            forces_layout=self.options.forces_layout,
+            forces_rows=self.options.forces_rows,
             needs_last_column=needs_last_column,
-            processes=self.trainer.accelerator.num_processes,
             is_known=findings.knows_model,
-            opens_masks=layout == "padded" and findings.knows_model and why_padding_is_mixed_in(causal_lm) is None,
+            opens_masks=not packed and findings.knows_model and why_padding_is_mixed_in(causal_lm) is None,
         )

@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import logging
 
-from trl_fused_grpo.modeling.layout import LayoutName
-
 from .agreement import of_all_processes
 from .checks import log_no_effect
 from .deferred_ratio import GENERATED_BY
@@ -41,7 +39,7 @@ _COMPLETION_FIELDS = {  # [B, T], padded right
 def exchanged(
     engine: LogpsEngine,
     batches: list[dict[str, Any]],
-    layout: LayoutName,
+    packed: bool,
     windows: list[int],
     limits: Callable[[int], TokenLimits] | None,
     has_images: bool,
@@ -52,7 +50,7 @@ def exchanged(
     Args:
         engine ([`LogpsEngine`]): knows trainer, options and model.
         batches (`list[dict]`): as TRL has split them.
-        layout (`str`): the layout of their rows.
+        packed (`bool`): whether their rows are packed.
         windows (`list[int]`): see [`window_starts`].
         limits (`Callable`, *optional*): see [`token_limits`]; `None` where micro-batches share no forward.
         has_images (`bool`): whether a micro-batch of any process has images.
@@ -61,7 +59,7 @@ def exchanged(
     if options.fused_balance is False:
         return batches
     causal_lm = engine.causal_lm(trainer.model)
-    reason = why_not_exchanged(trainer, causal_lm, layout, not options.fused_balance, has_images)
+    reason = why_not_exchanged(trainer, causal_lm, packed, not options.fused_balance, has_images)
     if reason is not None:
         log_no_effect("fused_balance" if options.fused_balance else None, reason)
         logger.info_once(f"Processes exchange no sequences, because {reason}.")

@@ -21,7 +21,7 @@ from trl_fused_grpo.ops.forecast import Forecast
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
-from .partitioning import prompt_group_ids, rows_by_width, split_rows, widths_of
+from .partitioning import prompt_group_ids, split_rows
 
 
 logger = logging.get_logger(__name__)
@@ -127,10 +127,9 @@ def compute_logps(
     size = len(call.input_ids) if call.batch_size is None else call.batch_size
     share_prompts = options.share_prompts and not call.compute_aux_loss  # the auxiliary loss counts every token
     if images is not None and not images.are_known_by_row:
-        options, size = _padded(options, "which images belong to which row is not known"), len(call.input_ids)
-    if options.layout == "aligned" and logps_request.micro_batch is not None:
-        return _compute_in_widths(logps_request, options, call)
-    parts = split_rows(call.input_ids, call.attention_mask, call.logits_to_keep, size, options.layout, share_prompts)
+        keep_padding("which images belong to which row is not known", options.packed and options.forces_rows)
+        options, size = replace(options, packed=False), len(call.input_ids)
+    parts = split_rows(call.input_ids, call.attention_mask, call.logits_to_keep, size, options.packed, share_prompts)
     rows_of_images = None if images is None else RowsWithImages(images, options, call)
     results = []
     for rows in parts:
@@ -138,33 +137,9 @@ def compute_logps(
         layout = lay_out(options, call, rows, sub_batch.selected, rows_of_images)
         request = _fused_request(sub_batch, layout, options, call, rows, logps_request)
         values = run_model(call.model, layout, request, options)
-        request.stats.layout = layout.name
+        request.stats.layout = "padded" if layout.row is None else "packed"
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
     return _in_order(results, torch.cat(parts).argsort())
-
-
-def _compute_in_widths(logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs) -> PerTokenLogps:
-    """The same for aligned rows of several micro-batches: a run of the backbone for each width, and one of the head."""
-    assert logps_request.micro_batch is not None, "there is more than one micro-batch"
-    widths = widths_of(len(call.input_ids) // logps_request.micro_batch, options.processes)
-    groups, _ = rows_by_width(call.attention_mask.sum(1).tolist(), widths)
-    everything = torch.arange(len(call.input_ids), device=call.input_ids.device)
-    sub_batch = SubBatch(logps_request, everything)
-    logit_positions = torch.zeros_like(call.completion_ids)  # [B, T], in the hidden states of all groups
-    forwards, tokens = [], 0
-    for group in groups:
-        rows = everything[group]
-        layout = lay_out(options, call, rows, sub_batch.selected[rows])
-        assert layout.logit_positions is not None, "the plan leaves micro-batches with holes alone"
-        logit_positions[rows] = layout.logit_positions + tokens
-        tokens += layout.model_inputs["input_ids"].numel()
-        forwards.append(layout.model_inputs)
-    layout = Layout("aligned", {}, logit_positions)
-    request = _fused_request(sub_batch, layout, options, call, everything, logps_request)
-    request.forwards = forwards
-    values = run_model(call.model, layout, request, options)
-    request.stats.layout = layout.name
-    return sub_batch.in_place(values, call.compute_entropy, request.stats)
 
 
 def lay_out(
@@ -184,31 +159,28 @@ def lay_out(
         `ValueError`: when a forced layout does not fit the batch.
     """
     in_model = selected.any(1) | call.compute_aux_loss  # [b], the auxiliary loss counts every sequence
-    if images is not None and options.layout == "packed":
+    if images is not None and options.packed:
         in_model = images.with_some(in_model, rows)
     shares_prompts = options.share_prompts and not call.compute_aux_loss
     tensors = call.input_ids[rows], call.attention_mask[rows], call.logits_to_keep, selected, in_model
     keys = None if images is None else images.keys
     padded_rows = layouts.Rows(*tensors, options.needs_last_column, None if keys is None else keys[rows])
     try:
-        if options.layout == "packed":
+        if options.packed:
             layout = layouts.packed(padded_rows, shares_prompts and (images is None or keys is not None))
             return layout if images is None else images.packed(layout, rows)
-        if options.layout == "aligned":
-            return layouts.aligned(padded_rows, needs_mask=call.compute_aux_loss)
     except HolesError as error:
-        _padded(options, str(error))
+        keep_padding(str(error), options.forces_rows)
     if images is not None:
-        return Layout("padded", images.inputs.padded(rows.tolist()))
-    return Layout("padded", {"input_ids": padded_rows.input_ids, "attention_mask": padded_rows.attention_mask})
+        return Layout(images.inputs.padded(rows.tolist()))
+    return Layout({"input_ids": padded_rows.input_ids, "attention_mask": padded_rows.attention_mask})
 
 
-def _padded(options: LogpsOptions, reason: str) -> LogpsOptions:
-    """The options with TRL's padding, for a batch that no other layout fits."""
-    if options.forces_layout and options.layout != "padded":
-        raise ValueError(f"fused_layout={options.layout!r} does not fit this batch: {reason}. Use 'auto'.")
+def keep_padding(reason: str, is_forced: bool) -> None:
+    """Log why a batch keeps TRL's padding, or raise where packed rows were asked for."""
+    if is_forced:
+        raise ValueError(f"fused_layout='packed' does not fit this batch: {reason}. Use 'auto'.")
     logger.warning_once(f"Batches keep TRL's padding where {reason}.")
-    return replace(options, layout="padded")
 
 
 def multimodal_inputs(call: LogpsArgs, trl_method: Callable) -> MultimodalInputs:
@@ -237,7 +209,7 @@ class RowsWithImages:
 
     def __init__(self, inputs: MultimodalInputs, options: LogpsOptions, call: LogpsArgs):
         self.inputs, self.keys, self._position_ids = inputs, None, None
-        if options.layout != "packed":
+        if not options.packed:
             return
         causal_lm, width = options.causal_lm, call.logits_to_keep
         self._position_ids = inputs.position_ids(causal_lm)
@@ -300,20 +272,18 @@ def run_model(model: nn.Module, layout: Layout, request: FusedRequest, options: 
     Raises:
         [`RowsRefusedError`]: when it does not.
     """
-    if layout.name == "padded" and not options.is_known:
+    if layout.row is None and not options.is_known:
         results = model(**layout.model_inputs, fused=request)
-    elif layout.name == "padded":
+    elif layout.row is None:
         with padded_call(model, options.opens_masks) as padded:
             results = model(**layout.model_inputs, fused=request)
         request.stats.leaves_cudnn_off = padded.leaves_cudnn_off
     else:
         row = layout.row
-        described = () if row is None else (row.lengths, row.has_images, row.shares_prompts)
-        with watched_call(WatchedCall(row is not None, *described), model) as call:
+        with watched_call(WatchedCall(row.lengths, row.has_images, row.shares_prompts), model) as call:
             # Every layer gets it, as it gets cu_seqlens: a checkpointed layer is computed again in the backward
-            model_inputs = {**layout.model_inputs, **({} if row is None else {"watched": call})}
-            if row is not None:
-                carry_arguments(model_inputs)
+            model_inputs = {**layout.model_inputs, "watched": call}
+            carry_arguments(model_inputs)
             results = model(**model_inputs, fused=request)
         if call.reason is not None:
             raise RowsRefusedError(call.reason)

@@ -12,7 +12,6 @@ from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.sequence_forecast import SequenceForecast
-from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.output_projection import LogitScaling
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
@@ -184,11 +183,10 @@ class LogpsOptions:
         fp32 (`bool`): whether the output projection runs in float32.
         backward (`str`): `fused_backward` of [`FusedGRPOConfig`].
         logits_mib (`float`, *optional*): memory for one chunk of logits, in MiB.
-        layout (`str`): `"packed"`, `"aligned"` or `"padded"`.
+        packed (`bool`): whether rows are packed; otherwise they have TRL's padding.
         share_prompts (`bool`): whether a prompt stands in a packed row once.
-        forces_layout (`bool`): whether the layout was asked for, so that no other may stand in for it.
+        forces_rows (`bool`): whether packed rows were asked for, so that no padded ones may stand in for them.
         needs_last_column (`bool`): see [`layout_choice.Traits`].
-        processes (`int`): how many train together.
         is_known (`bool`): whether the model's code is a library's. Other code runs as in stock.
         opens_masks (`bool`): whether what attention returns at TRL's padding may be anything.
     """
@@ -199,11 +197,10 @@ class LogpsOptions:
     fp32: bool
     backward: str
     logits_mib: float | None
-    layout: LayoutName
+    packed: bool
     share_prompts: bool
-    forces_layout: bool = False
+    forces_rows: bool = False
     needs_last_column: bool = False
-    processes: int = 1
     is_known: bool = True
     opens_masks: bool = False
 

@@ -24,7 +24,6 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat.architecture import text_model
 from trl_fused_grpo.modeling.kept_activations import KeptActivations, LastLayers
 from trl_fused_grpo.modeling.layer_memo import LayerMemo, layers_as_they_are, layers_of
-from trl_fused_grpo.modeling.layout import LayoutName
 from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
 
 from .agreement import of_all_processes
@@ -178,17 +177,17 @@ class TokenLimits(NamedTuple):
     others: int
 
 
-def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, layout: str) -> GradientMemory:
+def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, packed: bool) -> GradientMemory:
     """
     The memory of the gradients of a trainer's policy, if the first forward of an accumulation window may take it.
 
     Args:
         trainer (`GRPOTrainer`): whose policy it is.
         causal_lm (`PreTrainedModel`): the policy, in no wrapper.
-        layout (`str`): of the policy's rows.
+        packed (`bool`): whether the policy's rows are packed.
     """
     with layers_as_they_are():
-        if why_not_in_memory_of_gradients(trainer, causal_lm, layout) is not None:
+        if why_not_in_memory_of_gradients(trainer, causal_lm, packed) is not None:
             return GradientMemory()
         width = _width_of_products(causal_lm)
     text, device = text_model(causal_lm), trainer.accelerator.device.type
@@ -216,7 +215,7 @@ def why_memory_is_taken(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
     return None
 
 
-def why_not_in_memory_of_gradients(trainer: Any, causal_lm: PreTrainedModel, layout: str) -> str | None:
+def why_not_in_memory_of_gradients(trainer: Any, causal_lm: PreTrainedModel, packed: bool) -> str | None:
     """Why the first forward of a window may not take the memory of gradients that are not there yet, or `None`."""
     if trainer.args.gradient_accumulation_steps == 1:
         return "TRL has no micro-batch that finds gradients"
@@ -228,7 +227,7 @@ def why_not_in_memory_of_gradients(trainer: Any, causal_lm: PreTrainedModel, lay
     wrapped = torch_compat.without_compiler(trainer.model_wrapped)
     if isinstance(wrapped, DistributedDataParallel) and wrapped.gradient_as_bucket_view:
         return "gradients stay where DDP reduces them"
-    if layout != "packed":
+    if not packed:
         return "rows are not packed"
     unpacked = unpacked_layers(causal_lm)
     if unpacked.with_state or unpacked.attention:
@@ -258,15 +257,12 @@ def _width_of_matrices(layer: nn.Module) -> int:
     return sum(shape[-1] + shape.numel() // shape[-1] for shape in shapes)
 
 
-def kept_in_forward(
-    engine: Any, logps_request: LogpsRequest, call: LogpsArgs, is_multimodal: bool
-) -> KeptActivations | None:
+def kept_in_forward(engine: Any, logps_request: LogpsRequest, call: LogpsArgs) -> KeptActivations | None:
     """What the layers of a forward keep, `None` without gradients; arguments are those of [`LogpsEngine.compute`]."""
     if not torch.is_grad_enabled():
         return None
     if engine.memory is not None:
-        layout = engine.layout(call.model, is_multimodal, logps_request.reads_padding)
-        tokens = tokens_of_forward(engine, logps_request, call, layout)
+        tokens = tokens_of_forward(engine, logps_request, call)
         engine.memory.begin(engine.trainer.state.global_step, tokens, engine.unwrapped(call.model).parameters())
     return kept_as_trl(engine, logps_request, call)
 
@@ -285,8 +281,7 @@ def kept_as_trl(engine: Any, logps_request: LogpsRequest, call: LogpsArgs) -> Ke
     # Not in the backward of a part, where memory ran out
     if not logps_request.begins_window or why_memory_is_taken(trainer, causal_lm) is not None:
         return KeptActivations(padded_tokens=padded)
-    layout = engine.layout(call.model, False, logps_request.reads_padding)
-    gradients = gradient_memory(trainer, causal_lm, layout)
+    gradients = gradient_memory(trainer, causal_lm, engine.packs(call.model, logps_request.reads_padding))
     layers = len(layers_of(text_model(causal_lm)))
     return KeptActivations(padded_tokens=padded, last=LastLayers(layers, partial(gradients.left, padded=padded)))
 
@@ -309,14 +304,13 @@ def memory_budget(trainer: GRPOTrainer, fraction: float | None) -> MemoryBudget 
     return MemoryBudget(fraction, DeviceMemory(trainer.accelerator.device))
 
 
-def token_limits(engine: Any, layout: LayoutName, has_images: bool) -> Callable[[int], TokenLimits]:
+def token_limits(engine: Any, has_images: bool) -> Callable[[int], TokenLimits]:
     """
     The most tokens of shared forwards, the same on all processes, given those of a micro-batch in TRL's padding:
     without `fused_memory`, what takes no more memory than TRL does.
 
     Args:
         engine ([`LogpsEngine`]): of the trainer whose micro-batches share forwards.
-        layout (`str`): of their rows.
         has_images (`bool`): whether a micro-batch of any process has images.
     """
     trainer, most = engine.trainer, engine.options.fused_max_tokens_per_forward
@@ -324,7 +318,7 @@ def token_limits(engine: Any, layout: LayoutName, has_images: bool) -> Callable[
         return lambda padded: TokenLimits(most, most)
     gradients = GradientMemory()
     if engine.memory is None and not has_images:  # what a vision tower takes for an image is not known
-        gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), layout)
+        gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), True)
     gradients = replace(
         gradients, free=int(of_all_processes(trainer.accelerator, "free memory", [gradients.free]).amin())
     )

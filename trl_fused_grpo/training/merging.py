@@ -15,10 +15,8 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._utils import temporary_attr
-from trl_fused_grpo.modeling.layout import LayoutName
-from trl_fused_grpo.modeling.layout_choice import traits
 
-from .agreement import of_all_processes, with_images_anywhere
+from .agreement import images_anywhere, of_all_processes
 from .checks import log_no_effect
 from .engine import LogpsEngine
 from .exchange import exchanged
@@ -40,9 +38,6 @@ class MicroBatchMerger:
     Args:
         trainer (`GRPOTrainer`): whose micro-batches they are.
         engine ([`LogpsEngine`]): knows its options and how its rows are laid out.
-
-    Attributes:
-        layout (`str`): the layout for which it was decided which micro-batches share a forward.
     """
 
     def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
@@ -91,36 +86,26 @@ class MicroBatchMerger:
         """
         trainer, options = self.trainer, self.engine.options
         causal_lm = self.engine.causal_lm(trainer.model)
-        with_images = with_images_anywhere(trainer.accelerator, causal_lm, [bool(images_of(b)) for b in batches])
-        layout = self.engine.layout(trainer.model, is_multimodal=any(with_images))
+        has_images = images_anywhere(trainer.accelerator, causal_lm, any(map(images_of, batches)))
+        packed = self.engine.packs(trainer.model)
         shares_prompts = self.engine.shares_prompts(trainer.model)
         asked_for = "fused_max_tokens_per_forward" if options.fused_max_tokens_per_forward else None
-        log_no_effect(asked_for, reason := why_forwards_are_not_shared(trainer, layout))
-        limits_of = token_limits(self.engine, layout, any(with_images)) if reason is None else None
+        log_no_effect(asked_for, reason := why_forwards_are_not_shared(trainer, packed))
+        limits_of = token_limits(self.engine, has_images) if reason is None else None
         windows = window_starts(len(batches), steps_left, trainer.args.gradient_accumulation_steps)
-        batches = exchanged(self.engine, batches, layout, windows, limits_of, any(with_images))
+        batches = exchanged(self.engine, batches, packed, windows, limits_of, has_images)
         ends = ends_of_first = []
         if limits_of is not None:
-            processes = trainer.accelerator.num_processes
             padded = batches[0]["prompt_ids"].numel() + batches[0]["completion_ids"].numel()
             limits = limits_in_budget(limits_of(padded), self.engine)
-            needs_last_column = traits(causal_lm).needs_last_column
-            in_one_width = needs_last_column or processes > 1
-            plans = plan_merges(batches, limits, shares_prompts, layout, needs_last_column, in_one_width)
+            plans = plan_merges(batches, limits, shares_prompts)
             # All must call the model at the same steps
             agreed = of_all_processes(trainer.accelerator, "shared forwards", sum(plans, [])).amin(0)  # noqa: RUF017 - two lists
             ends_of_first, ends = agreed.view(2, -1).tolist()
-        self.set_plan(batches, ends, layout, with_images, ends_of_first)
+        self.set_plan(batches, ends, ends_of_first)
         return batches
 
-    def set_plan(
-        self,
-        batches: list[dict[str, Any]],
-        ends: list[int],
-        layout: LayoutName = "packed",
-        with_images: list[bool] | None = None,
-        ends_of_first: list[int] | None = None,
-    ) -> None:
+    def set_plan(self, batches: list[dict[str, Any]], ends: list[int], ends_of_first: list[int] | None = None) -> None:
         """
         Replace the plan by that of a new generation batch. Log-probs of the one before are dropped.
 
@@ -129,12 +114,9 @@ class MicroBatchMerger:
             ends (`list[int]`):
                 For each, the index of the last one that may share its forward. Where the list is empty, each has a
                 forward of its own.
-            layout (`str`): the layout of their rows, for which tokens were counted.
-            with_images (`list[bool]`, *optional*): for each, whether it has images on any process.
             ends_of_first (`list[int]`, *optional*): the same as `ends` where an accumulation window begins.
         """
-        self._with_images, self._ends_of_first = with_images or [], ends_of_first or ends
-        self._batches, self._ends, self.layout = batches, ends, layout
+        self._batches, self._ends, self._ends_of_first = batches, ends, ends_of_first or ends
         self._forget_forward()
 
     def group_of(self, inputs: dict[str, Any], steps_left: int, finds_no_gradients: bool) -> list[dict[str, Any]]:
@@ -223,11 +205,6 @@ class MicroBatchMerger:
         """Remove and return the log-probs that an earlier forward left for these inputs, or `None`."""
         index = self._index_of(inputs)
         return None if index is None else self._logps.pop(index, None)
-
-    def is_multimodal(self, inputs: dict[str, Any]) -> bool | None:
-        """Whether these inputs have images on any process; `None` where that is not known."""
-        index = self._index_of(inputs)
-        return self._with_images[index] if index is not None and self._with_images else None
 
     @property
     def is_waiting(self) -> bool:

@@ -20,11 +20,11 @@ from .overrides import replaced_objective
 from .randomness import why_forwards_differ, why_rows_depend_on_others
 
 
-def why_forwards_are_not_shared(trainer: Any, layout: str) -> str | None:
-    """Why micro-batches whose rows have this layout may not share a forward of the model, or `None`."""
+def why_forwards_are_not_shared(trainer: Any, packed: bool) -> str | None:
+    """Why micro-batches whose rows are `packed`, or not, may not share a forward of the model, or `None`."""
     if (reason := trainer._fused.ladder.findings.why_below(Level.WINDOW)) is not None:
         return reason
-    if layout == "padded":
+    if not packed:
         return "rows keep TRL's padding"
     if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss is computed in each micro-batch"
@@ -100,20 +100,20 @@ def why_weights_move(trainer: Any, steps_left: int | None = None) -> str | None:
     return "the weights move while a generation batch is in use" if moves else None
 
 
-def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
+def why_reference_is_not_regrouped(trainer: Any, packed: bool) -> str | None:
     """
     Why the reference's log-probs are computed during generation, as TRL does; `None` where they are computed
     afterwards, in the same rows and groups of micro-batches as the policy's.
 
     Args:
         trainer (`GRPOTrainer`): before it generates.
-        layout (`str`): the layout of the policy's rows.
+        packed (`bool`): whether the policy's rows are packed.
     """
     if trainer.beta == 0.0:
         return "there is no reference"
     if trainers.is_rloo(trainer):
         return "RLOO's KL penalty in the reward reads its log-probs"
-    if layout == "padded":
+    if not packed:
         return "rows have TRL's padding, in which all micro-batches have one shape"
     reason = trainer._fused.ladder.findings.why_below(Level.WINDOW) or why_rows_depend_on_others(trainer.model)
     if reason is None and trainer.ref_model is None:
@@ -123,7 +123,7 @@ def why_reference_is_not_regrouped(trainer: Any, layout: str) -> str | None:
 
 
 def why_not_exchanged(
-    trainer: Any, causal_lm: PreTrainedModel, layout: str, counts_means: bool = True, has_images: bool = False
+    trainer: Any, causal_lm: PreTrainedModel, packed: bool, counts_means: bool = True, has_images: bool = False
 ) -> str | None:
     """
     Why processes may not exchange sequences of the same micro-batch, or `None` where the loss and every metric over all
@@ -132,7 +132,7 @@ def why_not_exchanged(
     Args:
         trainer (`GRPOTrainer`): whose micro-batches they are.
         causal_lm (`PreTrainedModel`): its model, without wrappers.
-        layout (`str`): the layout of the policy's rows.
+        packed (`bool`): whether the policy's rows are packed.
         counts_means (`bool`): whether logged means must stay the same too.
         has_images (`bool`): whether a micro-batch of any process has images.
     """
@@ -142,7 +142,7 @@ def why_not_exchanged(
         "there is one process": trainer.accelerator.num_processes == 1,
         trainer._fused.ladder.findings.why_below(Level.WINDOW): trainer._fused.ladder.level < Level.WINDOW,
         "a generation batch has images": has_images,
-        "only packed rows are as long as their sequences": layout != "packed",
+        "only packed rows are as long as their sequences": not packed,
         "several processes train on the same sequences": trl_compat.shares_sequences(trainer),
         "what the model computes depends on the padding of each process": traits(causal_lm).needs_last_column
         or depends_on_width(causal_lm),
@@ -172,7 +172,7 @@ def why_no_forecast(trainer: Any) -> str | None:
     return None
 
 
-def why_zero_grad_sequences_are_not_skipped(trainer: Any, layout: str) -> str | None:
+def why_zero_grad_sequences_are_not_skipped(trainer: Any, packed: bool) -> str | None:
     """Why `fused_skip_zero_grad_sequences` cannot leave a sequence out of the model, or `None`."""
     if trl_compat.has_aux_loss(trainer):
         return "the auxiliary loss counts every sequence"
@@ -185,6 +185,6 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, layout: str) -> str | 
         return f"it needs to know which sequences receive a gradient, and {reason}"
     if trainers.loss_type(trainer) == "vespo" and has_old_logps(trainer):
         return "vespo logs a weight of every sequence"
-    if layout != "packed":
-        return f"the layout of the rows is {layout!r}, not 'packed': only the head leaves them out"
+    if not packed:
+        return "rows are not packed: only the head leaves them out"
     return None

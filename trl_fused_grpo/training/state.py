@@ -100,7 +100,7 @@ class FusedState:
                 engine.read_head_options(model)
                 engine.install(model)
         self.ladder.look()
-        checks.log_what_has_no_effect(trainer, lambda: engine.layout(trainer.model))
+        checks.log_what_has_no_effect(trainer)
 
     def detach(self) -> None:
         """Undo what was done to models and to transformers' attention. Idempotent."""
@@ -272,7 +272,6 @@ class FusedState:
             return self.engine.compute(self.request_of(micro_batch), call, trl_method)
         if (kept := self.merger.take_logps(micro_batch)) is not None:
             return kept
-        is_multimodal = self.merger.is_multimodal(micro_batch)
         sharing = self._sharing_forward(loss_call, call.model)
         requests = {id(batch): self.request_of(batch) for batch in sharing}
 
@@ -282,7 +281,7 @@ class FusedState:
             is_alone = len(group) == 1 and group[0] is micro_batch
             joined = call if is_alone else call.with_batches(group)
             with reducing_gradients(call.model) if 1 < len(group) == self.window.steps_left else nullcontext():
-                return self.engine.compute(logps_request, joined, trl_method, is_multimodal=is_multimodal)
+                return self.engine.compute(logps_request, joined, trl_method)
 
         group, of_group = self.merger.fitting(sharing, compute)
         results = of_group.split([len(batch["completion_ids"]) for batch in group]) if len(group) > 1 else [of_group]
@@ -297,11 +296,9 @@ class FusedState:
         group = self.merger.group_of(loss_call.micro_batch, steps_left, finds_no_gradients)
         if len(group) == 1:
             return group
-        is_multimodal = bool(self.merger.is_multimodal(loss_call.micro_batch))
-        layout = self.engine.layout(model, is_multimodal, padding_counts(self.trainer, loss_call.beta))
+        packed = self.engine.packs(model, padding_counts(self.trainer, loss_call.beta))
         # Since the plan, the model may have refused packed rows, or the user may have replaced something
-        is_as_planned = layout == self.merger.layout and why_forwards_are_not_shared(self.trainer, layout) is None
-        return group if is_as_planned else [loss_call.micro_batch]
+        return group if why_forwards_are_not_shared(self.trainer, packed) is None else [loss_call.micro_batch]
 
     def request_of(self, inputs: dict[str, Any]) -> LogpsRequest:
         """Which positions of a micro-batch its loss asks for, and the gradients that it expects back."""

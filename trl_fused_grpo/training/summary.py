@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
 from trl_fused_grpo._compat.tried_architectures import NEWEST_TRANSFORMERS
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
 from trl_fused_grpo.modeling.compiled_layers import layers_to_compile
 from trl_fused_grpo.modeling.kernels_in_layers import why_no_kernels
-from trl_fused_grpo.modeling.layout_choice import why_layouts_are_refused, why_prompts_are_not_shared
+from trl_fused_grpo.modeling.layout_choice import why_not_packed, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.kernels import why_not_triton
 from trl_fused_grpo.ops.linear_logps import choose_backward
@@ -157,7 +157,7 @@ class _Lines:
     def __init__(self, engine: LogpsEngine):
         self.engine, self.trainer, self.options = engine, engine.trainer, engine.options
         self.model, self.causal_lm = engine.unwrapped(engine.trainer.model), engine.causal_lm(engine.trainer.model)
-        self.layout = engine.layout(engine.trainer.model)
+        self.packed = engine.packs(engine.trainer.model)
 
     def all(self) -> Iterator[SummaryLine]:
         """The lines: level and findings, then what is done at that level, in the order of a training."""
@@ -172,9 +172,7 @@ class _Lines:
         if findings.level == Level.HEAD:
             yield self.verification()
             return
-        yield self.rows("layout", is_multimodal=False)
-        if architecture.may_take_images(self.causal_lm):
-            yield self.rows("layout of images", is_multimodal=True)
+        yield self.rows()
         yield self.attention()
         yield self.prompts()
         yield self.forwards()
@@ -204,20 +202,20 @@ class _Lines:
         reason, _, change = (no_forecast or "").partition(": ")
         return SummaryLine("backward of the head", value, reason, change)
 
-    def rows(self, name: str, is_multimodal: bool) -> SummaryLine:
-        layout = self.engine.layout(self.trainer.model, is_multimodal)
-        if self.options.forces_layout:
-            reason = None if layout == "packed" else f"fused_layout={layout!r}"
-            return SummaryLine(name, f"{layout}, as asked for", reason, "fused_layout='auto'" if reason else None)
-        if layout == "packed":
+    def rows(self) -> SummaryLine:
+        name = "layout"
+        if self.options.forces_rows:
+            return SummaryLine(name, "packed, as asked for")
+        if self.packed:
             return SummaryLine(name, "packed: no padding")
-        conditions = (is_multimodal, padding_counts(self.trainer))
-        return SummaryLine(name, layout, why_layouts_are_refused(self.model, self.causal_lm, *conditions)["packed"])
+        if self.options.fused_layout == "padded":
+            return SummaryLine(name, "padded, as asked for", "fused_layout='padded'", "fused_layout='auto'")
+        return SummaryLine(name, "padded", why_not_packed(self.model, self.causal_lm, padding_counts(self.trainer)))
 
     def attention(self) -> SummaryLine:
         config = self.causal_lm.config.get_text_config()
         name, device = model_compat.attention_implementation(config), self.trainer.accelerator.device
-        if self.layout != "packed":
+        if not self.packed:
             return SummaryLine("attention", f"{name}, as in stock")
         if name in model_compat.flash_implementations():
             return SummaryLine("attention", f"{name}, over all sequences at once")
@@ -235,7 +233,7 @@ class _Lines:
         return SummaryLine("attention", f"{name}, one sequence after the other", reason)
 
     def prompts(self) -> SummaryLine:
-        reason = why_prompts_are_not_shared(self.causal_lm) if self.layout == "packed" else f"rows are {self.layout}"
+        reason = why_prompts_are_not_shared(self.causal_lm) if self.packed else "rows are padded"
         if not self.options.fused_share_prompts:
             reason = "fused_share_prompts=False"
         return SummaryLine("prompts", "once for all of their completions" if reason is None else "once each", reason)
@@ -246,12 +244,12 @@ class _Lines:
         if steps == 1:
             return SummaryLine(name, "one micro-batch in an accumulation window")
         reason = (
-            "fused_max_tokens_per_forward=0" if tokens == 0 else why_forwards_are_not_shared(self.trainer, self.layout)
+            "fused_max_tokens_per_forward=0" if tokens == 0 else why_forwards_are_not_shared(self.trainer, self.packed)
         )
         if reason is not None:
             return SummaryLine(name, alone, reason)
         limit = f"{tokens:,}" if tokens else f"as many as TRL's padded micro-batch, at most {MAX_TOKENS:,}"
-        more = gradient_memory(self.trainer, self.causal_lm, self.layout).most_tokens
+        more = gradient_memory(self.trainer, self.causal_lm, self.packed).most_tokens
         if not tokens and more and self.engine.memory is None:
             limit += f"; in the first of a window up to {more:,} more, at most {MOST_OF_FIRST:,}"
         return SummaryLine(name, f"shared by up to {steps} micro-batches, tokens: {limit}")
@@ -273,7 +271,7 @@ class _Lines:
     def reference(self) -> SummaryLine:
         if self.trainer.beta == 0.0:
             return SummaryLine("reference", "none (beta=0.0)")
-        reason = why_reference_is_not_regrouped(self.trainer, self.layout)
+        reason = why_reference_is_not_regrouped(self.trainer, self.packed)
         if reason is None:
             return SummaryLine("reference", "in the same forwards as the policy")
         return SummaryLine("reference", "during generation, as TRL has it", reason)
@@ -283,7 +281,7 @@ class _Lines:
         if self.options.fused_balance is False:
             return SummaryLine(name, kept, "fused_balance=False", "fused_balance=None")
         means = not self.options.fused_balance
-        reason = why_not_exchanged(self.trainer, self.causal_lm, self.layout, counts_means=means)
+        reason = why_not_exchanged(self.trainer, self.causal_lm, self.packed, counts_means=means)
         return SummaryLine(name, kept, reason) if reason else SummaryLine(name, "processes have about equal work")
 
     def lora(self) -> SummaryLine | None:
@@ -316,7 +314,7 @@ class _Lines:
         return SummaryLine("memory", "as TRL's padded rows would take", reason or _OFF, change)
 
     def zero_grad(self) -> SummaryLine:
-        name, reason = "zero-grad sequences", why_zero_grad_sequences_are_not_skipped(self.trainer, self.layout)
+        name, reason = "zero-grad sequences", why_zero_grad_sequences_are_not_skipped(self.trainer, self.packed)
         if self.options.fused_skip_zero_grad_sequences and reason is None:
             return SummaryLine(name, "left out of the model")
         change = "fused_skip_zero_grad_sequences=True; `entropy` then covers the others" if reason is None else None

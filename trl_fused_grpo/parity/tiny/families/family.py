@@ -2,7 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import transformers
 from transformers import PretrainedConfig
@@ -42,8 +42,6 @@ SCALED_BY_POSITION = {
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 
-Layout: TypeAlias = Literal["packed", "aligned", "padded"]
-
 
 @dataclass(frozen=True)
 class Family:
@@ -60,9 +58,7 @@ class Family:
         softcap (`float`, *optional*):
             Final softcap of the logits, which [`read_lm_head`] must find.
         layout (`str`):
-            How the fused trainer lays out rows without images, at best.
-        image_layout (`str`):
-            The same for rows with images.
+            How the fused trainer lays out rows, at best: `"packed"` or `"padded"`.
         images (`str`, *optional*):
             Format of its images, a name in [`images.FORMATS`].
         stock_fails (`tuple[str, ...]`):
@@ -84,8 +80,7 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     scale: float = 1.0
     softcap: float | None = None
-    layout: Layout = "packed"
-    image_layout: Layout = "packed"
+    layout: str = "packed"
     images: str | None = None
     stock_fails: tuple[str, ...] = ()
     has_aux_loss: bool = False
