@@ -39,7 +39,7 @@ def patched_options() -> FusedOptions | None:
 
 def fused_loss_of(args: Any) -> tuple[bool, FusedOptions]:
     """
-    Whether a trainer that is made now has the fused loss, and the options that its arguments do not have.
+    Return whether a trainer that is made now has the fused loss, and the options that its arguments do not have.
 
     Args:
         args (`GRPOConfig`, *optional*): its arguments. Where they do not say `use_liger_loss`, `use_liger_kernel` and

@@ -41,9 +41,9 @@ PADDING_MATTERS = {
 
 def may_evaluate(module: nn.Module) -> bool:
     """
-    Whether a module can go to evaluation and back. On a CPU with AVX512-BF16 bitsandbytes (seen with 0.50) packs the
-    weight of a linear layer in four bits that is called in evaluation, for inference alone: back in training the
-    gradient of its input is missing. The layer itself draws no random numbers.
+    Return `True` if a module can go to evaluation and back. On a CPU with AVX512-BF16 bitsandbytes (seen with 0.50)
+    packs the weight of a linear layer in four bits that is called in evaluation, for inference alone: back in training
+    the gradient of its input is missing. The layer itself draws no random numbers.
     """
     return type(module).__module__.partition(".")[0] != "bitsandbytes"
 
@@ -104,14 +104,14 @@ def flash_implementations() -> list[str]:
 
 
 def is_stateful(causal_lm: PreTrainedModel) -> bool:
-    """Whether a model says that its layers carry a state from token to token."""
+    """Return `True` if a model says that its layers carry a state from token to token."""
     return causal_lm._is_stateful
 
 
 def masks_state(model: PreTrainedModel) -> bool:
     """
-    Whether padding is zeroed before it goes into the state of a model's layers. Older transformers leave it where a
-    batch has one row.
+    Return `True` if padding is zeroed before it goes into the state of a model's layers. Older transformers leave it
+    where a batch has one row.
     """
     file = next((cls.__module__ for cls in type(model).__mro__ if "modeling_" in cls.__module__), __name__)
     function = getattr(sys.modules[file], "apply_mask_to_padding_states", None)
@@ -129,7 +129,7 @@ def set_checkpoint_function(layer: Any, function: Any) -> None:
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether `model` is wrapped by PEFT, which need not be installed."""
+    """Return `True` if `model` is wrapped by PEFT, which need not be installed."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
@@ -146,7 +146,7 @@ def causal_lm_of(model: Any) -> Any:
 
 
 def is_prompt_learning(model: nn.Module) -> bool:
-    """Whether PEFT puts virtual tokens before each row."""
+    """Return `True` if PEFT puts virtual tokens before each row."""
     config: Any = getattr(model, "active_peft_config", None)
     return is_peft_model(model) and bool(config.is_prompt_learning)
 
@@ -198,7 +198,9 @@ def neftune_noise(causal_lm: PreTrainedModel) -> float | None:
 
 
 def rope_follows_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding's factors depend on the longest position; `dynamic_rope_update` asks the same."""
+    """
+    Return `True` if a rotary embedding's factors depend on the longest position; `dynamic_rope_update` asks the same.
+    """
     rope_type: Any = getattr(module, "rope_type", None)
     types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]  # transformers >= 5: one a layer type
     if type(module).__name__ == "PhimoeRotaryEmbedding":  # scales by the longest position whatever else its type is
@@ -207,13 +209,15 @@ def rope_follows_length(module: nn.Module) -> bool:
 
 
 def is_transformers_own(function: Any) -> bool:
-    """Whether transformers defined a function; `functools.wraps` would give any other its name and module."""
+    """Return `True` if transformers defined a function; `functools.wraps` would give any other its name and module."""
     function = getattr(function, "func", function)  # of a `functools.partial`
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
 
 
 def is_plain_library_function(function: Any) -> bool:
-    """Whether transformers, or torch for its own layers, defined a function in Python, and nobody wrapped it."""
+    """
+    Return `True` if transformers, or torch for its own layers, defined a function in Python, and nobody wrapped it.
+    """
     home = getattr(function, "__globals__", {}).get("__name__", "")
     return inspect.isfunction(function) and home.startswith(("transformers.", "torch.nn."))
 

@@ -36,7 +36,9 @@ def why_forward_is_not_known(cls: Any) -> str | None:
 
 
 def has_own_way(layer: Any, adapter: str) -> Any:
-    """Whether an adapter of a LoRA layer is more than two factors and a scale: DoRA and other variants, a bias."""
+    """
+    Return `True` if an adapter of a LoRA layer is more than two factors and a scale: DoRA and other variants, a bias.
+    """
     # PEFT keeps `use_dora` for old code alone
     is_dora = getattr(layer, "use_dora", {}).get(adapter)
     return adapter in layer.lora_variant or is_dora or layer.lora_bias.get(adapter)
@@ -56,7 +58,7 @@ def _tuner_layer(modules: list[nn.Module]) -> Any:
 
 
 def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
-    """Whether PEFT's adapters are switched off, and which are active otherwise; `None` without adapters."""
+    """Return whether PEFT's adapters are off, and which are active otherwise; `None` without adapters."""
     modules = torch_compat.modules_of(model)
     wrappers = (module for module in modules if hasattr(type(module), "get_base_model"))
     peft_model: Any = next(filter(is_peft_model, wrappers), None)

@@ -94,7 +94,7 @@ def parameters_of(root: nn.Module) -> list[nn.Parameter]:
 
 
 def has_own_forward(cls: Any) -> bool:
-    """Whether the forward of a class was defined in the class's own file: nobody has replaced it since."""
+    """Return `True` if the forward of a class was defined in the class's own file: nobody has replaced it since."""
     return getattr(cls.forward, "__globals__", {}).get("__name__") == cls.__module__
 
 
@@ -108,7 +108,7 @@ def replaced_in_linear() -> str | None:
 
 
 def sdpa_is_own() -> bool:
-    """Whether nobody has replaced `torch.nn.functional.scaled_dot_product_attention`."""
+    """Return `True` if nobody has replaced `torch.nn.functional.scaled_dot_product_attention`."""
     return nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
 
@@ -122,8 +122,8 @@ def gradient_hooks(parameter: Tensor) -> list[Any]:
 
 def has_optimizer_in_backward(parameter: Tensor) -> bool:
     """
-    Whether torch's `_apply_optimizer_in_backward` moves a parameter as soon as it has its gradient. Its hook is on the
-    node of the graph that accumulates this, which does not tell its hooks.
+    Return `True` if torch's `_apply_optimizer_in_backward` moves a parameter as soon as it has its gradient. Its hook
+    is on the node of the graph that accumulates this, which does not tell its hooks.
     """
     return hasattr(parameter, "_in_backward_optimizers")
 
@@ -134,17 +134,17 @@ def without_compiler(module: Any) -> Any:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was made by `torch.compile`, or runs compiled in place (`module.compile()`)."""
+    """Return `True` if a module was made by `torch.compile`, or runs compiled in place (`module.compile()`)."""
     return without_compiler(module) is not module or module._compiled_call_impl is not None
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Whether a module computes the one in it again in backward, as FSDP's activation checkpointing has it."""
+    """Return `True` if a module computes the one in it again in backward, as FSDP's activation checkpointing has it."""
     return isinstance(module, checkpoint_wrapper.CheckpointWrapper)
 
 
 def has_fsdp1(module: nn.Module) -> bool:
-    """Whether FSDP1 splits the weights of a module, or of a part of it, apart from those around it."""
+    """Return `True` if FSDP1 splits the weights of a module, or of a part of it, apart from those around it."""
     return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
 
@@ -203,7 +203,7 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def compiler_is_off() -> bool:
-    """Whether `torch.compile` is switched off in this process, as `TORCHDYNAMO_DISABLE=1` does."""
+    """Return `True` if `torch.compile` is switched off in this process, as `TORCHDYNAMO_DISABLE=1` does."""
     from torch._dynamo import config
 
     return bool(config.disable)
@@ -220,7 +220,7 @@ def autograd_within_operation() -> Generator[None, None, None]:
 
 
 def matmuls_are_tf32() -> bool:
-    """Whether float32 matmuls on CUDA are rounded to TF32."""
+    """Return `True` if float32 matmuls on CUDA are rounded to TF32."""
     matmul: Any = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):  # torch >= 2.9, where the line below raises once this was set
         return matmul.fp32_precision == "tf32"
@@ -233,13 +233,16 @@ def dtype_of_products(accelerator: Any, model: Any) -> torch.dtype:
 
 
 def convolutions_are_tf32() -> bool:
-    """Whether float32 convolutions on CUDA are rounded to TF32, as torch lets cuDNN do."""
+    """Return `True` if float32 convolutions on CUDA are rounded to TF32, as torch lets cuDNN do."""
     cudnn: Any = torch.backends.cudnn
     return cudnn.conv.fp32_precision == "tf32" if hasattr(cudnn, "conv") else cudnn.allow_tf32
 
 
 def operations_are_seen() -> bool:
-    """Whether a mode sees every operation that runs, as one that counts FLOPs: the compiler does not work under it."""
+    """
+    Return `True` if a mode sees every operation that runs, as one that counts FLOPs: the compiler does not work under
+    it.
+    """
     return torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -47,7 +47,7 @@ def experimental_objective(method: Any) -> str | None:
 
 
 def is_rloo(trainer: Any) -> bool:
-    """Whether a trainer is an `RLOOTrainer`."""
+    """Return `True` if a trainer is an `RLOOTrainer`."""
     return isinstance(trainer, RLOOTrainer)
 
 
@@ -71,17 +71,17 @@ _RLOO_COUNTS_ALL_PROCESSES = "entropy_stats" in inspect.unwrap(RLOOTrainer._comp
 
 def metrics_count_all_processes(trainer: Any) -> bool:
     """
-    Whether metrics do not depend on which process has which sequences of a micro-batch. RLOO's: from some TRL on that
-    is newer than 1.8, at the latest 1.13.
+    Return `True` if metrics do not depend on which process has which sequences of a micro-batch. RLOO's: from some TRL
+    on that is newer than 1.8, at the latest 1.13.
     """
     return _RLOO_COUNTS_ALL_PROCESSES if is_rloo(trainer) else trl_compat.METRICS_COUNT_ALL_PROCESSES
 
 
 def corrects_sampling(trainer: Any) -> bool:
-    """Whether TRL multiplies the loss by vLLM's importance ratio."""
+    """Return `True` if TRL multiplies the loss by vLLM's importance ratio."""
     return trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False)
 
 
 def casts_head(trainer: Any) -> bool:
-    """Whether the output projection runs in float32; RLOO has no option for it."""
+    """Return `True` if the output projection runs in float32; RLOO has no option for it."""
     return getattr(trainer.args, "cast_lm_head_to_fp32", False)

@@ -51,5 +51,5 @@ TRIED = frozenset(
 
 
 def is_tried(causal_lm: nn.Module) -> bool:
-    """Whether a model is of one of these architectures, under the class that FSDP2 makes of it too."""
+    """Return `True` if a model is of one of these architectures, under the class that FSDP2 makes of it too."""
     return any(cls.__name__ in TRIED and cls.__module__.startswith("transformers.") for cls in type(causal_lm).__mro__)

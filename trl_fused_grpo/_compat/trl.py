@@ -45,7 +45,9 @@ _GENERATION_CODES = [inspect.unwrap(cls._generate_and_score_completions).__code_
 
 
 def is_asked_by_generation() -> bool:
-    """Whether a call of the log-prob method comes from TRL's own generation, not from the user's code in it."""
+    """
+    Return `True` if a call of the log-prob method comes from TRL's own generation, not from the user's code in it.
+    """
     frame = sys._getframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -105,12 +107,12 @@ def steps_per_generation(trainer: Any) -> int:
 
 
 def has_aux_loss(trainer: Any) -> bool:
-    """Whether the loss has the auxiliary loss of a Mixture-of-Experts model (TRL >= 1.7)."""
+    """Return `True` if the loss has the auxiliary loss of a Mixture-of-Experts model (TRL >= 1.7)."""
     return getattr(trainer, "aux_loss_enabled", False)
 
 
 def has_entropy_bonus(trainer: Any) -> bool:
-    """Whether the loss has an entropy bonus (TRL >= 1.8)."""
+    """Return `True` if the loss has an entropy bonus (TRL >= 1.8)."""
     return getattr(trainer, "_entropy_bonus_enabled", False)
 
 
@@ -144,7 +146,10 @@ def entropies_as_trl(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor |
 
 
 def shares_sequences(trainer: Any) -> bool:
-    """Whether several processes train on the same sequences: tensor, context or sequence parallelism (accelerate)."""
+    """
+    Return `True` if several processes train on the same sequences: tensor, context or sequence parallelism
+    (accelerate).
+    """
     config = getattr(trainer.accelerator, "parallelism_config", None)
     return getattr(config, "non_data_parallel_size", 1) > 1
 

@@ -38,7 +38,7 @@ class SamplingCorrection:
 
     @property
     def is_per_sequence(self) -> bool:
-        """Whether there is one ratio for the whole sequence, not one for each token."""
+        """Return `True` if there is one ratio for the whole sequence, not one for each token."""
         return self.mode.startswith("sequence")
 
     def ratio(self, logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> Tensor:

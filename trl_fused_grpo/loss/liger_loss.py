@@ -250,7 +250,7 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         )
 
     def _padding_counts(self, objective: GRPOObjective, ratio: Tensor | None) -> bool:
-        """Whether padding takes part in the loss, as in Liger's LUSPO."""
+        """Return `True` if padding takes part in the loss, as in Liger's LUSPO."""
         has_kl = self.use_ref_model and objective.beta != 0.0
         return luspo_counts_padding(objective, has_kl, ratio is not None and as_columns(ratio).shape[1] > 1)
 

@@ -102,27 +102,30 @@ class GRPOObjective:
 
     @property
     def uses_global_normalizer(self) -> bool:
-        """Whether the loss is divided by the tokens of the whole optimizer step. BNPO takes those of a micro-batch."""
+        """
+        Return `True` if the loss is divided by the tokens of the whole optimizer step. BNPO takes those of a
+        micro-batch.
+        """
         is_global = self.reduction is not None or self.loss_type in GLOBAL_NORMALIZER_LOSSES
         return is_global and self.effective_reduction == "token_mean"
 
     @property
     def weighs_kl(self) -> bool:
-        """Whether the KL term is multiplied by the importance ratio."""
+        """Return `True` if the KL term is multiplied by the importance ratio."""
         return self.use_bias_correction_kl or self.kl_estimator == "k4"
 
     @property
     def is_sequencewise(self) -> bool:
         """
-        Whether a token's gradient depends on no other sequence, so that it can be forecast. The top-entropy quantile
-        depends on the whole batch.
+        Return `True` if a token's gradient depends on no other sequence, so that it can be forecast. The top-entropy
+        quantile depends on the whole batch.
         """
         return self.top_entropy_quantile >= 1.0 and self.loss_type in LOSS_TYPES
 
     def is_tokenwise(self, has_old_logps: bool) -> bool:
         """
-        Whether a token's gradient depends on no other token's log-probability, so that it can be forecast token by
-        token.
+        Return `True` if a token's gradient depends on no other token's log-probability, so that it can be forecast
+        token by token.
 
         The off-policy sequence mask depends on other tokens. So do sequence-level ratios, the geometric mean of GMPO
         and VESPO's weight, except where the policy is the old policy: the ratio is then one. Even then a sequence-level
@@ -295,7 +298,7 @@ def off_policy_mask(objective: GRPOObjective, batch: GRPOBatch, sampling_log_rat
 
 
 def high_entropy_mask(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
-    """Whether a token is among the fraction `quantile` of highest entropy in this batch, bool `[B, T]`."""
+    """Mark the tokens among the fraction `quantile` of highest entropy in this batch, bool `[B, T]`."""
     unmasked = entropies.detach()[mask.bool()].float()
     if not len(unmasked):
         return torch.zeros_like(mask, dtype=torch.bool)

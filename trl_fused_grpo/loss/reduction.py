@@ -47,7 +47,7 @@ def token_weights(objective: GRPOObjective, batch: GRPOBatch) -> Tensor:
 
 def luspo_counts_padding(objective: GRPOObjective, has_kl: bool, has_token_factors: bool) -> bool:
     """
-    Whether an objective is LUSPO and counts padding as Liger and TRL before 1.10 do (`"padded_sequence_sum"`).
+    Return `True` if an objective is LUSPO and counts padding as Liger and TRL before 1.10 do (`"padded_sequence_sum"`).
 
     They take the mean over all positions. Padding counts where the term differs from token to token, `[B, T]`. Where
     one term holds for the whole sequence, `[B, 1]`, there is no padding to count.

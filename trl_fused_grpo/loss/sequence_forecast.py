@@ -82,7 +82,7 @@ class SequenceForecast:
 
     @property
     def has_equal_grads(self) -> bool:
-        """Whether all tokens of a sequence receive the same gradient, and their entropies none."""
+        """Return `True` if all tokens of a sequence receive the same gradient, and their entropies none."""
         batch, is_vespo = self.batch, self.objective.loss_type == "vespo"
         ratio = batch.importance_sampling_ratio
         is_per_sequence = (

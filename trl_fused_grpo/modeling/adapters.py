@@ -130,7 +130,7 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether a module has a hook, or a forward that is not that of its class's file."""
+    """Return `True` if a module has a hook, or a forward that is not that of its class's file."""
     return _has_hooks_or_forward(module) or not torch_compat.has_own_forward(type(module))
 
 

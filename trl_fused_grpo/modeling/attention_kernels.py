@@ -70,19 +70,22 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def kernels_take(query: Tensor) -> bool:
-    """Whether torch's fused kernels may be called directly for tensors like a `query`."""
+    """Return `True` if torch's fused kernels may be called directly for tensors like a `query`."""
     # Whoever replaces SDPA wants it called
     return query.is_cuda and torch_compat.sdpa_is_own() and query.dtype in (*_HALF, torch.float32)
 
 
 def flash_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether FlashAttention takes tensors of these widths, cast by autocast, with zeros behind the narrower ones."""
+    """
+    Return `True` if FlashAttention takes tensors of these widths, cast by autocast, with zeros behind the narrower
+    ones.
+    """
     is_half = autocast_dtype(query) in _HALF
     return kernels_take(query) and is_half and _common_width(query, value) <= _widest_head(query.device)
 
 
 def efficient_takes(query: Tensor) -> bool:
-    """Whether torch's memory-efficient attention takes such tensors, of any width."""
+    """Return `True` if torch's memory-efficient attention takes such tensors, of any width."""
     if not kernels_take(query) or torch.version.hip is not None:  # AMD's kernel knows no sequences
         return False
     return query.dtype != torch.bfloat16 or torch.cuda.get_device_capability(query.device) >= (8, 0)

@@ -124,7 +124,7 @@ class WatchedCall:
         self.windows.add(Chunk(kinds["chunk"]) if "chunk" in kinds else window)
 
     def needs_sequence_masks(self, mask_function: Any) -> bool:
-        """Whether the mask of packed rows with images is more than causality, windows and chunks."""
+        """Return `True` if the mask of packed rows with images is more than causality, windows and chunks."""
         return self.has_images and "unknown" in dict(model_compat.mask_parts(mask_function))
 
     def keep_mask(self, original: Callable, options: dict[str, Any], device: torch.device) -> Tensor:

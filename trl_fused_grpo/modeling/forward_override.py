@@ -37,7 +37,9 @@ def override_forward(module: nn.Module, override: Callable) -> None:
 
 
 def is_override(forward: Callable) -> bool:
-    """Whether a forward is one that [`override_forward`] has put there, whatever was wrapped around it since."""
+    """
+    Return `True` if a forward is one that [`override_forward`] has put there, whatever was wrapped around it since.
+    """
     return hasattr(forward, "_override")
 
 

@@ -71,7 +71,7 @@ class KeptActivations:
             self.attention_bytes += max(0, fewer) * hidden.shape[2] * hidden.element_size()
 
     def takes_attention(self, count: int) -> bool:
-        """Whether a layer may keep so many bytes of what attention computed; they are taken then."""
+        """Return `True` if a layer may keep so many bytes of what attention computed; they are taken then."""
         if self._last is not None and count * (self._last.layers - self.layer + 1) <= self._bytes_of_last:
             self._bytes_of_last -= count
             return True

@@ -71,7 +71,7 @@ def gated_function(name: str, function: Callable) -> KernelFunction | None:
 
 
 def has_rotary_kernel(function: Callable) -> bool:
-    """Whether a function of queries, keys and their angles has a kernel."""
+    """Return `True` if a function of queries, keys and their angles has a kernel."""
     return rotary_kernel(function, (*torch.empty(2, 1, 1, 1, 8), *torch.empty(2, 1, 1, 8))) is not None
 
 
@@ -190,7 +190,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _is_same(function: Callable, graph: fx.GraphModule, formula: Callable, examples: list[Tensor]) -> bool:
-    """Whether a function computes a formula, by the same operations and with the same gradients."""
+    """Return `True` if a function computes a formula, by the same operations and with the same gradients."""
     made = _graph(formula, examples)
     if made is None or _expression(made) != _expression(graph):
         return False

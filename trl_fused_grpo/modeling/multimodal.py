@@ -64,7 +64,7 @@ class MultimodalInputs:
 
     @property
     def are_known_by_row(self) -> bool:
-        """Whether it is known which images belong to which row."""
+        """Return `True` if it is known which images belong to which row."""
         return self._starts is not None
 
     @cached_property
@@ -155,7 +155,7 @@ class MultimodalInputs:
         return torch.tensor(keys, device=device)
 
     def may_share_prompts(self, causal_lm: PreTrainedModel, completion_length: int) -> bool:
-        """Whether all images are in prompts, as far as it is seen: then a prompt may be shared."""
+        """Return `True` if all images are in prompts, as far as it is seen: then a prompt may be shared."""
         types = [self.of_batch[name] for name in self._per_token if name.endswith("token_type_ids")]
         config: Any = causal_lm.config
         ids = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
@@ -164,7 +164,7 @@ class MultimodalInputs:
 
 
 def _are_equal(mine: dict[str, Any], theirs: dict[str, Any], device: torch.device) -> Tensor:
-    """Whether all tensors of two rows are equal, a scalar on `device`."""
+    """Tell if all tensors of two rows are equal, a scalar on `device`."""
     if any((mine[name] is None) != (theirs[name] is None) for name in mine):
         return torch.tensor(False, device=device)
     tensors = [(mine[name], theirs[name]) for name in mine if isinstance(mine[name], Tensor)]

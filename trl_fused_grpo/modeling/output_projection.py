@@ -167,7 +167,7 @@ def why_not_sharded(causal_lm: PreTrainedModel, fsdp_version: int) -> str | None
 
 
 def has_adapter(module: nn.Module) -> bool:
-    """Whether an [`output_projection`] carries LoRA."""
+    """Return `True` if an [`output_projection`] carries LoRA."""
     return hasattr(module, "base_layer")
 
 

@@ -55,7 +55,7 @@ def mask_device(options: dict[str, Any]) -> torch.device:
 
 
 def are_sequence_masks(mask: Any, lengths: list[int]) -> bool:
-    """Whether a mask is one of [`build_sequence_masks`] for these sequences."""
+    """Return `True` if a mask is one of [`build_sequence_masks`] for these sequences."""
     return isinstance(mask, Tensor) and mask.shape == (1, 1, 1, sum(length * length for length in lengths))
 
 

@@ -105,7 +105,7 @@ class PrecomputedGrads:
 
 
 def _rows_that_differ(true: Tensor, assumed: Tensor) -> Tensor:
-    """Whether a row's gradients `[1 or 2, N]` differ by more than rounding, `[N]`; NaN differs."""
+    """Mark the rows whose gradients `[1 or 2, N]` differ by more than rounding, `[N]`; NaN differs."""
     rms = true.square().mean(-1, keepdim=True).sqrt()
     rms = torch.where(rms.isfinite(), rms, 0.0)
     tolerance = FORECAST_RTOL * true.abs() + FORECAST_ATOL * rms

@@ -40,12 +40,12 @@ def of_all_processes(accelerator: Any, what: str, values: list[int] | list[bool]
 
 
 def on_any_process(accelerator: Any, what: str, condition: bool) -> bool:
-    """Whether a condition holds on any process. All of them ask for the same, see [`of_all_processes`]."""
+    """Return `True` if a condition holds on any process. All of them ask for the same, see [`of_all_processes`]."""
     return bool(of_all_processes(accelerator, what, [condition]).any())
 
 
 def images_anywhere(accelerator: Any, causal_lm: PreTrainedModel, has_images: bool) -> bool:
-    """Whether any process has images."""
+    """Return `True` if any process has images."""
     if not architecture.may_take_images(causal_lm):
         return has_images
     return on_any_process(accelerator, "images", has_images)

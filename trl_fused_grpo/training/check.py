@@ -121,7 +121,7 @@ class Check:
 
     @property
     def is_due(self) -> bool:
-        """Whether a micro-batch of the optimizer step that runs is to be compared and none was yet."""
+        """Return `True` if a micro-batch of the optimizer step that runs is to be compared and none was yet."""
         if self.is_running or self._had_no_memory:
             return False
         return self._last_step is None or (self._is_asked_for and self.trainer.state.global_step != self._last_step)

@@ -43,7 +43,7 @@ class _LeftOut(NamedTuple):
 
     @property
     def is_late(self) -> bool:
-        """Whether the weights are others by now."""
+        """Return `True` if the weights are others by now."""
         return any(weight._version != times for weight, times in self.written.items())
 
 
@@ -73,7 +73,7 @@ class LogpsDeferral:
 
     @property
     def has_left_out_old(self) -> bool:
-        """Whether the generation that runs, or that is not planned yet, did not get its old log-probs."""
+        """Return `True` if the generation that runs, or that is not planned yet, did not get its old log-probs."""
         return self._old is not None
 
     @contextmanager
@@ -124,7 +124,7 @@ class LogpsDeferral:
 
     def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
         """
-        Whether a call of TRL's generation gets zeros, because its log-probs are computed later. It is kept for
+        Return `True` if a call of TRL's generation gets zeros, because its log-probs are computed later. It is kept for
         [`compute_reference`] and [`old_logps`].
 
         Args:

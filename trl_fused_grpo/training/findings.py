@@ -89,7 +89,7 @@ class Findings:
 
     @property
     def knows_model(self) -> bool:
-        """Whether all code of the model is a library's, so that its layers may run otherwise, or twice."""
+        """Return `True` if all code of the model is a library's, so that its layers may run otherwise, or twice."""
         return not any(reason.is_of_model for reason in self.reasons)
 
     def why_below(self, level: Level) -> str | None:

@@ -22,7 +22,7 @@ from .overrides import replaced_objective
 
 def replaces_kl(trainer: GRPOTrainer) -> bool:
     """
-    Whether the KL term is computed here instead of by TRL.
+    Return `True` if the KL term is computed here instead of by TRL.
 
     Raises:
         `ValueError`: when TRL's objective was replaced since the trainer was constructed.

@@ -132,7 +132,7 @@ def images_of(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def can_join_images(micro_batches: list[dict[str, Any]]) -> bool:
-    """Whether what belongs to the images of several micro-batches, if there are any, can be joined."""
+    """Return `True` if what belongs to the images of several micro-batches, if there are any, can be joined."""
     first, *others = map(images_of, micro_batches)
     for other in others:
         if other.keys() != first.keys():

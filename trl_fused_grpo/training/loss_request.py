@@ -37,7 +37,7 @@ _OPTIONS_IN_ARGS = (
 
 def padding_counts(trainer: GRPOTrainer, beta: float | None = None) -> bool:
     """
-    Whether TRL's objective reads padding positions too, see [`luspo_counts_padding`].
+    Return `True` if TRL's objective reads padding positions too, see [`luspo_counts_padding`].
 
     Args:
         trainer (`GRPOTrainer`): whose objective it is.

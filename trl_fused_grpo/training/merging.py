@@ -154,7 +154,10 @@ class MicroBatchMerger:
         return groups
 
     def find_no_gradients(self, inputs: dict[str, Any]) -> bool:
-        """Whether no weight of any process has a gradient, where a window that begins so has a larger forward then."""
+        """
+        Return `True` if no weight of any process has a gradient, where a window that begins so has a larger forward
+        then.
+        """
         index = self._index_of(inputs)
         if index is None or not self._ends or self._ends_of_first[index] == self._ends[index]:
             return False
@@ -208,7 +211,7 @@ class MicroBatchMerger:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether losses wait for the last micro-batch of their forward."""
+        """Return `True` if losses wait for the last micro-batch of their forward."""
         return bool(self._losses)
 
     def backward(self, loss: Tensor, inputs: dict[str, Any], is_last: bool, backward: Callable) -> None:

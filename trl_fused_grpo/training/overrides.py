@@ -16,7 +16,9 @@ def _is_fused_trainer(cls: type) -> bool:
 
 
 def _is_trls(trainer: Any, cls: type, name: str) -> bool:
-    """Whether a method of this class is TRL's own and known here: a trainer's, or an objective of its subclasses."""
+    """
+    Return `True` if a method of this class is TRL's own and known here: a trainer's, or an objective of its subclasses.
+    """
     if cls in trainers.trl_class(type(trainer)).__mro__:
         return True
     return name == "_compute_loss" and trainers.experimental_objective(vars(cls)[name]) is not None
@@ -31,7 +33,9 @@ def loss_type_of(trainer: Any) -> str:
 
 
 def has_objective_in_front(trainer: Any) -> bool:
-    """Whether an objective of one of TRL's subclasses comes before `FusedGRPOTrainer` in the resolution order."""
+    """
+    Return `True` if an objective of one of TRL's subclasses comes before `FusedGRPOTrainer` in the resolution order.
+    """
     method = type(trainer)._compute_loss
     return trainers.experimental_objective(method) is not None and replaced_method(trainer, ["_compute_loss"]) is None
 

@@ -57,7 +57,7 @@ def why_padding_is_mixed_in(causal_lm: PreTrainedModel) -> str | None:
 
 
 def has_old_logps(trainer: Any) -> bool:
-    """Whether batches have old log-probs, of generation or of the training forward."""
+    """Return `True` if batches have old log-probs, of generation or of the training forward."""
     if trainers.is_rloo(trainer) or trainers.corrects_sampling(trainer):
         return True
     return why_weights_move(trainer) is not None

@@ -55,7 +55,9 @@ def why_rows_depend_on_others(model: nn.Module) -> str | None:
 
 
 def _drops_out(module: nn.Module) -> bool:
-    """Whether a module is a dropout that is on: torch's, or another of that name, as of PEFT's OFT and BOFT."""
+    """
+    Return `True` if a module is a dropout that is on: torch's, or another of that name, as of PEFT's OFT and BOFT.
+    """
     is_dropout = isinstance(module, torch_compat.Dropout) or "Dropout" in type(module).__name__
     if not (is_dropout and module.training):  # thousands, of which few have a `p`
         return False

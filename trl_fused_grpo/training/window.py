@@ -48,20 +48,22 @@ class AccumulationWindow:
 
     @property
     def begins(self) -> bool:
-        """Whether the training step that runs is the first of a window."""
+        """Return `True` if the training step that runs is the first of a window."""
         return self.is_in_step and self._steps_since_update == 0
 
     @property
     def is_stopped(self) -> bool:
         """
-        Whether the training step that runs is the last one of an epoch or a training that somebody has stopped.
-        Gradients stay then, and those of the next epoch are added.
+        Return `True` if the training step that runs is the last one of an epoch or a training that somebody has
+        stopped. Gradients stay then, and those of the next epoch are added.
         """
         return self.trainer.control.should_epoch_stop or self.trainer.control.should_training_stop
 
     @property
     def is_last(self) -> bool:
-        """Whether what waits has its backward in this training step: the weights move after it, or it is stopped."""
+        """
+        Return `True` if what waits has its backward in this training step: the weights move after it, or it is stopped.
+        """
         return self.trainer.accelerator.sync_gradients or self.is_stopped
 
     @property
