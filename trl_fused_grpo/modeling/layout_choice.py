@@ -39,6 +39,7 @@ class Traits(NamedTuple):
         compresses (`bool`): whether modules compress the tokens that a layer attends to, padding included.
         chooses (`bool`): whether modules choose the tokens that a layer attends to.
         is_wrapped (`bool`): whether layers are checkpointed by a module around them.
+        drops_out (`bool`): whether attention is known to drop out in training.
     """
 
     has_sinks: bool
@@ -47,6 +48,7 @@ class Traits(NamedTuple):
     compresses: bool
     chooses: bool
     is_wrapped: bool
+    drops_out: bool
 
 
 @LayerMemo
@@ -60,6 +62,7 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
         compresses=any(map(architecture.compresses_tokens, modules)),
         chooses=any(map(architecture.chooses_tokens, modules)),
         is_wrapped=any(map(torch_compat.is_checkpoint_wrapper, modules)),
+        drops_out=any(map(architecture.drops_out_attention, modules)),
     )
 
 
@@ -73,6 +76,8 @@ def why_padded(model: nn.Module, reads_padding: bool) -> str | None:
         return adapter_reads_rows
     if model_compat.neftune_noise(causal_lm):
         return "the strength of NEFTune's noise depends on the width of the rows"
+    if causal_lm.training and traits(causal_lm).drops_out:  # other dropout of attention is seen when it is called
+        return "its attention drops out"
     config = causal_lm.config.get_text_config()
     if {causal_lm.config.model_type, config.model_type} & model_compat.PADDING_MATTERS:
         return "its own results depend on the padding"
@@ -126,9 +131,6 @@ def why_not_packed(causal_lm: PreTrainedModel) -> str | None:
     replaced = why_replaced(causal_lm, attention)
     if replaced is not None:
         return replaced
-    # Dropout in the others is seen when they are called
-    if is_flash and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
-        return "it drops out attention"
     return None
 
 
@@ -178,7 +180,7 @@ def layout_of_width(
     if reason is None:
         return layout
     if is_forced:
-        raise ValueError(f"fused_layout={layout!r} does not fit this batch: {reason}. Use 'auto'.")
+        raise ValueError(f"fused_layout={layout!r} does not fit this batch: {reason}. Leave it out.")
     logger.warning_once(f"Wide rows keep more of TRL's padding, because {reason}.")
     may_align = why_not_aligned(is_multimodal) is None
     return "aligned" if may_align and why_wide_rows_differ(causal_lm, "aligned", size, width) is None else "padded"
@@ -209,17 +211,17 @@ def why_layouts_are_refused(
 
 
 def choose(
-    wanted: str,
+    wanted: str | None,
     model: nn.Module,
     causal_lm: PreTrainedModel,
     is_multimodal: bool,
     reads_padding: bool,
 ) -> LayoutName:
     """
-    The layout that is asked for, or with `"auto"` the first of packed, aligned and padded that a model allows.
+    The layout that is asked for, or with `None` the first of packed, aligned and padded that a model allows.
 
     Args:
-        wanted (`str`): the name of a layout, or `"auto"`.
+        wanted (`str`, *optional*): the name of a layout.
         model (`nn.Module`): in no wrapper but PEFT's.
         causal_lm (`PreTrainedModel`): the causal language model in it.
         is_multimodal (`bool`): whether its inputs are.
@@ -229,11 +231,11 @@ def choose(
         `ValueError`: when the one asked for is not allowed, with the reason.
     """
     reasons: Any = why_layouts_are_refused(model, causal_lm, is_multimodal, reads_padding)
-    if wanted != "auto" and reasons[wanted] is not None:
-        raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Use 'auto'.")
+    if wanted is not None and reasons[wanted] is not None:
+        raise ValueError(f"fused_layout={wanted!r} does not fit this model: {reasons[wanted]}. Leave it out.")
     names: tuple[LayoutName, ...] = ("packed", "aligned", "padded")
-    name = next(name for name in names if name == wanted or (wanted == "auto" and reasons[name] is None))
-    if name == "padded" and wanted == "auto":
+    name = next(name for name in names if name == wanted or (wanted is None and reasons[name] is None))
+    if name == "padded" and wanted is None:
         reason = reasons["packed"] if is_multimodal else reasons["aligned"]
         logger.warning_once(f"Rows keep TRL's padding, because {reason}.")
     return name

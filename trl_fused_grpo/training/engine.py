@@ -232,7 +232,7 @@ class LogpsEngine:
         """
         if options.forces_layout:
             raise ValueError(
-                f"fused_layout={options.layout!r} does not fit this model: {error}. Use 'auto'."
+                f"fused_layout={options.layout!r} does not fit this model: {error}. Leave it out."
             ) from error
         reason = Reason(Level.HEAD, str(error))
         self.trainer._fused.ladder.fall(reason)
@@ -258,7 +258,7 @@ class LogpsEngine:
             scaling=scaling,
             temperature=temperature,
             fp32=fp32,
-            backward=self.options.fused_backward,
+            backward=self.options.fused_backward or "auto",
             logits_mib=self.options.fused_logits_mib,
             layout=layout,
             share_prompts=self.shares_prompts(call.model),

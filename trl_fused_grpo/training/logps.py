@@ -206,7 +206,7 @@ def lay_out(
 def _padded(options: LogpsOptions, reason: str) -> LogpsOptions:
     """The options with TRL's padding, for a batch that no other layout fits."""
     if options.forces_layout and options.layout != "padded":
-        raise ValueError(f"fused_layout={options.layout!r} does not fit this batch: {reason}. Use 'auto'.")
+        raise ValueError(f"fused_layout={options.layout!r} does not fit this batch: {reason}. Leave it out.")
     logger.warning_once(f"Batches keep TRL's padding where {reason}.")
     return replace(options, layout="padded")
 
