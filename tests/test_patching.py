@@ -233,7 +233,11 @@ def test_an_option_is_read_from_text(name, text, value):
         ("fused_layout", "dense", "fused_layout must be"),
         ("fused_compile", "maybe", "fused_compile must be True or False, not 'maybe'"),
         ("fused_memory", "half", "fused_memory must be None or a fraction above 0 and at most 1, not 'half'"),
-        ("fused_max_tokens_per_forward", "1.5", "fused_max_tokens_per_forward must be None or a whole number from 0 on, not '1.5'"),
+        (
+            "fused_max_tokens_per_forward",
+            "1.5",
+            "fused_max_tokens_per_forward must be None or a whole number from 0 on, not '1.5'",
+        ),
     ],
 )
 def test_text_that_is_no_option_is_refused(name, text, message):

@@ -118,8 +118,9 @@ def main() -> None:
     except typer.Abort:
         sys.exit(1)
     except Exception as error:
-        describe: Any = getattr(error, "format_message", None)  # typer's own, whose class depends on its version
-        if describe is None:
+        # typer's own, whose class depends on its version, and the refusal of an old TRL
+        describe: Any = getattr(error, "format_message", None)
+        if describe is None and not str(error).startswith("trl_fused_grpo cannot extend"):
             raise
-        print(f"trl-fused-grpo: {describe()}", file=sys.stderr)
+        print(f"trl-fused-grpo: {describe() if describe else error}", file=sys.stderr)
         sys.exit(2)

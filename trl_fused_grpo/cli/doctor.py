@@ -174,7 +174,6 @@ def _trainer(name: str, args: Any, model_args: Any) -> Any:
     args.use_vllm, args.beta = use_vllm, beta
     trainer.use_vllm, trainer.beta = use_vllm, beta
     check_options(trainer)
-    trainer.model.train()
     return trainer
 
 

@@ -6,11 +6,13 @@ training and `trl-fused-grpo doctor` for a model and a configuration.
 import platform
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
 from trl_fused_grpo._compat import architecture, trainers
@@ -161,8 +163,10 @@ def summary_of(engine: LogpsEngine) -> Summary:
     if not trainer.use_liger_loss:
         verdict = SummaryLine(name, "TRL's own loss", "use_liger_loss=False", "leave use_liger_loss out")
         return Summary([verdict, setting])
-    findings, lines = trainer._fused.ladder.findings, _Lines(engine)
-    parts = list(lines.all())
+    findings = trainer._fused.ladder.findings
+    with _in_training(trainer.model):
+        lines = _Lines(engine)
+        parts, check = list(lines.all()), list(lines.check())
     is_on = WHAT_IS_DONE[findings.level]
     if findings.level >= Level.ROWS:
         is_on = ", ".join(part.name for part in parts if part.reason is None)
@@ -172,7 +176,20 @@ def summary_of(engine: LogpsEngine) -> Summary:
     if findings.reasons:
         found = "; ".join(f"{text} ({level.name.lower()})" for level, text, _ in findings.reasons)
         summary.append(SummaryLine("found", found))
-    return Summary([*summary, *parts, *lines.check()])
+    return Summary([*summary, *parts, *check])
+
+
+@contextmanager
+def _in_training(model: nn.Module) -> Generator[None, None, None]:
+    """While it lasts, all of a model is in training, as in a training step: dropout counts."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        for module in modes:
+            module.training = True
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _setting(trainer: Any) -> SummaryLine:
@@ -289,7 +306,7 @@ class _Lines:
             return SummaryLine(name, computed, reason)
         args = self.trainer.args
         if args.gradient_accumulation_steps % args.steps_per_generation == 0:
-            return SummaryLine(name, "all")
+            return SummaryLine(name, "until the weights move")
         change = "a steps_per_generation that divides gradient_accumulation_steps"
         return SummaryLine(name, "until the weights move", "they move before all is trained on", change)
 
