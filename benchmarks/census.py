@@ -76,7 +76,7 @@ def layout_of(model: PreTrainedModel, is_multimodal: bool) -> tuple[str, str | N
     """The layout that is chosen for a model before anything runs, and why not a better one."""
     if (reason := why_refused(model)) is not None:
         return "refused", reason
-    layout = layout_choice.choose("auto", model, model, is_multimodal, False)
+    layout = layout_choice.choose(None, model, model, is_multimodal, False)
     if layout == "packed":
         return ("around" if any(unpacked_layers(model)) else "packed"), None
     reason = layout_choice.why_padded(model, False)
