@@ -39,7 +39,7 @@ def draw_squares(count: int) -> Image.Image:
     return image
 
 
-def counted(completions: list[Any], squares: list[int], **_: Any) -> list[float]:
+def counted(completions: list[Any], squares: list[int], **_: Any) -> list[float | None]:
     """1 for the right number and nothing else, half of it for a longer answer that has the number, minus its length."""
     rewards = []
     for completion, right in zip(completions, squares, strict=True):

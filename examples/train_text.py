@@ -34,13 +34,13 @@ class Recipe:
     qlora: bool = field(default=False, metadata={"help": "The same, over a base model in 4 bits."})
 
 
-def right_answer(completions: list[Any], solution: list[str], **_: Any) -> list[float]:
+def right_answer(completions: list[Any], solution: list[str], **_: Any) -> list[float | None]:
     """1 where the last line has the solution. `trl.rewards.accuracy_reward` also knows equal ones written otherwise."""
     texts = [completion[0]["content"] for completion in completions]
     return [float(right in text.strip().split("\n")[-1]) for text, right in zip(texts, solution, strict=True)]
 
 
-def brevity(completions: list[Any], **_: Any) -> list[float]:
+def brevity(completions: list[Any], **_: Any) -> list[float | None]:
     """A little less for a longer completion: -0.1 for 1000 characters."""
     return [-1e-4 * len(completion[0]["content"]) for completion in completions]
 

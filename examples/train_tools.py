@@ -41,7 +41,7 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def right_product(completions: list[Any], product: list[int], **_: Any) -> list[float]:
+def right_product(completions: list[Any], product: list[int], **_: Any) -> list[float | None]:
     """1 where the last message has the product, and 0.2 for a call of the tool."""
     rewards = []
     for messages, right in zip(completions, product, strict=True):

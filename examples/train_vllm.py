@@ -31,7 +31,7 @@ class Recipe:
     server: str | None = field(default=None, metadata={"help": "Address of a vLLM server; colocated without."})
 
 
-def two_hundred_letters(completions: list[str], **_: Any) -> list[float]:
+def two_hundred_letters(completions: list[str], **_: Any) -> list[float | None]:
     """The nearer a summary is to 200 letters, the better; 0 is best."""
     return [-abs(200 - len(completion)) / 200 for completion in completions]
 

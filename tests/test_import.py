@@ -188,3 +188,28 @@ import trl_fused_grpo
     last = run.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: trl_fused_grpo cannot extend TRL"), last
     assert "GRPOTrainer has no _get_per_token_logps_and_entropies" in last
+
+
+OLD_TRL = """
+import importlib.metadata, sys
+found = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.11.4" if name == "trl" else found(name)
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "trl":
+            raise ImportError("cannot import name 'GRPOConfig' from 'trl'")
+sys.meta_path.insert(0, Broken())
+"""
+
+
+@pytest.mark.parametrize("command", [False, True], ids=["import", "command"])
+def test_an_old_trl_is_refused_in_our_words_before_anything_is_imported_from_it(command):
+    code = "import trl_fused_grpo"
+    if command:
+        code = "sys.argv = ['trl-fused-grpo', 'doctor']; from trl_fused_grpo.cli import main; main()"
+    run = subprocess.run([sys.executable, "-c", f"{OLD_TRL}\n{code}"], capture_output=True, text=True)
+    assert run.returncode != 0
+    last = run.stderr.strip().splitlines()[-1]
+    told = f"trl_fused_grpo cannot extend TRL 0.11.4; install trl>={required.OLDEST_TRL},<={required.NEWEST_TRL}."
+    assert last.endswith(told), run.stderr
+    assert not command or run.stderr.strip().count("\n") == 0

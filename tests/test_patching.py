@@ -92,10 +92,10 @@ def test_an_inner_patch_ends_with_its_context():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fused_layot": "packed"}, "there is no option 'fused_layot'. The options are fused_backward, "),
+        ({"fused_layot": "packed"}, "there is no option 'fused_layot'. The options are fused_compile, "),
         ({"use_liger_loss": True}, "there is no option 'use_liger_loss'"),
-        ({"fused_layout": "dense"}, 'fused_layout must be "auto", "packed" or "padded"'),
-        ({"fused_memory": 2}, "fused_memory must be a fraction"),
+        ({"fused_layout": "dense"}, 'fused_layout must be None, "packed" or "padded"'),
+        ({"fused_memory": 2}, "fused_memory must be None or a fraction"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_at_once(options, message):
@@ -149,10 +149,11 @@ def test_what_the_arguments_say_wins(tmp_path, warnings_logged):
     assert [message for message in warnings_logged if "patch" in message] == []
 
 
-def test_a_fused_trainer_with_a_plain_config_is_fused_under_a_patch_alone(tmp_path):
-    assert not make_trainer(tmp_path, config=GRPOConfig).use_liger_loss
+def test_under_a_patch_the_flag_is_the_switch(tmp_path):
     with patch():
-        assert make_trainer(tmp_path, config=GRPOConfig).use_liger_loss
+        for said, is_on in ((None, True), (True, True), (False, False)):
+            trainer = make_trainer(tmp_path, trl.GRPOTrainer, config=GRPOConfig, use_liger_loss=said)
+            assert trainer.use_liger_loss is is_on
 
 
 def test_a_trainer_without_arguments_of_its_own_is_fused(tmp_path, monkeypatch):
@@ -176,7 +177,7 @@ def test_a_subclass_of_before_trains_as_stock_and_that_is_said_once(tmp_path, wa
             pass
 
         assert make_trainer(tmp_path, Meanwhile, config=GRPOConfig).use_liger_loss
-    assert not make_trainer(tmp_path, Meanwhile, config=GRPOConfig).use_liger_loss
+    assert make_trainer(tmp_path, Meanwhile, config=GRPOConfig).use_liger_loss  # its base is the fused trainer
     (message,) = [message for message in warnings_logged if "patch" in message]
     assert message.startswith("OwnTrainer was defined before trl_fused_grpo.patch() and trains with TRL's own loss")
 
@@ -230,9 +231,13 @@ def test_an_option_is_read_from_text(name, text, value):
     [
         ("fused_layot", "packed", "there is no option 'fused_layot'"),
         ("fused_layout", "dense", "fused_layout must be"),
-        ("fused_compile", "maybe", "fused_compile must be true or false, not 'maybe'"),
-        ("fused_memory", "half", "fused_memory must be a number, not 'half'"),
-        ("fused_max_tokens_per_forward", "1.5", "fused_max_tokens_per_forward must be a whole number, not '1.5'"),
+        ("fused_compile", "maybe", "fused_compile must be True or False, not 'maybe'"),
+        ("fused_memory", "half", "fused_memory must be None or a fraction above 0 and at most 1, not 'half'"),
+        (
+            "fused_max_tokens_per_forward",
+            "1.5",
+            "fused_max_tokens_per_forward must be None or a whole number from 0 on, not '1.5'",
+        ),
     ],
 )
 def test_text_that_is_no_option_is_refused(name, text, message):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import types
 from dataclasses import replace
 
@@ -10,9 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
-from trl_fused_grpo import FusedGRPOTrainer
+import trl_fused_grpo
+from trl_fused_grpo import FusedGRPOTrainer, FusedRLOOTrainer, fuse
 from trl_fused_grpo._compat.models import is_transformers_own
 from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninstall_fused_forward
 from trl_fused_grpo.modeling.packed_attention import uninstall_attention
@@ -35,6 +37,40 @@ def history(trainer):
 
 def weights(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("cls", [FusedGRPOTrainer, fuse(type("Mine", (GRPOTrainer,), {}))], ids=["class", "fuse"])
+@pytest.mark.parametrize(
+    ("said", "is_on"), [({}, True), ({"use_liger_loss": None}, True), (False, False), (True, True)]
+)
+def test_whoever_takes_the_class_has_its_loss_unless_they_say_not(tmp_path, caplog, cls, said, is_on):
+    said = said if isinstance(said, dict) else {"use_liger_loss": said}
+    for _ in range(2):
+        trainer = make_trainer(tmp_path, cls, config=GRPOConfig, max_steps=1, **said)
+    trainer.train()
+    assert any("fused/rows_recomputed" in entry for entry in trainer.state.log_history) is is_on
+    off = [
+        message for message in caplog.messages if "trains with TRL's own loss, because use_liger_loss=False" in message
+    ]
+    assert len(off) == (not is_on) and all(message.startswith(cls.__name__) for message in off)
+
+
+def test_the_signature_is_trls():
+    for fused, stock in ((FusedGRPOTrainer, GRPOTrainer), (FusedRLOOTrainer, RLOOTrainer)):
+        assert inspect.signature(fused) == inspect.signature(stock.__init__).replace(
+            parameters=[*inspect.signature(stock.__init__).parameters.values()][1:]
+        )
+
+    class Mine(FusedGRPOTrainer):
+        def __init__(self, own, **kwargs):
+            super().__init__(**kwargs)
+
+    assert list(inspect.signature(Mine).parameters) == ["own", "kwargs"]
+
+
+def test_the_package_names_what_is_public():
+    names = {name for name in trl_fused_grpo.__all__ if hasattr(trl_fused_grpo, name)}
+    assert names == {*trl_fused_grpo.__all__} >= {"FusedGRPOTrainer", "FusedGRPOConfig", "fuse", "patch"}
 
 
 def test_without_the_flag_training_is_stock_bit_for_bit(tmp_path):

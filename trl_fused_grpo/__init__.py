@@ -1,19 +1,55 @@
 """Drop-in `GRPOTrainer` for TRL whose fused loss trains exactly what TRL's own loss trains."""
 
-from ._compat import required as _required  # noqa: F401 - first: it refuses a TRL that the rest cannot build upon
-from .config import FusedGRPOConfig as FusedGRPOConfig
-from .fusing import FusedRLOOConfig as FusedRLOOConfig
-from .fusing import fuse as fuse
-from .fusing import fuse_config as fuse_config
-from .loss.liger_loss import FusedLinearGRPOLoss as FusedLinearGRPOLoss
-from .modeling.hidden_states import read_hidden_states as read_hidden_states
-from .modeling.output_projection import read_lm_head as read_lm_head
-from .ops.linear_logps import FusedStats as FusedStats
-from .ops.linear_logps import fused_linear_logps as fused_linear_logps
-from .ops.lm_head import LMHead as LMHead
-from .patching import patch as patch
-from .rloo import FusedRLOOTrainer as FusedRLOOTrainer
-from .trainer import FusedGRPOTrainer as FusedGRPOTrainer
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 
 __version__ = "0.1.0"
+__all__ = [
+    "FusedGRPOConfig",
+    "FusedGRPOTrainer",
+    "FusedLinearGRPOLoss",
+    "FusedRLOOConfig",
+    "FusedRLOOTrainer",
+    "FusedStats",
+    "LMHead",
+    "fuse",
+    "fuse_config",
+    "fused_linear_logps",
+    "patch",
+    "read_hidden_states",
+    "read_lm_head",
+]
+
+
+def _is_command() -> bool:
+    """Return `True` in a process of `trl-fused-grpo`, whose help is to need neither torch nor TRL."""
+    program = sys.argv[0]  # "-m" while Python looks for the module to run
+    return Path(program).stem == "trl-fused-grpo" or (program == "-m" and __name__ in sys.orig_argv)
+
+
+if TYPE_CHECKING or not _is_command():
+    # At once: TRL's configurations get their field, and its classes what `patch` needs
+    from .api import (
+        FusedGRPOConfig,
+        FusedGRPOTrainer,
+        FusedLinearGRPOLoss,
+        FusedRLOOConfig,
+        FusedRLOOTrainer,
+        FusedStats,
+        LMHead,
+        fuse,
+        fuse_config,
+        fused_linear_logps,
+        patch,
+        read_hidden_states,
+        read_lm_head,
+    )
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(".api", __name__), name)

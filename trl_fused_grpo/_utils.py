@@ -1,9 +1,10 @@
-"""Small context managers that several modules need."""
+"""Small context managers and a decorator that several modules need."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 
 T = TypeVar("T")
@@ -33,3 +34,8 @@ def temporary_attr(owner: Any, name: str, value: Any) -> Generator[None, None, N
             setattr(owner, name, previous)
         elif name in own:
             delattr(owner, name)
+
+
+def shown_as(function: T) -> Callable[[Any], T]:
+    """Decorate a function that takes the arguments of another with the other's signature, for editors too."""
+    return cast(Any, wraps(cast(Any, function)))

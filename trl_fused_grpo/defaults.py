@@ -4,16 +4,13 @@ option is read from text, as command lines give it.
 """
 
 from collections.abc import Callable, Mapping
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from .config import FusedOptions
+from .options import FusedOptions, check_option, type_of
 
 
 # Options of the patches in force, the latest last
 PATCHES: list[dict[str, Any]] = []
-
-_TYPES: dict[str, Any] = get_type_hints(FusedOptions)
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,10 +20,11 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         `ValueError`: naming the option, and those that there are or the values that it may have.
     """
-    for name in options:
-        if name not in _TYPES:
-            raise ValueError(f"there is no option {name!r}. The options are {', '.join(_TYPES)}.")
-    FusedOptions(**options)
+    for name, value in options.items():
+        if name not in FusedOptions.__dataclass_fields__:
+            known = ", ".join(FusedOptions.__dataclass_fields__)
+            raise ValueError(f"there is no option {name!r}. The options are {known}.")
+        check_option(name, value)
     return dict(options)
 
 
@@ -39,30 +37,22 @@ def patched_options() -> FusedOptions | None:
 
 def fused_loss_of(args: Any) -> tuple[bool, FusedOptions]:
     """
-    Return whether a trainer that is made now has the fused loss, and the options that its arguments do not have.
+    Return whether a fused trainer that is made now has the fused loss, and the options that its arguments do not have.
 
     Args:
-        args (`GRPOConfig`, *optional*): its arguments. Where they do not say `use_liger_loss`, `use_liger_kernel` and
-            the patches decide.
+        args (`GRPOConfig`, *optional*): its arguments. Whoever takes the fused trainer wants its loss, unless they say
+            `use_liger_loss=False`.
     """
-    patched = patched_options()
-    is_on = getattr(args, "use_liger_loss", None)
-    if is_on is None:
-        is_on = patched is not None or getattr(args, "use_liger_kernel", False)
-    is_on = bool(is_on)
-    return is_on, patched if patched and is_on else FusedOptions()
+    said = getattr(args, "use_liger_loss", None)
+    is_on = said is None or bool(said)
+    return is_on, (patched_options() if is_on else None) or FusedOptions()
 
 
 def _read_bool(text: str) -> bool:
     return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
 
 
-_READERS: dict[type, tuple[Callable[[str], Any], str]] = {
-    bool: (_read_bool, "true or false"),
-    int: (int, "a whole number"),
-    float: (float, "a number"),
-    str: (str, "text"),
-}
+_READERS: dict[type, Callable[[str], Any]] = {bool: _read_bool, int: int, float: float, str: str}
 
 
 def read_option(name: str, text: str) -> Any:
@@ -72,12 +62,9 @@ def read_option(name: str, text: str) -> Any:
     Raises:
         `ValueError`: when there is no such option or it cannot have that value; the message says what it may be.
     """
-    kinds = get_args(_TYPES.get(name)) or (_TYPES.get(name, str),)
-    if NoneType in kinds and text.lower() in ("none", "null"):
-        return None
-    read, expected = _READERS[next(kind for kind in kinds if kind is not NoneType)]
+    kind, may_be_none = type_of(name) if name in FusedOptions.__dataclass_fields__ else (str, False)
     try:
-        value = read(text)
+        value = None if may_be_none and text.lower() in ("none", "null") else _READERS[kind](text)
     except (KeyError, ValueError):
-        raise ValueError(f"{name} must be {expected}, not {text!r}.") from None
+        value = text  # refused below
     return checked_options({name: value})[name]

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from ._compat.trainers import CONFIGS, TRAINERS, trl_class
-from .config import FusedGRPOConfig, FusedOptions
+from .config import FusedGRPOConfig, FusedOptions, OptionsOfConfig
 from .rloo import FusedRLOOTrainer
 from .trainer import FusedGRPOTrainer
 
@@ -42,7 +42,7 @@ class _Fused:
 def fuse(trainer_class: Class) -> Class:
     """
     The fused subclass of a trainer's class. What it overrides runs as it does there; the log-probabilities that TRL's
-    methods behind it ask for come from the fused linear function, where the arguments say `use_liger_loss=True`.
+    methods behind it ask for come from the fused linear function, unless the arguments say `use_liger_loss=False`.
 
     ```python
     FusedGMPOTrainer = fuse(GMPOTrainer)
@@ -111,14 +111,8 @@ def _fused_subclass(trainer_class: Any, caller: str) -> Any:
     return fused_class
 
 
-class _FusedConfig:
+class _FusedConfig(OptionsOfConfig):
     """First base of what [`fuse_config`] returns."""
-
-    _has_fused_options = True
-
-    def __post_init__(self, *init_vars: Any) -> None:
-        super().__post_init__(*init_vars)  # ty: ignore[missing-attribute]
-        FusedOptions.from_args(self)  # refuses what an option cannot be
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Trainers save their arguments with each checkpoint. The class is made anew where they are loaded
@@ -126,7 +120,7 @@ class _FusedConfig:
         is_plain = reduced[0] is copyreg.__newobj__  # ty: ignore[missing-attribute]
         if _FusedConfig not in type(self).__bases__ or not is_plain:
             return reduced  # a subclass of it, or a `__reduce__` of the user's
-        return _new_config, (type(self).__mro__[2],), *reduced[2:]
+        return _new_config, (type(self).__bases__[1],), *reduced[2:]
 
 
 def _new_config(config_class: type) -> Any:
@@ -160,7 +154,7 @@ def fuse_config(config_class: Class) -> Class:
         raise TypeError(f"fuse_config takes {bases} or a subclass of one, not {config_class!r}.")
     if config_class is GRPOConfig:
         return FusedGRPOConfig  # ty: ignore[invalid-explicit-return]
-    if issubclass(config_class, (FusedGRPOConfig, _FusedConfig)):
+    if issubclass(config_class, OptionsOfConfig):
         return config_class
     made: list[Any] = [cls for cls in type.__subclasses__(config_class) if _FusedConfig in cls.__bases__]
     return made[0] if made else _fused_config(config_class)
@@ -185,11 +179,8 @@ def _fused_config(config_class: Any) -> Any:
             f"{config_class.__name__} has a constructor of its own, which the fused options would bypass: use a "
             "dataclass with __post_init__ instead."
         )
-    added: list[Any] = [
-        (one.name, one.type, field(default=one.default, metadata=one.metadata))
-        for one in fields(FusedGRPOConfig)
-        if one.name in options or one.name == "use_liger_loss"
-    ]
+    flag = FusedGRPOConfig.__dataclass_fields__["use_liger_loss"]
+    added: list[Any] = [(flag.name, flag.type, field(default=flag.default, metadata=flag.metadata))]
     name = f"Fused{config_class.__name__}"
     namespace: dict[str, Any] = {"__module__": config_class.__module__, "__doc__": inspect.getdoc(config_class)}
     # A method of the user's own, in whose place `dataclass` would put one; that of a hash is `None` where it has none

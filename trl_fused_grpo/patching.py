@@ -41,7 +41,12 @@ class Patch:
     """
     Handle of an installed patch. `undo()` takes it back, and so does leaving it as a context manager. Either may happen
     more than once, and patches may be undone in any order.
+
+    Attributes:
+        trainers_made (`int`): trainers of TRL and their subclasses that were made in this process, fused or not.
     """
+
+    trainers_made = 0
 
     def __init__(self, options: dict[str, Any]):
         self._options = checked_options(options)
@@ -76,8 +81,8 @@ def patch(**options: Any) -> Patch:
     `trl.GRPOTrainer` is [`FusedGRPOTrainer`] while the patch lasts, `trl.RLOOTrainer` is [`FusedRLOOTrainer`], and
     TRL's own classes, where code has imported them before, make instances of these. What the arguments say themselves
     wins: `use_liger_loss=False`, and options of a config that has them. A subclass that was defined before the patch
-    trains as stock, which is logged once; one that is defined meanwhile stays a subclass of the fused trainer, whose
-    loss is off after the patch. A trainer keeps what it got when it was made. What it did to its models is undone by
+    trains as stock, which is logged once; one that is defined meanwhile stays a subclass of the fused trainer. A
+    trainer keeps what it got when it was made. What it did to its models is undone by
     [`FusedGRPOTrainer.detach`].
 
     Args:
@@ -111,7 +116,9 @@ def _new(stock: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
     """`__new__` of a trainer of TRL: the fused trainer where a patch asks for it."""
     config: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, CONFIGS)), None)
     fused = _FUSED[stock]
-    if (args or kwargs) and not issubclass(cls, FusedTrainerMixin):  # a copy of a trainer is made without arguments
+    is_made = bool(args or kwargs)  # a copy of a trainer is made without arguments
+    Patch.trainers_made += is_made
+    if is_made and not issubclass(cls, FusedTrainerMixin):
         if PATCHES and fused_loss_of(config)[0]:
             if cls is stock:
                 cls = fused

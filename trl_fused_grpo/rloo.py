@@ -1,9 +1,10 @@
 """`FusedRLOOTrainer`: TRL's `RLOOTrainer` with its log-probabilities taken from the fused linear function."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trl import RLOOConfig, RLOOTrainer
 
+from ._utils import shown_as
 from .trainer import FusedTrainerMixin
 
 
@@ -23,3 +24,7 @@ class FusedRLOOTrainer(FusedTrainerMixin, RLOOTrainer):  # ty: ignore[lost-keywo
 
     args: RLOOConfig
     _tag_names: ClassVar[list[str]] = [*getattr(RLOOTrainer, "_tag_names", []), "fused-rloo"]  # ty: ignore[incompatible-attribute-override]
+
+    @shown_as(RLOOTrainer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)

@@ -10,7 +10,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
-from trl_fused_grpo.training.checks import check_options
 from trl_fused_grpo.training.logps_request import LogpsArgs
 from trl_fused_grpo.training.overrides import has_objective_in_front, replaced_behind
 from trl_fused_grpo.training.state import FusedState
@@ -18,6 +17,7 @@ from trl_fused_grpo.training.summary import Summary, summary_of
 
 from ._compat import trl as trl_compat
 from ._compat.trainers import trl_class
+from ._utils import shown_as
 from .defaults import fused_loss_of
 
 
@@ -40,8 +40,7 @@ class FusedTrainerMixin(_Trainer):
         self._fused = FusedState(self, defaults)
         if not self.use_liger_loss:
             super().__init__(*args, **kwargs)
-            self._fused.engine.read_options()
-            check_options(self)
+            self._fused.attach_nothing()
             return
         if isinstance(model, PreTrainedModel):
             output_projection(model)  # refuses with more to say than TRL's constructor
@@ -54,7 +53,7 @@ class FusedTrainerMixin(_Trainer):
         Undo what this trainer did to objects that outlive it. Idempotent; training, or any other call for log-probs,
         does it again.
 
-        With `use_liger_loss=True`, constructing and using the trainer has these effects beside those of TRL:
+        Without `use_liger_loss=False`, constructing and using the trainer has these effects beside those of TRL:
 
         - The `forward` of the policy, of the reference and of any other model that log-probs were asked of takes the
           keyword `fused`. Undone here. Where Accelerate's mixed precision has wrapped it, it stays in the wrapper and
@@ -172,10 +171,9 @@ class FusedGRPOTrainer(FusedTrainerMixin, GRPOTrainer):  # ty: ignore[lost-keywo
     Drop-in for [`~trl.GRPOTrainer`]: the same constructor, objective and metrics, without `[batch, length, vocab]`
     logits.
 
-    With `use_liger_loss=True` in its arguments, every log-probability (policy, old policy, reference) comes from the
-    fused linear function; TRL's own `_compute_loss` turns them into the loss. With `use_liger_loss=False` it is the
-    stock trainer, and so it is where they say neither, unless [`patch`] switches the loss on. `use_liger_kernel=True`
-    alone means the fused loss and Liger's layer kernels.
+    Every log-probability (policy, old policy, reference) comes from the fused linear function; TRL's own
+    `_compute_loss` turns them into the loss. With `use_liger_loss=False` in its arguments it is the stock trainer.
+    `use_liger_kernel=True` means Liger's layer kernels as well.
 
     Micro-batches of an accumulation window may share a forward of the model (`fused_max_tokens_per_forward`). Each has
     its loss in its own training step. The gradients of all come with the last of them.
@@ -191,3 +189,7 @@ class FusedGRPOTrainer(FusedTrainerMixin, GRPOTrainer):  # ty: ignore[lost-keywo
 
     args: GRPOConfig
     _tag_names: ClassVar[list[str]] = [*getattr(GRPOTrainer, "_tag_names", []), "fused-grpo"]  # ty: ignore[incompatible-attribute-override]
+
+    @shown_as(GRPOTrainer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)

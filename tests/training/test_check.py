@@ -223,7 +223,7 @@ def test_log_probs_that_are_not_numbers_are_told(tmp_path, told, monkeypatch):
     assert "by nan nats" in told()[0]
 
 
-@pytest.mark.parametrize("layout", ["auto", "padded"])
+@pytest.mark.parametrize("layout", [None, "padded"])
 def test_a_gradient_that_is_four_percent_off_is_told_and_the_faster_rows_are_left(tmp_path, told, monkeypatch, layout):
     right = PrecomputedGrads.resolve_forecast_grads
     monkeypatch.setattr(

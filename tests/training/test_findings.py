@@ -673,7 +673,7 @@ def test_unknown_code_in_a_layout_that_was_asked_for_shares_nothing_and_is_told(
     assert ",," not in told[0] and ",." not in told[0]
 
 
-@pytest.mark.parametrize("layout", ["auto", "padded"])
+@pytest.mark.parametrize("layout", [None, "padded"])
 def test_unknown_code_in_any_other_layout_keeps_trls_rows(tmp_path, layout):
     model = tiny_model("llama")
     model.model.layers[0].add_module("part", OwnModule())
@@ -756,7 +756,7 @@ class Remembering(nn.Module):
         return self.mlp(hidden)
 
 
-@pytest.mark.parametrize("layout", ["auto", "packed"])
+@pytest.mark.parametrize("layout", [None, "packed"])
 def test_state_of_unknown_code_is_neither_bound_anew_nor_lost(tmp_path, layout):
     parts, stock = [], None
     for cls in (GRPOTrainer, FusedGRPOTrainer):
@@ -773,7 +773,7 @@ def test_state_of_unknown_code_is_neither_bound_anew_nor_lost(tmp_path, layout):
         parts.append(part)
     stock, fused = parts
     assert fused.calls == stock.calls
-    if layout == "auto":
+    if layout is None:
         assert fused.widths == stock.widths
 
 

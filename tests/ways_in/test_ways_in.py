@@ -1,5 +1,6 @@
 """An unmodified script trains as stock with the fused loss. In this process; `test_wheel.py` has others."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -106,14 +107,55 @@ def test_what_a_script_raises_is_left_to_python(error, is_module, tmp_path, monk
         ((), "required: SCRIPT"),
         (("gone.py",), "there is no file gone.py"),
         (("--fused_layout", "dense", __file__), "fused_layout must be"),
-        (("--fused_layot", "packed", __file__), "unrecognized arguments: --fused_layot"),
+        (
+            ("--fused_memory", "80%", __file__),
+            "fused_memory must be None or a fraction above 0 and at most 1, not '80%'",
+        ),
+        (("--fused_layot", "packed", __file__), "there is no option --fused_layot; did you mean --fused_layout?"),
+        (("-m", "nope"), "there is no module nope that can be run"),
+        (("-m", "nope.train"), "there is no module nope.train that can be run"),
+        (("-m", "json"), "there is no module json that can be run"),
     ],
-    ids=["no-script", "no-file", "value", "name"],
+    ids=["no-script", "no-file", "value", "number", "name", "no-module", "no-package", "package"],
 )
 def test_a_command_line_that_cannot_be_run_says_why(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(*words) == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("trl-fused-grpo run: ") and message in line
+
+
+@pytest.mark.parametrize(
+    ("code", "is_said"),
+    [
+        ("pass", True),
+        ("import sys; sys.exit(0)", True),
+        ("import json; json.loads('{')", False),
+        ("import trl\ntry: trl.GRPOTrainer('gone', reward_funcs=[])\nexcept Exception: pass", False),
+    ],
+    ids=["no trainer", "exit", "error", "trainer"],
+)
+def test_a_script_that_makes_no_trainer_is_said_to_have_fused_nothing(code, is_said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("plain.py").write_text(code)
+    with contextlib.suppress(ValueError):
+        run("plain.py")
+    told = (
+        "plain.py has made no GRPOTrainer or RLOOTrainer in this process: nothing was fused." in capsys.readouterr().err
+    )
+    assert told is is_said
+
+
+def test_help_of_run_shows_choices_and_defaults(capsys):
+    assert run("--help") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert 'None, "packed" or "padded"; default: None.' in told
+    assert "True or False; default: True." in told
+    assert (
+        told.index("--fused_memory VALUE, --fused-memory")
+        < told.index("rarely needed")
+        < told.index("--fused_lora VALUE, ")
+    )
 
 
 def test_parity_compares_with_stock_whatever_is_patched():

@@ -9,3 +9,24 @@ or PEFT, `peft` what PEFT's LoRA layer computes and which adapters are on, `arch
 is made of, `torch` private names of torch. `libraries` tells whose code something is, `repeated_hooks` takes away hooks
 that transformers adds again. `dataclass_fields` adds a field to a class of TRL's options.
 """
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+
+OLDEST_TRL, NEWEST_TRL = Version("0.27.2"), Version("1.16.0")
+SUPPORTED_TRL = f"trl>={OLDEST_TRL},<={NEWEST_TRL}"
+
+
+def _refuse_old_trl() -> None:
+    """Refuse a TRL that is too old before anything is imported from it: that would fail with less to say."""
+    try:
+        found = Version(version("trl"))
+    except PackageNotFoundError:  # not installed, or found in another way
+        return
+    if Version(found.base_version) < OLDEST_TRL:
+        raise ImportError(f"trl_fused_grpo cannot extend TRL {found}; install {SUPPORTED_TRL}.")
+
+
+_refuse_old_trl()

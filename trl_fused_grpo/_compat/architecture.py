@@ -213,3 +213,19 @@ def layer_types(config: Any) -> set[str]:
     """The kinds of layers that a text configuration names, under the names that families give the option."""
     names = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     return set(names)
+
+
+def drops_out_attention(module: nn.Module) -> bool:
+    """
+    Whether a module is attention that is known to drop out in training: by a number that it passes on, or a dropout
+    named after attention. Dropout of what attention returns is another.
+    """
+    if "Attention" not in type(module).__name__:
+        return False
+    for name, value in (*vars(module).items(), *module.named_children()):
+        if "drop" in name and "hidden" not in name and "resid" not in name:
+            if isinstance(value, nn.Dropout):
+                value = value.p if "att" in name else 0.0
+            if isinstance(value, float) and value > 0:
+                return True
+    return False

@@ -25,8 +25,9 @@ from torch.nn.utils import parametrizations
 from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from trl import GRPOConfig, GRPOTrainer
 
+from . import NEWEST_TRL, OLDEST_TRL, SUPPORTED_TRL
 
-OLDEST_TRL, NEWEST_TRL = Version("0.27.2"), Version("1.16.0")
+
 TRL = Version(Version(trl.__version__).base_version)
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 
@@ -159,14 +160,13 @@ def check_trl(trainer_class: type = GRPOTrainer, version: Version = TRL) -> None
     Raises:
         `ImportError`: when TRL is too old or something that the fused trainer builds upon is gone; it is named.
     """
-    supported = f"trl>={OLDEST_TRL},<={NEWEST_TRL}"
     missing = _missing(trainer_class, version)
     if version < OLDEST_TRL or missing:
         gone = f" with these libraries ({'; '.join(missing)})" if missing else ""
-        raise ImportError(f"trl_fused_grpo cannot extend TRL {version}{gone}; install {supported}.")
+        raise ImportError(f"trl_fused_grpo cannot extend TRL {version}{gone}; install {SUPPORTED_TRL}.")
     if version > NEWEST_TRL:
         warnings.warn(
-            f"trl_fused_grpo was tested with {supported}, and TRL {version} is newer: run `trl-fused-grpo parity` "
+            f"trl_fused_grpo was tested with {SUPPORTED_TRL}, and TRL {version} is newer: run `trl-fused-grpo parity` "
             "before you rely on it.",
             stacklevel=2,
         )

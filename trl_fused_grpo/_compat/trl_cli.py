@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import trl
@@ -49,7 +50,20 @@ def use_config(config: type) -> None:
 
 def launch_options() -> set[str]:
     """The names in a YAML file that `trl grpo` hands on to `accelerate launch`, where its script has no such option."""
-    return {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"}
+    strings = [string for action in launch_command_parser()._actions for string in action.option_strings]
+    return {string.lstrip("-").replace("-", "_") for string in strings} | {"accelerate_config", "env"}
+
+
+def script_classes(config: type) -> tuple[Any, ...]:
+    """What TRL's script for GRPO parses, with another config."""
+    from trl.scripts.grpo import GRPOScriptArguments
+
+    return GRPOScriptArguments, config, trl.ModelConfig, trl.DatasetMixtureConfig
+
+
+def option_names(config: type) -> set[str]:
+    """The names of the options of TRL's script for GRPO, with another config."""
+    return {option.name for cls in script_classes(config) for option in fields(cls)}
 
 
 def _redirect(launch: Callable[[argparse.Namespace], None]) -> None:

@@ -1,28 +1,30 @@
 """`trl-fused-grpo doctor`: what is installed, and what a training of a model and a configuration would do."""
 
 import contextlib
+import io
 import json
 import sys
 import tempfile
-from dataclasses import fields
+from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import transformers
 import trl
-import typer
 import yaml
 from datasets import Dataset
 from transformers import AutoConfig, PreTrainedModel
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
-from trl_fused_grpo._compat.trl_cli import launch_options
+from trl_fused_grpo._compat.trl_cli import launch_options, option_names, script_classes
 from trl_fused_grpo.parity.tiny import tokenizer
 from trl_fused_grpo.training.checks import check_options
 from trl_fused_grpo.training.summary import Summary, SummaryLine, device_line, versions, versions_line
 
+from .grpo import read_options
 from .parity import _quiet
+from .words import refuse, unknown_name
 
 
 # What each package is for, beside those that this one needs
@@ -38,30 +40,26 @@ _LEFT_OUT = (
 _DISTRIBUTED = ("deepspeed", "fsdp")
 
 
-def doctor(
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="A model: a folder, or a name on the Hub.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="A configuration, as `trl grpo --config` reads it.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def doctor(model: str | None, config: Path | None, device: str | None, as_json: bool) -> int:
     """
-    Say which paths a training would take, why not a faster one, and what to change.
+    Print what a training would do, and return the exit code: 1 where the trainer would refuse.
 
-    Without a model: what is installed, and what is missing. With one it is made from its configuration, without
-    weights. Exits with 1 where the trainer would refuse, with its message.
+    Args:
+        model (`str`, *optional*): a folder, or a name on the Hub.
+        config (`Path`, *optional*): a YAML file for `trl grpo`.
+        device (`str`, *optional*): `"cpu"` or `"cuda"`; by default the one that is here.
+        as_json (`bool`): whether to print JSON.
     """
-    if config is not None and not config.is_file():
-        raise typer.BadParameter(f"{config} does not exist.")
-    summary, refused = _installed(), None
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    summary, refused = _installed(device), None
     if model is not None or config is not None:
         # What TRL prints goes to stderr, so that nothing but the table is on stdout
         with _quiet(), contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
             try:
-                summary = _of_training(model, config, Path(folder))
-            except (Exception, SystemExit) as error:  # whatever the trainer or TRL's parser says is the answer
+                summary = _of_training(model, config, device, Path(folder))
+            except NothingToLookAtError as error:
+                refuse("doctor", str(error))
+            except Exception as error:  # whatever the trainer says is the answer
                 refused = f"{type(error).__name__}: {error}"
     if as_json:
         lines = [line._asdict() for line in summary]
@@ -70,14 +68,17 @@ def doctor(
         print(summary)
         if refused:
             print(f"\nThe trainer refuses this. {refused}")
-    raise typer.Exit(1 if refused else 0)
+    return 1 if refused else 0
 
 
-def _installed() -> Summary:
+class NothingToLookAtError(ValueError):
+    """The model cannot be loaded, or the configuration has something that is no option."""
+
+
+def _installed(device: str) -> Summary:
     """What is installed and what is missing."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = versions()
-    lines = Summary([versions_line(), device_line(device)])
+    lines = Summary([versions_line(), device_line(torch.device(device))])
     for package, purpose in _OPTIONAL.items():
         if found[package] is None:
             value = f"not installed, needed for {purpose} alone"
@@ -85,19 +86,26 @@ def _installed() -> Summary:
     return lines
 
 
-def _of_training(model: str | None, config: Path | None, folder: Path) -> Summary:
+def _of_training(model: str | None, config: Path | None, device: str, folder: Path) -> Summary:
     """The summary of a trainer that is made as TRL would make it, in one process and without weights."""
-    options = yaml.safe_load(config.read_text(encoding="utf-8")) or {} if config else {}
-    known = {option.name for cls in _config_classes() for option in fields(cls)}
+    try:
+        options = read_options(config) if config else {}
+    except ValueError as error:
+        raise NothingToLookAtError(str(error)) from error
+    known = option_names(FusedGRPOConfig)
     of_launch = launch_options() - known
+    unknown = [name for name in options if name not in known | of_launch]
+    if unknown:
+        raise NothingToLookAtError(f"{config}: {unknown_name(unknown[0], known)}")
     left_out = [name for name in options if name in of_launch or (name in _DISTRIBUTED and options[name])]
     options = {name: value for name, value in options.items() if name not in of_launch.union(_LEFT_OUT)}
     args, model_args = _parsed(options, folder)
     name = model or model_args.model_name_or_path
     if name is None:
-        raise ValueError("no model: give --model, or model_name_or_path in the configuration.")
+        raise NothingToLookAtError("no model: give --model, or model_name_or_path in the configuration.")
     trainer = _trainer(name, args, model_args)
-    summary = trainer.fused_summary()
+    with _on(trainer, device):
+        summary = trainer.fused_summary()
     for option in left_out:
         summary.append(SummaryLine(option, "left out here: this looks at one process"))
     if options.get("load_in_4bit") or options.get("load_in_8bit"):
@@ -105,11 +113,15 @@ def _of_training(model: str | None, config: Path | None, folder: Path) -> Summar
     return summary
 
 
-def _config_classes() -> tuple[Any, ...]:
-    """What TRL's script parses, with the options of this package."""
-    from trl.scripts.grpo import GRPOScriptArguments
-
-    return GRPOScriptArguments, FusedGRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig
+@contextlib.contextmanager
+def _on(trainer: Any, device: str) -> Generator[None, None, None]:
+    """While it lasts, a trainer is taken to be on a device, which need not be here."""
+    state = trainer.accelerator.state
+    kept, state.device = state.device, torch.device(device)
+    try:
+        yield
+    finally:
+        state.device = kept
 
 
 def _parsed(options: dict[str, Any], folder: Path) -> tuple[Any, Any]:
@@ -120,8 +132,12 @@ def _parsed(options: dict[str, Any], folder: Path) -> tuple[Any, Any]:
         options["use_cpu"] = True  # else mixed precision is refused
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(options), encoding="utf-8")
-    parser = trl.TrlParser(_config_classes())
-    _, args, model_args, _ = parser.parse_args_and_config(["--config", str(file)])
+    parser, said = trl.TrlParser(script_classes(FusedGRPOConfig)), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            _, args, model_args, _ = parser.parse_args_and_config(["--config", str(file)])
+    except SystemExit as error:  # of argparse, whose last line says why, below all options that there are
+        raise ValueError(said.getvalue().strip().rpartition("\n")[2]) from error
     return args, model_args
 
 
@@ -144,7 +160,7 @@ def _trainer(name: str, args: Any, model_args: Any) -> Any:
         **(args.model_init_kwargs or {}),
     }
     args.model_init_kwargs = None
-    rewards = [lambda completions, **_: [0.0] * len(completions)] * len(args.reward_weights or [1.0])
+    rewards: Any = [lambda completions, **_: [0.0] * len(completions)] * len(args.reward_weights or [1.0])
     prompts = Dataset.from_dict({"prompt": ["w5 w6"] * 8})
     trainer: Any = _Unplaced(
         model=_model_without_weights(name, init),
@@ -158,14 +174,17 @@ def _trainer(name: str, args: Any, model_args: Any) -> Any:
     args.use_vllm, args.beta = use_vllm, beta
     trainer.use_vllm, trainer.beta = use_vllm, beta
     check_options(trainer)
-    trainer.model.train()
     return trainer
 
 
 def _model_without_weights(name: str, init: dict[str, Any]) -> PreTrainedModel:
     """A model of the class that TRL would load. Its weights are memory that nobody has written or read."""
     where = {"revision": init["revision"], "trust_remote_code": bool(init["trust_remote_code"])}
-    config = AutoConfig.from_pretrained(name, **where)
+    try:
+        config = AutoConfig.from_pretrained(name, **where)
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise NothingToLookAtError(f"the model {name} cannot be loaded: {why}") from error
     architecture = (config.architectures or [""])[0]
     auto: Any = transformers.AutoModelForCausalLM
     if architecture.endswith("ForConditionalGeneration"):

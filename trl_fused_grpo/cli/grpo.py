@@ -1,15 +1,48 @@
 """`trl-fused-grpo grpo` is `trl grpo` with the fused trainer and its options."""
 
-import typer
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from trl_fused_grpo import FusedGRPOConfig
-from trl_fused_grpo._compat.trl_cli import run_grpo_command
+from trl_fused_grpo._compat.trl_cli import launch_options, option_names, run_grpo_command
+
+from .words import refuse, unknown_name
 
 
-def grpo(context: typer.Context) -> None:
+def grpo(words: list[str]) -> None:
     """
-    `trl grpo` with the fused loss: TRL's arguments and YAML files, and fused_* options among them.
+    Run `trl grpo` with the fused trainer.
 
-    Processes are started through `accelerate launch`, with its options too, as `trl grpo` does.
+    Args:
+        words (`list[str]`): what follows `grpo` on the command line.
     """
-    run_grpo_command(context.args, FusedGRPOConfig, "trl_fused_grpo.cli.grpo_script")
+    names = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
+    if "--config" in words[:-1]:
+        try:
+            names += read_options(Path(words[words.index("--config") + 1]))
+        except ValueError as error:
+            refuse("grpo", str(error))
+    known = option_names(FusedGRPOConfig) | launch_options() | {"config", "help"}
+    for name in names:
+        plain = name.replace("-", "_")
+        if not any(one.startswith(plain.removeprefix("no_")) for one in known):  # argparse takes beginnings
+            refuse("grpo", unknown_name(plain, known))
+    run_grpo_command(words, FusedGRPOConfig, "trl_fused_grpo.cli.grpo_script")
+
+
+def read_options(file: Path) -> dict[str, Any]:
+    """
+    The options in a YAML file.
+
+    Raises:
+        `ValueError`: where there is no such file, or it has no options.
+    """
+    try:
+        options = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"{file} has no options: it is no YAML mapping.")
+    return options

@@ -6,24 +6,15 @@ import runpy
 import sys
 from argparse import REMAINDER, SUPPRESS, ArgumentParser
 from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import typer
-
-from trl_fused_grpo import FusedGRPOConfig, patch
-from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.defaults import read_option
+from trl_fused_grpo.options import BASIC_OPTIONS, FusedOptions, allowed_values
 
-
-def run(context: typer.Context) -> None:
-    """
-    Run a script of yours, unchanged, with the fused loss in all its trainers: run [OPTIONS] [-m] SCRIPT [ARGUMENTS].
-
-    What follows the script is the script's. With several processes: accelerate launch -m trl_fused_grpo run SCRIPT.
-    """
-    run_words(context.args)
+from .words import OneLineParser, refuse
 
 
 def run_words(words: list[str]) -> None:
@@ -42,15 +33,17 @@ def run_words(words: list[str]) -> None:
 
 def command_line() -> ArgumentParser:
     """The parser of what follows `trl-fused-grpo run`; values of options are text."""
-    parser = ArgumentParser(
+    parser = OneLineParser(
         "trl-fused-grpo run",
         allow_abbrev=False,
         description="Run a script with the fused loss in all its trainers. Options stand before the script.",
     )
-    for name in vars(FusedOptions()):
-        told = FusedGRPOConfig.__dataclass_fields__[name].metadata["help"]
+    basic, rare = (parser.add_argument_group(f"{kind} options") for kind in ("basic", "rarely needed"))
+    for name, option in FusedOptions.__dataclass_fields__.items():
+        told = f"{option.metadata['help']} {allowed_values(name)}; default: {option.default}."
         names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        parser.add_argument(*names, dest=name, metavar="VALUE", default=SUPPRESS, help=told)
+        group = basic if name in BASIC_OPTIONS else rare
+        group.add_argument(*names, dest=name, metavar="VALUE", default=SUPPRESS, help=told)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as of python -m.")
     parser.add_argument("script", metavar="SCRIPT", help="What to run, as python would.")
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=REMAINDER, help="The script's own arguments.")
@@ -67,18 +60,47 @@ def run_patched(script: str, arguments: list[str], options: dict[str, Any], is_m
         options (`dict`): of [`patch`].
         is_module (`bool`): whether `script` is a module's name.
     """
+    from trl_fused_grpo import patch  # here: help needs none of it
+
     kept = sys.argv, [*sys.path]
     sys.argv = ["-m" if is_module else script, *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if is_module else str(Path(script).resolve().parent)  # as Python does
     try:
-        with patch(**options):
+        with patch(**options) as handle:
+            before = handle.trainers_made
             if is_module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                _run_file(os.path.abspath(script))
+                _check_module(script)
+            try:
+                _run(script, is_module)
+            finally:
+                is_error = not isinstance(sys.exc_info()[1], SystemExit | None)
+                if handle.trainers_made == before and not is_error:
+                    told = "has made no GRPOTrainer or RLOOTrainer in this process: nothing was fused."
+                    print(f"trl-fused-grpo run: {script} {told}", file=sys.stderr)
     finally:
         sys.argv, sys.path[:] = kept
+
+
+def _check_module(name: str) -> None:
+    """End the process where there is no module to run."""
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # the package above it lacks another
+        spec = None
+    if spec is None:
+        refuse("run", f"there is no module {name} that can be run.")
+
+
+def _run(script: str, is_module: bool) -> None:
+    if is_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        _run_file(os.path.abspath(script))
 
 
 def _run_file(path: str) -> None:

@@ -35,6 +35,7 @@ class Traits(NamedTuple):
         compresses (`bool`): whether modules compress the tokens that a layer attends to, padding included.
         chooses (`bool`): whether modules choose the tokens that a layer attends to.
         is_wrapped (`bool`): whether layers are checkpointed by a module around them.
+        drops_out (`bool`): whether attention is known to drop out in training.
     """
 
     has_sinks: bool
@@ -43,6 +44,7 @@ class Traits(NamedTuple):
     compresses: bool
     chooses: bool
     is_wrapped: bool
+    drops_out: bool
 
 
 @LayerMemo
@@ -56,6 +58,7 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
         compresses=any(map(architecture.compresses_tokens, modules)),
         chooses=any(map(architecture.chooses_tokens, modules)),
         is_wrapped=any(map(torch_compat.is_checkpoint_wrapper, modules)),
+        drops_out=any(map(architecture.drops_out_attention, modules)),
     )
 
 
@@ -74,6 +77,8 @@ def why_not_packed(model: nn.Module, causal_lm: PreTrainedModel, reads_padding: 
         return reason
     if model_compat.neftune_noise(causal_lm):
         return "the strength of NEFTune's noise depends on the width of the rows"
+    if causal_lm.training and traits(causal_lm).drops_out:  # other dropout of attention is seen when it is called
+        return "its attention drops out"
     config = causal_lm.config.get_text_config()
     if {causal_lm.config.model_type, config.model_type} & model_compat.PADDING_MATTERS:
         return "its own results depend on the padding"
@@ -111,12 +116,7 @@ def why_not_packed(model: nn.Module, causal_lm: PreTrainedModel, reads_padding: 
         return "SDPA does not cap its attention scores"
     if attention == "sdpa" and traits(causal_lm).has_sinks:
         return "SDPA leaves out the sinks of its attention"
-    if (reason := why_replaced(causal_lm, attention)) is not None:
-        return reason
-    # Dropout in the others is seen when they are called
-    if is_flash and getattr(config, "attention_dropout", 0.0) and causal_lm.training:
-        return "it drops out attention"
-    return None
+    return why_replaced(causal_lm, attention)
 
 
 def depends_on_width(causal_lm: PreTrainedModel) -> bool:

@@ -33,13 +33,13 @@ from .plan import (
 logger = logging.get_logger(__name__)
 
 
-def check_backward(trainer: GRPOTrainer, backward: str) -> None:
+def check_backward(trainer: GRPOTrainer, backward: str | None) -> None:
     """
     Raise when `fused_backward="forecast"` is asked for and a batch of the training may have no forecast.
 
     Args:
         trainer (`GRPOTrainer`): at the end of its construction.
-        backward (`str`): its `fused_backward`.
+        backward (`str`, *optional*): its `fused_backward`.
 
     Raises:
         `ValueError`: naming the options to change.
@@ -48,7 +48,7 @@ def check_backward(trainer: GRPOTrainer, backward: str) -> None:
     if reason is not None:
         raise ValueError(
             f"fused_backward='forecast' needs a gradient that follows from each token's own log-prob, but {reason}; "
-            "or set fused_backward='auto', which forecasts where it can."
+            "or leave fused_backward out, which forecasts where it can."
         )
 
 

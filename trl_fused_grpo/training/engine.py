@@ -143,7 +143,7 @@ class LogpsEngine:
         with layers_as_they_are():
             reason = why_not_packed(self.unwrapped(model), self.causal_lm(model), reads_padding)
         if reason is not None and self.options.forces_rows:
-            raise ValueError(f"fused_layout='packed' does not fit this model: {reason}. Use 'auto'.")
+            raise ValueError(f"fused_layout='packed' does not fit this model: {reason}. Leave it out.")
         if reason is not None:
             logger.warning_once(f"Rows keep TRL's padding, because {reason}.")
         return reason is None
@@ -227,7 +227,7 @@ class LogpsEngine:
             `ValueError`: when packed rows were asked for.
         """
         if self.options.forces_rows:
-            raise ValueError(f"fused_layout='packed' does not fit this model: {error}. Use 'auto'.") from error
+            raise ValueError(f"fused_layout='packed' does not fit this model: {error}. Leave it out.") from error
         reason = Reason(Level.HEAD, str(error))
         self.trainer._fused.ladder.fall(reason)
         return Findings((*findings.reasons, reason))
@@ -249,7 +249,7 @@ class LogpsEngine:
             scaling=scaling,
             temperature=temperature,
             fp32=fp32,
-            backward=self.options.fused_backward,
+            backward=self.options.fused_backward or "auto",
             logits_mib=self.options.fused_logits_mib,
             packed=packed,
             share_prompts=self.shares_prompts(call.model),

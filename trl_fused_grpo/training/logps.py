@@ -179,7 +179,7 @@ def lay_out(
 def keep_padding(reason: str, is_forced: bool) -> None:
     """Log why a batch keeps TRL's padding, or raise where packed rows were asked for."""
     if is_forced:
-        raise ValueError(f"fused_layout='packed' does not fit this batch: {reason}. Use 'auto'.")
+        raise ValueError(f"fused_layout='packed' does not fit this batch: {reason}. Leave it out.")
     logger.warning_once(f"Batches keep TRL's padding where {reason}.")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
@@ -37,8 +38,11 @@ from .merging import MicroBatchMerger, reducing_gradients
 from .overrides import replaced_behind, replaced_method
 from .plan import why_forwards_are_not_shared
 from .rloo import DeferredOldLogps
-from .summary import print_summary
+from .summary import tell_summary
 from .window import AccumulationWindow
+
+
+logger = logging.get_logger(__name__)
 
 
 class FusedState:
@@ -70,7 +74,7 @@ class FusedState:
         self.check, self.window = Check(trainer, self.engine), AccumulationWindow(trainer)
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
-        self.is_in_train = self._has_summary_to_print = False
+        self.is_in_train = self._has_summary_to_tell = False
         self._is_asked = False  # for log-probs, in a training step
 
     def attach(self, layer_kernels: bool) -> None:
@@ -102,6 +106,13 @@ class FusedState:
         self.ladder.look()
         checks.log_what_has_no_effect(trainer)
 
+    def attach_nothing(self) -> None:
+        """With `use_liger_loss=False`: check the options, and say once that TRL trains alone."""
+        self.engine.read_options()
+        checks.check_options(self.trainer)
+        name = type(self.trainer).__name__
+        logger.warning_once(f"{name} trains with TRL's own loss, because use_liger_loss=False.")
+
     def detach(self) -> None:
         """Undo what was done to models and to transformers' attention. Idempotent."""
         self.engine.uninstall()
@@ -113,7 +124,7 @@ class FusedState:
         if self.trainer.use_liger_loss:
             self.engine.read_options()
             self.check.reset()
-            self._has_summary_to_print = True
+            self._has_summary_to_tell = True
         self.ratio.resolve()  # with the fused loss switched off meanwhile TRL would miss what was left out
         with temporary_attr(self, "is_in_train", True), self.merger.training():
             self.window.begin()
@@ -134,9 +145,9 @@ class FusedState:
         """While it lasts, TRL generates: some log-probs are left out. Yields vLLM's correction, `None` without it."""
         if not self.window.begins:  # then the training step has looked
             self.ladder.look(together=True)
-        if self._has_summary_to_print and self.trainer.model.training:
-            print_summary(self.engine)  # by now the model is in its wrappers
-            self._has_summary_to_print = False
+        if self._has_summary_to_tell and self.trainer.model.training:
+            tell_summary(self.engine)  # by now the model is in its wrappers
+            self._has_summary_to_tell = False
         with self.deferral.generation(self.window.steps_left):
             yield sampling_correction(self.trainer) if trainers.corrects_sampling(self.trainer) else None
         forget_repeated_hooks(self.trainer.model)
