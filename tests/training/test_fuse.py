@@ -99,7 +99,7 @@ def test_an_argument_of_the_users_constructor_and_the_options_arrive(tmp_path):
 
 
 def test_without_the_fused_loss_it_is_the_users_class(tmp_path):
-    trainer = make_trainer(tmp_path, FusedPlain, config=PlainConfig)
+    trainer = make_trainer(tmp_path, FusedPlain, config=PlainConfig, use_liger_loss=False)
     stock = make_trainer(tmp_path, Plain, config=PlainConfig)
     for mine, theirs in zip(*(loss_and_gradients(one, make_inputs()) for one in (trainer, stock)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
@@ -123,7 +123,8 @@ class OwnLigerLoss(GRPOTrainer):
 def test_an_own_liger_loss_is_refused_and_never_called_without_the_fused_loss(tmp_path):
     with pytest.raises(ValueError, match=r"OwnLigerLoss.compute_liger_loss .* override _compute_loss"):
         make_trainer(tmp_path, fuse(OwnLigerLoss))
-    loss_and_gradients(make_trainer(tmp_path, fuse(OwnLigerLoss), config=GRPOConfig), make_inputs())
+    off = make_trainer(tmp_path, fuse(OwnLigerLoss), use_liger_loss=False)
+    loss_and_gradients(off, make_inputs())
 
     class OfFused(FusedGRPOTrainer):
         def compute_liger_loss(self, model, inputs):
