@@ -1,9 +1,11 @@
 """`trl-fused-grpo doctor` tells what a training would do, from configurations alone."""
 
 import json
+import os
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
 from trl_fused_grpo.cli import app
@@ -20,6 +22,9 @@ def model(tmp_path):
 
 
 def doctor(*arguments):
+    # Each is a process of its own. transformers 4 leaves the precision in the environment
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
 
 

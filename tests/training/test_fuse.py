@@ -99,7 +99,7 @@ def test_an_argument_of_the_users_constructor_and_the_options_arrive(tmp_path):
 
 
 def test_without_the_fused_loss_it_is_the_users_class(tmp_path):
-    trainer = make_trainer(tmp_path, FusedPlain, config=PlainConfig)
+    trainer = make_trainer(tmp_path, FusedPlain, config=PlainConfig, use_liger_loss=False)
     stock = make_trainer(tmp_path, Plain, config=PlainConfig)
     for mine, theirs in zip(*(loss_and_gradients(one, make_inputs()) for one in (trainer, stock)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
@@ -134,7 +134,7 @@ def test_an_own_liger_loss_runs_as_in_a_subclass_of_the_fused_trainer(tmp_path):
 
 
 def test_an_own_liger_loss_is_not_called_without_the_fused_loss(tmp_path):
-    without = make_trainer(tmp_path, fuse(OwnLigerLoss), config=GRPOConfig)
+    without = make_trainer(tmp_path, fuse(OwnLigerLoss), use_liger_loss=False)
     stock = make_trainer(tmp_path, GRPOTrainer, config=GRPOConfig)
     loss, expected = (loss_and_gradients(one, make_inputs())[0] for one in (without, stock))
     assert torch.equal(loss, expected)

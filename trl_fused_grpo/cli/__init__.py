@@ -9,6 +9,7 @@ The `trl-fused-grpo` command, with a module for each of its commands. Help needs
 """
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +34,7 @@ def about(
     ] = False,
 ) -> None:
     """A faster GRPOTrainer for TRL that trains exactly what TRL trains."""
+    import_module("trl_fused_grpo._compat")  # refuses a TRL that is too old, before a command imports it
 
 
 @app.command("doctor")
