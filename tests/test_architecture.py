@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "rloo": {"trainer"},
     "patching": {"trainer", "rloo", "defaults", "_compat"},
     "fusing": {"trainer", "rloo", "config", "_compat"},
-    "parity": {"", "_compat", "modeling"},
+    "parity": {"", "_compat"},
     "cli": {"", "parity", "training", "patching", "defaults", "config", "_compat"},
     "__main__": {"cli"},
     "": {"config", "trainer", "rloo", "patching", "fusing", "loss", "modeling", "ops", "_compat"},

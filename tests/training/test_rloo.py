@@ -1,5 +1,5 @@
 """
-`FusedRLOOTrainer` against TRL's `RLOOTrainer`: whole trainings from the same weights. `parity --customised` has more.
+`FusedRLOOTrainer` against TRL's `RLOOTrainer`: whole trainings from the same weights. `tests.harness` has more.
 """
 
 import pickle

@@ -6,9 +6,9 @@ import pytest
 import transformers
 from transformers.utils import logging as transformers_logging
 
+from tests.harness.models import tiny_model
 from tests.tiny_training import make_trainer
 from trl_fused_grpo._compat.models import head_widths
-from trl_fused_grpo.parity.tiny import tiny_model
 from trl_fused_grpo.parity.tiny.families import FAMILIES
 from trl_fused_grpo.training.findings import WHAT_IS_DONE, Level, Reason
 from trl_fused_grpo.training.memory import why_no_memory_budget

@@ -3,9 +3,6 @@
 from dataclasses import dataclass, field
 
 
-DEVICE_LOST = "the device is lost"  # how the reason of such a result begins
-
-
 @dataclass
 class Result:
     """
@@ -17,18 +14,16 @@ class Result:
         description (`str`):
             What the case compares.
         verdict (`str`):
-            `"equal"`, `"different"`, `"failed"` (an exception) or `"skipped"` (does not apply here). A drawn case can
-            also be a `"tie"` or `"rounding"`, see [`rounding.rounding_verdict`], and in bfloat16 [`flips.flip_verdict`]
-            and [`chance.chance_verdict`].
+            `"equal"`, `"different"`, `"failed"` (an exception) or `"skipped"` (does not apply here).
         reason (`str`):
             Why it is not equal.
         loss (`float`, *optional*):
-            Stock's loss, summed over micro-batches; a training's `train_loss`.
+            Stock's loss, summed over micro-batches.
         loss_error (`float`, *optional*):
             Relative error of the fused trainer's loss: against stock's in float32, against float64 in bfloat16.
         gradient_error (`float`, *optional*):
             Relative error of the worst parameter's gradient against the same reference. In bfloat16 the worst parameter
-            is the one whose error is largest relative to stock's. In a training it is the error of the weights' change.
+            is the one whose error is largest relative to stock's.
         worst_parameter (`str`, *optional*):
             The parameter it belongs to.
         stock_loss_error, stock_gradient_error (`float`, *optional*):
@@ -69,13 +64,3 @@ class Result:
     recomputed: float | None = None
     layout: str | None = None
     seconds: float = 0.0
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether it is out of tolerance by rounding alone."""
-        return self.verdict in ("tie", "rounding")
-
-    @property
-    def is_device_lost(self) -> bool:
-        """Whether this process can run nothing more on its GPU."""
-        return self.reason.startswith(DEVICE_LOST)
