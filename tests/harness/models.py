@@ -26,7 +26,7 @@ VARIANTS |= {
     ),
     "attention-dropout": Family("LlamaConfig", {"attention_dropout": 0.3}),
     # Its layers without rotary positions scale queries by the column, every four columns
-    "llama4-tuned": replace(_LLAMA4, options={**_LLAMA4.options, "floor_scale": 4}, layout="padded"),
+    "llama4-tuned": replace(_LLAMA4, options={**_LLAMA4.options, "floor_scale": 4}),
     "doge": Family("DogeConfig", {"keep_window_size": 6}),
     "phimoe": Family(
         "PhimoeConfig",

@@ -149,7 +149,7 @@ def test_a_planted_fault_is_shrunk_to_a_command_that_repeats_it(harness, monkeyp
         "fused_share_prompts": False,
     }
     monkeypatch.setattr("tests.harness.rounding.MOVES", 2)  # enough for what is no rounding
-    monkeypatch.setattr("tests.harness.fuzz.random_case", lambda _: random_case(name_of(options)))
+    monkeypatch.setattr("tests.harness.command.drawn_names", lambda *_: [name_of(options)])
     monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", with_wrong_loss("mask_truncated_completions", 1.001))
     result = harness("--random", "1")
     assert result.exit_code == 1, result.output

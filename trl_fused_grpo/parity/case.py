@@ -22,30 +22,20 @@ class Batch:
     Micro-batches that the trainer gets as they are: its own generation is left out.
 
     Attributes:
-        old (`str`, *optional*):
-            Old log-probs: `None` leaves them out, `"policy"` gives the current ones, `"far"` moves them so that part of
-            the ratios lies beyond each clip bound, `"drifted"` moves whole rows beyond one bound or the other.
-        ratio (`str`, *optional*):
-            vLLM importance ratios: `"report"` gives one value a sequence, of mean 0.005, as Liger-Kernel's bug report
-            1082 does.
-        reference (`bool`):
-            Whether reference log-probs are given.
-        sampling (`bool`):
-            Whether the sampler's log-probs are given.
-        tool_mask (`bool`):
-            Whether some completion tokens were written by a tool.
-        token_advantages (`bool`):
-            Whether advantages have shape `[B, T]` instead of `[B]`.
-        empty_rows (`tuple[int, ...]`):
-            Rows without a single completion token.
-        empty_micro_batches (`tuple[int, ...]`):
-            Micro-batches in which every completion token is masked.
-        images (`str`, *optional*):
-            Format of the images in the prompts, a name in [`tiny.images.FORMATS`].
-        repeated_prompts (`bool`):
-            Whether the rows of the first group have the same prompt, with the same images.
-        lengths (`tuple`):
-            Of the prompts and completions of a micro-batch.
+        old (`str`, *optional*): old log-probs: `None` leaves them out, `"policy"` gives the current ones, `"far"` moves
+            them so that part of the ratios lies beyond each clip bound, `"drifted"` moves whole rows beyond one bound
+            or the other.
+        ratio (`str`, *optional*): vLLM importance ratios: `"report"` gives one value a sequence, of mean 0.005, as
+            Liger-Kernel's bug report 1082 does.
+        reference (`bool`): whether reference log-probs are given.
+        sampling (`bool`): whether the sampler's log-probs are given.
+        tool_mask (`bool`): whether some completion tokens were written by a tool.
+        token_advantages (`bool`): whether advantages have shape `[B, T]` instead of `[B]`.
+        empty_rows (`tuple[int, ...]`): rows without a single completion token.
+        empty_micro_batches (`tuple[int, ...]`): micro-batches in which every completion token is masked.
+        images (`str`, *optional*): format of the images in the prompts, a name in [`tiny.images.FORMATS`].
+        repeated_prompts (`bool`): whether the rows of the first group have the same prompt, with the same images.
+        lengths (`tuple`): of the prompts and completions of a micro-batch.
     """
 
     old: Literal["policy", "far", "drifted"] | None = None
@@ -67,21 +57,15 @@ class Rollout:
     Completions for which TRL itself computes rewards, advantages, masks, old and reference log-probs and vLLM ratios.
 
     Attributes:
-        sampling (`str`, *optional*):
-            Sampler's log-probs: `"token"` spreads the per-token ratios over both clip bounds, `"sequence"` the
-            per-sequence ones. `None`: the sampler gives none, as when transformers generates.
-        nan (`bool`):
-            Whether the sampler gives no log-prob (NaN) for some tokens.
-        env_mask (`bool`):
-            Whether some completion tokens were written by an environment.
-        truncated_rows (`tuple[int, ...]`):
-            Rows that stop without an end-of-sequence token.
-        has_marker (`bool`):
-            Whether the token before the last of every prompt is [`tiny.families.MARKER_ID`].
-        equal_completions (`bool`):
-            Whether all completions to the first prompt are the same, so that their advantages are zero.
-        lengths (`tuple`):
-            Of the prompts and completions of a micro-batch.
+        sampling (`str`, *optional*): sampler's log-probs: `"token"` spreads the per-token ratios over both clip bounds,
+            `"sequence"` the per-sequence ones. `None`: the sampler gives none, as when transformers generates.
+        nan (`bool`): whether the sampler gives no log-prob (NaN) for some tokens.
+        env_mask (`bool`): whether some completion tokens were written by an environment.
+        truncated_rows (`tuple[int, ...]`): rows that stop without an end-of-sequence token.
+        has_marker (`bool`): whether the token before the last of every prompt is [`tiny.families.MARKER_ID`].
+        equal_completions (`bool`): whether all completions to the first prompt are the same, so that their advantages
+            are zero.
+        lengths (`tuple`): of the prompts and completions of a micro-batch.
     """
 
     sampling: Literal["token", "sequence"] | None = None
@@ -99,50 +83,32 @@ class Case:
     One comparison.
 
     Attributes:
-        name (`str`):
-            As given to `--case`.
-        description (`str`):
-            What it compares, for the reader of `--list`.
-        config (`Mapping[str, Any]`):
-            `GRPOConfig` options. A TRL that lacks one of them skips the case.
-        data (`Batch` or `Rollout`):
-            Finished micro-batches, or completions from which TRL makes them.
-        model (`str`):
-            Tiny model, see [`tiny.model_config`].
-        adapter (`str`, *optional*):
-            PEFT adapter by its name in [`tiny.adapters`], for example `"attention"`: LoRA on the attention projections.
-        head (`bool`):
-            Whether the case is about a kind of output projection, and so belongs to `--models` too.
-        frozen_head (`bool`):
-            Whether the output projection needs no gradient.
-        frozen (`tuple[str, ...]`):
-            Ends of the names of further parameters that need no gradient.
-        noise (`float`):
-            Standard deviation of what is added to the trained weights, so that policy and reference differ.
-        mode (`str`):
-            `"train"`, `"eval"`, or `"log-probs"` for the log-prob method without gradient alone.
-        accumulation_windows (`int`):
-            How many accumulation windows run. Each has the micro-batches of one optimizer step.
-        update (`bool`):
-            Whether weights move between accumulation windows.
-        min_trl (`str`, *optional*):
-            First TRL version that supports the case; `None`: all that this package supports.
-        recomputed (`str`):
-            Rows recomputed in backward: `"none"` where the forecast must be right, `"some"` where it is wrong on
-            purpose, `"any"` where the objective has no forecast.
-        wrong_forecast (`bool`):
-            Whether the fused trainer gets a wrong forecast.
-        fused (`Mapping[str, Any]`):
-            `FusedGRPOConfig` options of the fused trainer.
-        layout (`str`, *optional*):
-            How the fused trainer lays out the rows, where a test holds it: `"packed"`, `"aligned"` or `"padded"`.
-        stock_fails (`tuple[str, ...]`):
-            Parts of the messages with which stock itself fails on some versions. The case is skipped there, and only
-            where stock fails so.
-        compare_bf16 (`bool`):
-            Whether bfloat16 is compared. `False` where rounding changes discrete choices, such as an expert's routing.
-        compare_liger (`bool`):
-            Whether TRL's Liger loss is compared, where there is one.
+        name (`str`): as given to `--case`.
+        description (`str`): what it compares, for the reader of `--list`.
+        config (`Mapping[str, Any]`): `GRPOConfig` options. A TRL that lacks one of them skips the case.
+        data (`Batch` or `Rollout`): finished micro-batches, or completions from which TRL makes them.
+        model (`str`): tiny model, see [`tiny.model_config`].
+        adapter (`str`, *optional*): PEFT adapter by its name in [`tiny.adapters`], for example `"attention"`: LoRA on
+            the attention projections.
+        head (`bool`): whether the case is about a kind of output projection, and so belongs to `--models` too.
+        frozen_head (`bool`): whether the output projection needs no gradient.
+        frozen (`tuple[str, ...]`): ends of the names of further parameters that need no gradient.
+        noise (`float`): standard deviation of what is added to the trained weights, so that policy and reference
+            differ.
+        mode (`str`): `"train"`, `"eval"`, or `"log-probs"` for the log-prob method without gradient alone.
+        accumulation_windows (`int`): how many accumulation windows run. Each has the micro-batches of one optimizer
+            step.
+        update (`bool`): whether weights move between accumulation windows.
+        min_trl (`str`, *optional*): first TRL version that supports the case; `None`: all that this package supports.
+        recomputed (`str`): rows recomputed in backward: `"none"` where the forecast must be right, `"some"` where it is
+            wrong on purpose, `"any"` where the objective has no forecast.
+        wrong_forecast (`bool`): whether the fused trainer gets a wrong forecast.
+        fused (`Mapping[str, Any]`): `FusedGRPOConfig` options of the fused trainer.
+        stock_fails (`tuple[str, ...]`): parts of the messages with which stock itself fails on some versions. The case
+            is skipped there, and only where stock fails so.
+        compare_bf16 (`bool`): whether bfloat16 is compared. `False` where rounding changes discrete choices, such as an
+            expert's routing.
+        compare_liger (`bool`): whether TRL's Liger loss is compared, where there is one.
     """
 
     name: str
@@ -162,7 +128,6 @@ class Case:
     recomputed: Literal["none", "some", "any"] = "none"
     wrong_forecast: bool = False
     fused: Mapping[str, Any] = field(default_factory=dict)
-    layout: str | None = None
     stock_fails: tuple[str, ...] = ()
     compare_bf16: bool = True
     compare_liger: bool = True

@@ -36,10 +36,8 @@ def compare(case: Case, settings: Settings) -> Result:
     Run one case on every trainer.
 
     Args:
-        case ([`Case`]):
-            What to run.
-        settings ([`Settings`]):
-            Device and dtype.
+        case ([`Case`]): what to run.
+        settings ([`Settings`]): device and dtype.
 
     Returns:
         [`Result`]:
@@ -54,12 +52,10 @@ def result_of(case: Case, settings: Settings, run: Callable[[Result], list[str]]
     The result of a case.
 
     Args:
-        case ([`Case`]):
-            What runs.
-        settings ([`Settings`]):
-            Device and dtype.
-        run (`Callable`):
-            Runs it, fills in the figures of the result, and returns what is not equal. It may set the verdict.
+        case ([`Case`]): what runs.
+        settings ([`Settings`]): device and dtype.
+        run (`Callable`): runs it, fills in the figures of the result, and returns what is not equal. It may set the
+            verdict.
     """
     result = Result(case.name, case.description, verdict="")
     start = time.perf_counter()

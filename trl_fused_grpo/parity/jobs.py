@@ -28,16 +28,11 @@ def run_cases(
     does not withhold the others.
 
     Args:
-        cases (`Sequence[Case]`):
-            What to run.
-        settings ([`Settings`]):
-            Device and dtype.
-        jobs (`int`):
-            Number of processes; with 1 everything runs in this one.
-        prepare (`Callable`, *optional*):
-            Called once in each of several processes.
-        compare (`Callable`):
-            Takes a case and the settings, and returns the result.
+        cases (`Sequence[Case]`): what to run.
+        settings ([`Settings`]): device and dtype.
+        jobs (`int`): number of processes; with 1 everything runs in this one.
+        prepare (`Callable`, *optional*): called once in each of several processes.
+        compare (`Callable`): takes a case and the settings, and returns the result.
     """
     if jobs == 1:
         _freeze_imports()

@@ -25,13 +25,7 @@ _SMALLEST = 1e-9  # where the plot puts an error of zero
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """
-    Versions, device and dtype with which the figures were measured.
-
-    Returns:
-        `dict[str, str]`:
-            Versions by distribution name, `"device"` and `"dtype"`.
-    """
+    """With which the figures were measured: versions by distribution name, `"device"` and `"dtype"`."""
     names = ("trl-fused-grpo", "trl", "transformers", "liger-kernel", "torch", "peft")
     device = settings.device
     if device == "cuda":
@@ -57,26 +51,17 @@ def passed(results: Sequence[Result]) -> bool:
 
 
 def print_report(
-    results: Sequence[Result],
-    settings: Settings,
-    console: Console,
-    layouts: bool = False,
-    measured: str = "gradient",
+    results: Sequence[Result], settings: Settings, console: Console, layouts: bool = False, measured: str = "gradient"
 ) -> None:
     """
     Print the table, what went wrong, and a summary line.
 
     Args:
-        results (`Sequence[Result]`):
-            In the order in which to show them.
-        settings ([`Settings`]):
-            Decides which errors are shown.
-        console (`rich.console.Console`):
-            Where to print.
-        layouts (`bool`):
-            Whether to show the layout of the fused trainer's rows.
-        measured (`str`):
-            What was compared.
+        results (`Sequence[Result]`): in the order in which to show them.
+        settings ([`Settings`]): decides which errors are shown.
+        console (`rich.console.Console`): where to print.
+        layouts (`bool`): whether to show the layout of the fused trainer's rows.
+        measured (`str`): what was compared.
     """
     console.print(_table(results, settings, layouts, measured))
     for result in results:
@@ -109,17 +94,7 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool, measure
 
 
 def print_issue_1082(results: Sequence[Result], settings: Settings, console: Console) -> None:
-    """
-    Print what TRL's Liger loss and the fused trainer make of each thing that Liger-Kernel's issue 1082 names.
-
-    Args:
-        results (`Sequence[Result]`):
-            Of `ISSUE_1082_CASES`.
-        settings ([`Settings`]):
-            Device and dtype.
-        console (`rich.console.Console`):
-            Where to print.
-    """
+    """Print what TRL's Liger loss and the fused trainer make of each thing that Liger-Kernel's issue 1082 names."""
     about = environment(settings)
     table = Table(
         title=f"TRL {about['trl']}, liger-kernel {about['liger-kernel']}: gradients relative to TRL's own path",
@@ -195,17 +170,7 @@ def _summary(results: Sequence[Result]) -> str:
 
 
 def write_json(results: Sequence[Result], settings: Settings, path: Path) -> None:
-    """
-    Write versions, settings and every figure.
-
-    Args:
-        results (`Sequence[Result]`):
-            As measured.
-        settings ([`Settings`]):
-            Device and dtype.
-        path (`Path`):
-            Overwritten. Numbers that are not finite become the strings `"inf"` and `"nan"`.
-    """
+    """Write versions, settings and every figure. Those that are not finite become the strings `"inf"` and `"nan"`."""
     content = {
         "environment": environment(settings),
         "tolerance": {
@@ -230,19 +195,7 @@ def _finite(value: Any) -> Any:
 def write_plot(results: Sequence[Result], settings: Settings, path: Path) -> bool:
     """
     Draw the worst gradient error of every case and, where TRL has one, its Liger loss's gradient norm over stock's.
-    Return `False`, and write nothing, if no case has an error.
-
-    Args:
-        results (`Sequence[Result]`):
-            As measured; cases without an error are left out.
-        settings ([`Settings`]):
-            Device and dtype.
-        path (`Path`):
-            Overwritten; the suffix chooses the format.
-
-    Raises:
-        `ImportError`:
-            Without matplotlib.
+    Return `False`, and write nothing, if no case has an error. The suffix of the path chooses the format.
     """
     from matplotlib.figure import Figure
 

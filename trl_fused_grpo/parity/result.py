@@ -9,41 +9,26 @@ class Result:
     Outcome of one case.
 
     Attributes:
-        name (`str`):
-            The case's name.
-        description (`str`):
-            What the case compares.
-        verdict (`str`):
-            `"equal"`, `"different"`, `"failed"` (an exception) or `"skipped"` (does not apply here).
-        reason (`str`):
-            Why it is not equal.
-        loss (`float`, *optional*):
-            Stock's loss, summed over micro-batches.
-        loss_error (`float`, *optional*):
-            Relative error of the fused trainer's loss: against stock's in float32, against float64 in bfloat16.
-        gradient_error (`float`, *optional*):
-            Relative error of the worst parameter's gradient against the same reference. In bfloat16 the worst parameter
-            is the one whose error is largest relative to stock's.
-        worst_parameter (`str`, *optional*):
-            The parameter it belongs to.
-        stock_loss_error, stock_gradient_error (`float`, *optional*):
-            Stock's errors against float64 for the same loss and parameter, bfloat16 only.
-        metrics_differ (`list[str]`):
-            Logged metrics whose names or, in float32, values differ.
-        fused_ratio (`float`, *optional*):
-            The fused trainer's gradient norm over stock's.
-        liger_ratio (`float`, *optional*):
-            Stock Liger's gradient norm over stock's.
-        liger_error (`float`, *optional*):
-            The distance of stock Liger's gradients from stock's, relative to their norm.
-        liger (`str`):
-            Why there is no `liger_ratio` though TRL has a Liger loss: `"refuses"`, `"fails"`, or empty.
-        recomputed (`float`, *optional*):
-            Fraction of rows that backward had to compute again.
-        layout (`str`, *optional*):
-            How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
-        seconds (`float`):
-            Time the case took.
+        name (`str`): the case's name.
+        description (`str`): what the case compares.
+        verdict (`str`): `"equal"`, `"different"`, `"failed"` (an exception) or `"skipped"` (does not apply here).
+        reason (`str`): why it is not equal.
+        loss (`float`, *optional*): stock's loss, summed over micro-batches.
+        loss_error (`float`, *optional*): relative error of the fused trainer's loss: against stock's in float32,
+            against float64 in bfloat16.
+        gradient_error (`float`, *optional*): relative error of the worst parameter's gradient against the same
+            reference. In bfloat16 the worst parameter is the one whose error is largest relative to stock's.
+        worst_parameter (`str`, *optional*): the parameter it belongs to.
+        stock_loss_error, stock_gradient_error (`float`, *optional*): stock's errors against float64 for the same loss
+            and parameter, bfloat16 only.
+        metrics_differ (`list[str]`): logged metrics whose names or, in float32, values differ.
+        fused_ratio (`float`, *optional*): the fused trainer's gradient norm over stock's.
+        liger_ratio (`float`, *optional*): stock Liger's gradient norm over stock's.
+        liger_error (`float`, *optional*): the distance of stock Liger's gradients from stock's, relative to their norm.
+        liger (`str`): why there is no `liger_ratio` though TRL has a Liger loss: `"refuses"`, `"fails"`, or empty.
+        recomputed (`float`, *optional*): fraction of rows that backward had to compute again.
+        layout (`str`, *optional*): how the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
+        seconds (`float`): time the case took.
     """
 
     name: str

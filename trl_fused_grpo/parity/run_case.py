@@ -34,18 +34,15 @@ class Outcome:
     What came out of a trainer.
 
     Attributes:
-        loss (`float`):
-            Sum of the micro-batches' losses.
-        tensors (`dict[str, torch.Tensor]`):
-            Gradient of every parameter after each accumulation window, or log-probs and entropies. On the CPU.
-        metrics (`dict[str, list[float]]`):
-            By name, what TRL would log after each accumulation window: the average over its micro-batches.
-        rows (`int`, *optional*):
-            Rows whose log-probabilities were computed, over all forwards; `None` where the trainer does not count them.
-        recomputed (`int`, *optional*):
-            How many of these rows backward computed a second time.
-        layout (`str`, *optional*):
-            How the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
+        loss (`float`): sum of the micro-batches' losses.
+        tensors (`dict[str, torch.Tensor]`): gradient of every parameter after each accumulation window, or log-probs
+            and entropies. On the CPU.
+        metrics (`dict[str, list[float]]`): by name, what TRL would log after each accumulation window: the average over
+            its micro-batches.
+        rows (`int`, *optional*): rows whose log-probabilities were computed, over all forwards; `None` where the
+            trainer does not count them.
+        recomputed (`int`, *optional*): how many of these rows backward computed a second time.
+        layout (`str`, *optional*): how the fused trainer laid the rows out: `"packed"`, `"aligned"` or `"padded"`.
     """
 
     loss: float = 0.0
@@ -127,16 +124,13 @@ def run_case(
     Run a case through a trainer's own step.
 
     Args:
-        trainer ([`GRPOTrainer`]):
-            Freshly built, or [`Restarted`].
-        case ([`Case`]):
-            What to run.
-        data (`list[dict]`):
-            From [`make_data`].
-        dtype (`torch.dtype`):
-            What weights are rounded to when they move, also where the trainer computes in a higher precision.
-        after_step (`Callable`, *optional*):
-            Gets the trainer and the number of the accumulation window after each micro-batch.
+        trainer ([`GRPOTrainer`]): freshly built, or [`Restarted`].
+        case ([`Case`]): what to run.
+        data (`list[dict]`): from [`make_data`].
+        dtype (`torch.dtype`): what weights are rounded to when they move, also where the trainer computes in a higher
+            precision.
+        after_step (`Callable`, *optional*): gets the trainer and the number of the accumulation window after each
+            micro-batch.
 
     Returns:
         [`Outcome`]:

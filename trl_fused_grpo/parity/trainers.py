@@ -45,14 +45,10 @@ class Settings:
     Where and in what precision comparisons run.
 
     Attributes:
-        folder (`Path`):
-            Where checkpoints are kept while comparisons run.
-        device (`str`):
-            `"cpu"` or `"cuda"`.
-        dtype (`torch.dtype`):
-            `torch.float32`, or `torch.bfloat16` for weights and autocast in bfloat16.
-        fused_class (`Callable`, *optional*):
-            Trainer class under test, [`FusedGRPOTrainer`] when left out.
+        folder (`Path`): where checkpoints are kept while comparisons run.
+        device (`str`): `"cpu"` or `"cuda"`.
+        dtype (`torch.dtype`): `torch.float32`, or `torch.bfloat16` for weights and autocast in bfloat16.
+        fused_class (`Callable`, *optional*): trainer class under test, [`FusedGRPOTrainer`] when left out.
     """
 
     folder: Path
@@ -108,12 +104,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def _construct(
-    cls: Callable[..., Trainer],
-    case: Case,
-    settings: Settings,
-    dtype: torch.dtype,
-    config: Any,
-    **extra: Any,
+    cls: Callable[..., Trainer], case: Case, settings: Settings, dtype: torch.dtype, config: Any, **extra: Any
 ) -> Trainer:
     try:
         checkpoint = save_checkpoint(case.model, settings.folder, settings.dtype)
@@ -174,14 +165,10 @@ def stock_trainer(
     Stock TRL without Liger. Where TRL refuses the case's adapter, it is TRL's objective on dense logits.
 
     Args:
-        case ([`Case`]):
-            What is compared.
-        settings ([`Settings`]):
-            Device and dtype.
-        cls (`Callable`, *optional*, defaults to TRL's `GRPOTrainer`):
-            TRL's class or a subclass.
-        config (`type`, *optional*, defaults to `GRPOConfig`):
-            The class of its arguments.
+        case ([`Case`]): what is compared.
+        settings ([`Settings`]): device and dtype.
+        cls (`Callable`, *optional*, defaults to TRL's `GRPOTrainer`): TRL's class or a subclass.
+        config (`type`, *optional*, defaults to `GRPOConfig`): the class of its arguments.
     """
     refused = case.adapter == "head" and trl_compat.REFUSES_ADAPTER_ON_HEAD
     with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed() if refused else nullcontext():

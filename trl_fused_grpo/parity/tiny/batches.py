@@ -84,15 +84,12 @@ def micro_batches(case: Case, trainer: Trainer, seed: int, draws: int = 16) -> l
     Micro-batches as `_prepare_inputs` would return them.
 
     Args:
-        case ([`Case`]):
-            With a [`Batch`] as its data.
-        trainer ([`GRPOTrainer`]):
-            Computes the current log-probs, from which old, reference and sampling log-probs are made.
-        seed (`int`):
-            Of tokens and offsets.
-        draws (`int`):
-            Under `top_entropy_quantile`, how many are drawn for each. Of them the one is taken whose entropies lie
-            furthest from the quantile: rounding must not move a token across.
+        case ([`Case`]): with a [`Batch`] as its data.
+        trainer ([`GRPOTrainer`]): computes the current log-probs, from which old, reference and sampling log-probs are
+            made.
+        seed (`int`): of tokens and offsets.
+        draws (`int`): under `top_entropy_quantile`, how many are drawn for each. Of them the one is taken whose
+            entropies lie furthest from the quantile: rounding must not move a token across.
 
     Returns:
         `list[dict[str, torch.Tensor]]`:
@@ -118,7 +115,7 @@ def _micro_batch(
 ) -> dict[str, torch.Tensor]:
     rows = trainer.args.per_device_train_batch_size
     inputs = _tokens(spec, rows, index, generator)
-    if trainer.args.top_entropy_quantile < 1.0:
+    if trainer.args.top_entropy_quantile < 1.0 and draws > 1:
         others = [_tokens(spec, rows, index, generator) for _ in range(draws - 1)]
         inputs = max(inputs, *others, key=lambda drawn: _entropy_gap(drawn, trainer))
     shape = inputs["completion_ids"].shape
@@ -184,12 +181,9 @@ def rollout(case: Case, trainer: Trainer, seed: int) -> list[dict[str, Any]]:
     Completions in place of generated ones, one entry a generation.
 
     Args:
-        case ([`Case`]):
-            With a [`Rollout`] as its data.
-        trainer ([`GRPOTrainer`]):
-            Computes the current log-probs, from which the sampler's are made.
-        seed (`int`):
-            Of tokens and offsets.
+        case ([`Case`]): with a [`Rollout`] as its data.
+        trainer ([`GRPOTrainer`]): computes the current log-probs, from which the sampler's are made.
+        seed (`int`): of tokens and offsets.
 
     Returns:
         `list[dict[str, Any]]`:
@@ -225,11 +219,7 @@ def _generation(spec: Rollout, trainer: Trainer, steps: int, generator: torch.Ge
 
 
 def _sampler_log_probs(
-    spec: Rollout,
-    trainer: Trainer,
-    prompts: list[list[int]],
-    completions: list[list[int]],
-    generator: torch.Generator,
+    spec: Rollout, trainer: Trainer, prompts: list[list[int]], completions: list[list[int]], generator: torch.Generator
 ) -> list[list[float | None]]:
     inputs: dict[str, torch.Tensor] = {}
     inputs["prompt_ids"], inputs["prompt_mask"] = _padded(prompts, left=True)

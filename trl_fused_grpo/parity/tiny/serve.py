@@ -13,11 +13,9 @@ def serve_rollouts(trainer: Trainer, generations: list[dict[str, Any]]) -> None:
     Have a trainer generate prepared completions.
 
     Args:
-        trainer ([`GRPOTrainer`]):
-            Its `rollout_func` and `_generate_single_turn` are replaced.
-        generations (`list[dict[str, Any]]`):
-            From [`batches.rollout`], one for each generation in training. An evaluation gets the first rows of the
-            first one.
+        trainer ([`GRPOTrainer`]): its `rollout_func` and `_generate_single_turn` are replaced.
+        generations (`list[dict[str, Any]]`): from [`batches.rollout`], one for each generation in training. An
+            evaluation gets the first rows of the first one.
     """
     answer = answers(trainer, generations)
 
