@@ -21,6 +21,7 @@ TRL_VERSIONS = sorted(
     key=lambda version: [int(number) for number in version.split(".")],
 )
 PARITY = ("trl-fused-grpo", "parity", "--jobs", "2")
+HARNESS = ("python", "-m", "tests.harness", "--jobs", "2")
 ONE_PROCESS = "not distributed and not example and not vllm and not parity and not nightly"
 
 
@@ -48,10 +49,10 @@ def trl(session: nox.Session, trl: str) -> None:
     drawn, trainings = ("60", "12") if is_short else ("300", "100")
     session.run(*PARITY)
     session.run(*PARITY, "--models")
-    session.run(*PARITY, "--random", drawn, "--seed", "1")
+    session.run(*HARNESS, "--random", drawn, "--seed", "1")
     if not is_short or trl in (oldest, TRL_VERSIONS[len(TRL_VERSIONS) // 2], newest):
-        session.run(*PARITY, "--customised")
-        session.run(*PARITY, "--customised", "--random", trainings, "--seed", "1")
+        session.run(*HARNESS, "--customised")
+        session.run(*HARNESS, "--customised", "--random", trainings, "--seed", "1")
     if not (is_short and trl == newest):
         left_out = "any_trl or ends" if is_short and trl != oldest else "any_trl"
         run_tests(session, f"{ONE_PROCESS} and not ({left_out})")
@@ -83,8 +84,8 @@ def newest(session: nox.Session) -> None:
     install(session, None)
     session.run("python", "-m", "pip", "freeze")  # what to pin, and what to look at when something fails
     today = ("--random", "100", "--seed", str(date.today().toordinal()))
-    for cases in ((), ("--models",), today, ("--customised", *today)):
-        session.run(*PARITY, *cases)
+    for command in (PARITY, (*PARITY, "--models"), (*HARNESS, *today), (*HARNESS, "--customised", *today)):
+        session.run(*command)
     run_tests(session, ONE_PROCESS)
 
 

@@ -69,10 +69,11 @@ def jobs_of(device: str, random_cases: int, seed: int, soak_steps: int, processe
         of_dtype = ["--dtype", dtype, "--json", "{json}"]
         jobs.append(Job(f"parity {dtype}", [*parity, *of_dtype], 10))
         jobs.append(Job(f"parity models {dtype}", [*parity, "--models", *of_dtype], 15))
-    jobs.append(Job("parity customised float32", [*parity, "--customised", "--json", "{json}"], 15))
+    harness = [*python, "-m", "tests.harness", "--device", device, "--jobs", str(processes)]
+    jobs.append(Job("parity customised float32", [*harness, "--customised", "--json", "{json}"], 15))
     for dtype in ("float32", "bfloat16"):
         drawn = ["--random", str(random_cases), "--seed", str(seed), "--dtype", dtype, "--json", "{json}"]
-        jobs.append(Job(f"fuzz {dtype}", [*parity, *drawn], 30))
+        jobs.append(Job(f"fuzz {dtype}", [*harness, *drawn], 30))
     jobs += _trainings(device, soak_steps)
     jobs += [_recipe(name, device) for name in RECIPES]
     curve = ["--curve", "{json}.png"]

@@ -2,7 +2,7 @@
 Is a larger distance from float32 rounding, or a fault? Gradients of one optimizer step under bf16 autocast: stock
 GRPOTrainer, stock with another attention (the null: nobody would call that a fault) and FusedGRPOTrainer, each against
 stock in float32, on the same weights and completions, over many seeds. The learning rate is zero. With `--drawn` a case
-that `trl-fused-grpo parity --random` has drawn, in bfloat16 against float64, as that judges it.
+that `python -m tests.harness --random` has drawn, in bfloat16 against float64, as that judges it.
 
     python benchmarks/rounding.py --seeds 24 --json rounding.json             # on CUDA: --model 0.6b
     python benchmarks/rounding.py --mode sequence_mask --longest 4096
@@ -10,9 +10,11 @@ that `trl-fused-grpo parity --random` has drawn, in bfloat16 against float64, as
     python benchmarks/rounding.py --drawn random:3402:702 --seeds 512 --after 256  # not those that singled it out
 """
 
+import importlib
 import math
 import random
 import statistics
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -31,17 +33,9 @@ from step import make_trainer
 from transformers import TrainerCallback
 
 from trl_fused_grpo.parity import Settings
-from trl_fused_grpo.parity.compare import Restarted
 from trl_fused_grpo.parity.errors import measure
-from trl_fused_grpo.parity.random_cases import random_case
-from trl_fused_grpo.parity.run_case import Outcome, make_data, run_case
-from trl_fused_grpo.parity.trainers import (
-    float64_trainer,
-    fused_trainer,
-    load_weights,
-    noisy_weights,
-    stock_trainer,
-)
+from trl_fused_grpo.parity.run_case import Outcome, Restarted
+from trl_fused_grpo.parity.trainers import load_weights, noisy_weights
 
 
 # The attention and the options of each contender; `None` is torch's own
@@ -121,24 +115,26 @@ def errors_of_drawn(
     The distance of each contender's gradients from float64, relative to their norm: of each batch of a drawn case
     `after` its first ones, and of all together, where the batches with the largest gradients decide.
     """
-    drawn = random_case(name)
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    random_cases, steps = (importlib.import_module(f"tests.harness.{part}") for part in ("random_cases", "steps"))
+    drawn = random_cases.random_case(name)
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(Path(folder), device, torch.bfloat16)
-        start = noisy_weights(stock_trainer(drawn, settings), drawn.noise)
-        truth, arms = Restarted(float64_trainer(drawn, settings), start), {}
+        start = noisy_weights(steps.stock_trainer(drawn, settings), drawn.noise)
+        truth, arms = Restarted(steps.float64_trainer(drawn, settings), start), {}
         for arm, (fused, attention, extra) in ARMS.items():
             case = replace(drawn, fused={**drawn.fused, **extra})
-            trainer = fused_trainer(case, settings) if fused else stock_trainer(case, settings)
+            trainer = (steps.fused_trainer if fused else steps.stock_trainer)(case, settings)
             if attention is not None:
                 trainer.model.set_attn_implementation(attention)
             arms[arm] = Restarted(load_weights(trainer, start), start)
         expected: list[Outcome] = []
         outcomes: dict[str, list[Outcome]] = {arm: [] for arm in arms}
         for seed in range(drawn.seed + after, drawn.seed + after + batches):
-            data = make_data(drawn, truth(), seed)
-            expected.append(run_case(truth(), drawn, data, settings.dtype))
+            data = steps.make_data(drawn, truth(), seed)
+            expected.append(steps.run_steps(truth(), drawn, data, settings.dtype))
             for arm, trainer in arms.items():
-                outcomes[arm].append(run_case(trainer(), drawn, data, settings.dtype))
+                outcomes[arm].append(steps.run_steps(trainer(), drawn, data, settings.dtype))
     of_each = zip(expected, *outcomes.values(), strict=True)
     rows = [
         {arm: measure([first], [one]).gradient for arm, one in zip(arms, ones, strict=True)} for first, *ones in of_each

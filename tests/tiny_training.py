@@ -4,8 +4,9 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.harness.models import save_checkpoint
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
-from trl_fused_grpo.parity.tiny import VOCAB_SIZE, save_checkpoint, tokenizer
+from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tokenizer
 
 
 def reward_length(completion_ids, **kwargs):

@@ -17,9 +17,9 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.harness.drawing import Draw
 from tests.training.sampler import expect_sampler
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
-from trl_fused_grpo.parity.drawing import Draw
 from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, VOCAB_SIZE, tokenizer
 
 from .adapters import adapter

@@ -8,13 +8,13 @@ import torch
 import transformers
 from packaging.version import Version
 
+from tests.harness.models import model_config, tiny_model
 from trl_fused_grpo import read_lm_head
 from trl_fused_grpo._compat.models import PADDING_MATTERS, TRANSFORMERS
 from trl_fused_grpo._compat.trl import LOGPS_FROM_LOGITS, RETURNS_AUX_LOSS
 from trl_fused_grpo.parity import MODEL_CASES, Settings, compare
 from trl_fused_grpo.parity.cases.model import families
 from trl_fused_grpo.parity.run_case import make_data, run_case
-from trl_fused_grpo.parity.tiny import model_config, tiny_model
 from trl_fused_grpo.parity.tiny.families import FAMILIES, VARIANTS, Family
 from trl_fused_grpo.parity.trainers import fused_trainer, load_weights, noisy_weights, stock_trainer
 
@@ -56,7 +56,7 @@ def test_rows_are_laid_out_at_best(tmp_path, name):
     data = dataclasses.replace(case.data, old=None, repeated_prompts=False)
     layout = compared(dataclasses.replace(case, data=data), tmp_path).layout
     is_padded = model_config(case.model).model_type in PADDING_MATTERS
-    assert layout == ("padded" if is_padded else case.layout)
+    assert layout == ("padded" if is_padded else "packed")
 
 
 @pytest.mark.skipif(Version("5.23.0") > TRANSFORMERS, reason="families that are newer than this transformers")

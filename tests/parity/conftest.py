@@ -1,8 +1,11 @@
-"""The command in this process, settings of a comparison, and another class in place of the fused trainer."""
+"""The commands in this process, settings of a comparison, and another class in place of the fused trainer."""
+
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.harness import command
 from trl_fused_grpo.cli import app
 from trl_fused_grpo.parity import Settings
 
@@ -14,18 +17,30 @@ def settings(tmp_path_factory):
 
 
 @pytest.fixture
-def parity(monkeypatch):
-    """Run the command on the CPU and return its result."""
+def run_command(monkeypatch):
+    """Run a command on the CPU and return its result."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "dumb")
 
-    def run(*arguments: str):
-        result = CliRunner().invoke(app, ["parity", "--device", "cpu", *arguments])
+    def run(app, command, *arguments: str):
+        result = CliRunner().invoke(app, [*command, "--device", "cpu", *arguments])
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result
 
     return run
+
+
+@pytest.fixture
+def parity(run_command):
+    """`trl-fused-grpo parity`."""
+    return partial(run_command, app, ["parity"])
+
+
+@pytest.fixture
+def harness(run_command):
+    """`python -m tests.harness`."""
+    return partial(run_command, command.app, [])
 
 
 @pytest.fixture

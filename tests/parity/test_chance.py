@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_fused_grpo.parity.chance import chance_verdict
+from tests.harness.chance import chance_verdict
 from trl_fused_grpo.parity.errors import measure
 from trl_fused_grpo.parity.judge import bfloat16_problems
 from trl_fused_grpo.parity.result import Result

@@ -1,9 +1,9 @@
-"""What a user changes in the middle of a training is heeded from the next step on. `--customised` has more of these."""
+"""What a user changes in the middle of a training is heeded from the next step on. `tests.harness` has more."""
 
 import pytest
 
-from trl_fused_grpo.parity import Settings, compare
-from trl_fused_grpo.parity.cases.customised import CUSTOMISED_CASES
+from tests.harness import CUSTOMISED_CASES, compare
+from trl_fused_grpo.parity import Settings
 
 
 pytestmark = pytest.mark.ends

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from packaging.version import Version
 
 from trl_fused_grpo import FusedGRPOTrainer, read_lm_head
 from trl_fused_grpo.parity import CASES, MODEL_CASES
+from trl_fused_grpo.parity.case import SkippedError
 from trl_fused_grpo.parity.judge import bfloat16_batches
 
 
@@ -72,11 +74,12 @@ def test_more_batches_are_pooled_where_a_sequence_has_one_weight():
     assert not pooled & {"vespo", "sequence-level", "is-token-mask", "dapo-off-policy", "is-off"}
 
 
-def test_unknown_case_names_the_known_ones(parity):
-    result = parity("--case", "nonesuch")
+def test_an_unknown_case_names_those_that_are_near(parity):
+    result = parity("--case", "isue-1082")
     assert result.exit_code == 2
-    assert "nonesuch" in result.output
-    assert "issue-1082" in result.output
+    assert "unknown case isue-1082: issue-1082." in result.output
+    assert "dapo" not in result.output
+    assert "--list names them" in parity("--case", "?").output
 
 
 def test_missing_folder_is_a_bad_argument(parity, tmp_path):
@@ -90,13 +93,6 @@ def test_cuda_without_a_device_is_a_bad_argument(parity):
     result = parity("--device", "cuda")
     assert result.exit_code == 2
     assert "CUDA" in result.output
-
-
-@pytest.mark.parametrize("option", [("--list",), ("--case", "dapo"), ("--plot", "errors.png")], ids=lambda o: o[0])
-def test_what_does_not_go_with_drawn_cases_is_a_bad_argument(parity, option):
-    result = parity("--random", "1", *option)
-    assert result.exit_code == 2
-    assert "--random draws its cases" in result.output
 
 
 def test_list_names_every_case(parity):
@@ -208,3 +204,14 @@ def test_plot_is_drawn(parity, tmp_path):
     file = tmp_path / "parity.png"
     assert parity("--case", "issue-1082", "--case", "log-probs", "--plot", str(file)).exit_code == 0
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_errors_is_not_written(parity, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(
+        "trl_fused_grpo.parity.trainers.config_options", mock.Mock(side_effect=SkippedError("not here"))
+    )
+    file = tmp_path / "parity.png"
+    result = parity("--case", "dapo", "--plot", str(file))
+    assert (result.exit_code, file.exists()) == (0, False)
+    assert "was not written" in result.output

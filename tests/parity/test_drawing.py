@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from trl import GRPOConfig
 
+from tests.harness import compare, random_cases
+from tests.harness.drawing import NOT_DRAWN
+from tests.harness.judge import with_metrics_of_others
+from tests.harness.random_cases import draw, name_of, random_case
+from tests.harness.steps import Outcome
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import BACKWARD_MODES, LAYOUTS, FusedOptions
 from trl_fused_grpo.loss.objective import KL_ESTIMATORS
-from trl_fused_grpo.parity import compare, random_cases
 from trl_fused_grpo.parity.case import Rollout
-from trl_fused_grpo.parity.drawing import NOT_DRAWN
-from trl_fused_grpo.parity.judge import with_metrics_of_others
-from trl_fused_grpo.parity.random_cases import draw, name_of, random_case
-from trl_fused_grpo.parity.run_case import Outcome
 
 
 DRAWS = 5_000
@@ -128,7 +128,7 @@ def test_the_entropy_is_excused_where_sequences_were_left_out_and_nowhere_else(
             return loss
 
     monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", Wrong)
-    monkeypatch.setattr("trl_fused_grpo.parity.rounding.MOVES", 2)
+    monkeypatch.setattr("tests.harness.rounding.MOVES", 2)
     result = result_of(settings, **LEFT_OUT, equal_completions=leaves_out)
     assert result.verdict == verdict
     assert result.reason == ("" if leaves_out else "metrics differ: entropy")

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from tests.harness.run_training import Run
+from tests.harness.training_errors import differing_entries, first_difference, update_errors
 from trl_fused_grpo.parity.errors import differing_metrics, measure
 from trl_fused_grpo.parity.run_case import Outcome
-from trl_fused_grpo.parity.run_training import Run
-from trl_fused_grpo.parity.training_errors import differing_entries, first_difference, update_errors
 
 
 def test_nothing_is_equal_to_an_exact_zero_but_zero():

@@ -7,11 +7,11 @@ from unittest import mock
 import pytest
 import torch
 
-from trl_fused_grpo.parity.compare import compare
-from trl_fused_grpo.parity.flips import flip_verdict
-from trl_fused_grpo.parity.random_cases import name_of, random_case
-from trl_fused_grpo.parity.run_case import Outcome, make_data, run_case
-from trl_fused_grpo.parity.trainers import Settings, fused_trainer, stock_trainer
+from tests.harness import compare
+from tests.harness.flips import flip_verdict
+from tests.harness.random_cases import name_of, random_case
+from tests.harness.steps import Outcome, fused_trainer, make_data, run_steps, stock_trainer
+from trl_fused_grpo.parity.trainers import Settings
 
 
 BATCHES = 32
@@ -98,7 +98,7 @@ def test_tokens_that_a_trainer_asks_for_more_often_are_not_compared():
 def test_the_tokens_that_the_entropy_quantile_selects_are_noted(tmp_path, build):
     case, settings = random_case('random:{"top_entropy_quantile":0.37}'), Settings(tmp_path)
     trainer = build(case, settings)
-    outcome = run_case(trainer, case, make_data(case, trainer, 0), torch.float32)
+    outcome = run_steps(trainer, case, make_data(case, trainer, 0), torch.float32)
     (selected,) = outcome.high_entropy
     assert selected.float().mean().item() == pytest.approx(0.37, abs=1 / len(selected))
     assert outcome.rows is None or outcome.rows > 0  # a method of the trainer was not replaced for it
@@ -111,7 +111,7 @@ def test_what_vllms_bounds_mask_is_noted_of_each_generation(tmp_path, build, mod
     bounds = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.0}
     case, settings = random_case(name_of({**options, **bounds})), Settings(tmp_path)
     trainer = build(case, settings)
-    outcome = run_case(trainer, case, make_data(case, trainer, 0), torch.float32)
+    outcome = run_steps(trainer, case, make_data(case, trainer, 0), torch.float32)
     assert len(outcome.masked) == 2 * trainer.args.gradient_accumulation_steps
     assert all(mask.shape[1] == 1 or mode == "token_mask" for mask in outcome.masked)
     assert 0.0 < torch.cat([mask.flatten() for mask in outcome.masked]).float().mean() < 1.0
@@ -139,8 +139,7 @@ def test_a_drawn_case_beyond_a_limit_is_judged_over_more_batches(tmp_path, error
         ran.append(Outcome(1.0, {"a": torch.ones(999) + error * torch.randn(999, generator=generator)}))
         return ran[-1]
 
-    others = {"make_data": mock.DEFAULT, "_compare_liger": mock.DEFAULT}
-    with mock.patch.multiple(sys.modules[compare.__module__], run_case=run, **others):
+    with mock.patch.multiple(sys.modules[compare.__module__], run_steps=run, make_data=mock.DEFAULT):
         result = compare(random_case('random:{"rows":2,"group":2}'), Settings(tmp_path, dtype=torch.bfloat16))
     assert (len(ran), result.verdict) == (3 * batches, verdict)
 
@@ -175,15 +174,15 @@ def test_a_drawn_case_that_stock_cannot_train_is_skipped_in_bfloat16_too(tmp_pat
 
 def test_a_drawn_case_whose_gradient_is_no_number_in_stock_is_skipped_in_bfloat16_too(tmp_path):
     module = sys.modules[compare.__module__]
-    run_case, runs = module.run_case, []
+    run_steps, runs = module.run_steps, []
 
     def run(*args):
-        runs.append(run_case(*args))
+        runs.append(run_steps(*args))
         if len(runs) == 2:  # after the reference
             runs[-1].tensors["model.norm.weight"].fill_(math.nan)
         return runs[-1]
 
-    with mock.patch.object(module, "run_case", run):
+    with mock.patch.object(module, "run_steps", run):
         result = compare(random_case('random:{"rows":2,"group":2}'), Settings(tmp_path, dtype=torch.bfloat16))
     assert (result.verdict, len(runs)) == ("skipped", 2)
     assert "not finite" in result.reason

@@ -10,10 +10,11 @@ from unittest import mock
 
 import pytest
 
+from tests.harness import compare
+from tests.harness.cases.model import parts_of_layers
 from tests.ops.test_triton_kernels import CUDA, DEVICE, INTERPRETED, gpu, kernels_run
 from trl_fused_grpo.modeling.layer_kernels import KernelFunction
-from trl_fused_grpo.parity import Settings, compare
-from trl_fused_grpo.parity.cases.customised.model import parts_of_layers
+from trl_fused_grpo.parity import Settings
 from trl_fused_grpo.training import engine
 
 

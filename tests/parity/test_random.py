@@ -4,21 +4,20 @@ import json
 import shlex
 import time
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
+from tests.harness import compare, fuzz
+from tests.harness.random_cases import draw, name_of, options_of, random_case
+from tests.harness.rounding import Compared, rounding_verdict
+from tests.harness.shrink import shrink
+from tests.harness.steps import make_data, run_steps, stock_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS, TRL
 from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
-from trl_fused_grpo.parity import compare, jobs
-from trl_fused_grpo.parity.random_cases import draw, name_of, options_of, random_case
 from trl_fused_grpo.parity.result import Result
-from trl_fused_grpo.parity.rounding import Compared, rounding_verdict
-from trl_fused_grpo.parity.run_case import make_data, run_case
-from trl_fused_grpo.parity.shrink import shrink
-from trl_fused_grpo.parity.trainers import load_weights, noisy_weights, stock_trainer
+from trl_fused_grpo.parity.trainers import load_weights, noisy_weights
 
 
 def with_wrong_loss(option, factor):
@@ -54,9 +53,14 @@ def test_every_option_goes_where_it_belongs():
     case = random_case(
         'random:{"model":"moe","rows":4,"rollout":true,"truncated_rows":[1],"beta":0.1,"fused_layout":"padded"}'
     )
-    assert (case.model, case.shape.rows, case.data.truncated_rows) == ("moe", 4, (1,))
+    assert (case.model, case.data.truncated_rows) == ("moe", (1,))
     assert dict(case.fused) == {"fused_layout": "padded"}
-    assert dict(case.config) == {"beta": 0.1, **({"router_aux_loss_coef": 0.0} if RETURNS_AUX_LOSS else {})}
+    assert dict(case.config) == {
+        "beta": 0.1,
+        "per_device_train_batch_size": 4,
+        "num_generations": 3,
+        **({"router_aux_loss_coef": 0.0} if RETURNS_AUX_LOSS else {}),
+    }
 
 
 @pytest.mark.any_trl
@@ -90,22 +94,22 @@ def test_a_customisation_is_made_to_both_trainers(settings, name):
 
 @pytest.mark.any_trl
 @pytest.mark.parametrize("name", ["random:", "random:1", "random:a:b", "random:{beta}", "random:1:2:3"])
-def test_a_name_that_means_no_case_is_a_bad_argument(parity, name):
-    result = parity("--case", name)
+def test_a_name_that_means_no_case_is_a_bad_argument(harness, name):
+    result = harness("--case", name)
     assert result.exit_code == 2
     assert "is neither" in " ".join(result.output.split())
 
 
-def test_drawn_cases_are_equal(parity, tmp_path):
+def test_drawn_cases_are_equal(harness, tmp_path):
     file = tmp_path / "random.json"
-    result = parity("--random", "6", "--seed", "7", "--json", str(file))
+    result = harness("--random", "6", "--seed", "7", "--json", str(file))
     assert result.exit_code == 0, result.output
     assert "6 cases drawn" in result.output
     names = [case["name"] for case in json.loads(file.read_text())["cases"]]
     assert names == [f"random:7:{index}" for index in range(6)]
 
 
-def test_after_some_minutes_no_case_begins(parity, settings, monkeypatch):
+def test_after_some_minutes_no_case_begins(harness, settings, monkeypatch):
     started = []
 
     def compare(case, settings):
@@ -113,16 +117,14 @@ def test_after_some_minutes_no_case_begins(parity, settings, monkeypatch):
         time.sleep(0.1)
         return Result(case.name, "", "equal")
 
-    monkeypatch.setattr(jobs, "compare", compare)
-    result = parity("--random", "1000", "--seed", "7", "--minutes", "0.01")
+    monkeypatch.setattr(fuzz, "compare", compare)
+    result = harness("--random", "1000", "--seed", "7", "--minutes", "0.01")
     assert result.exit_code == 0, result.output
     assert 1 <= len(started) <= 6
     assert f"{len(started)} cases of 1000 drawn" in result.output
-    monkeypatch.setattr(jobs, "_folder", mock.Mock())  # as in a process of `--jobs`
-    assert jobs._compare("random:7:0", settings, time.monotonic()) is None
 
 
-def test_what_came_out_is_written_while_a_run_lasts(parity, monkeypatch, tmp_path):
+def test_what_came_out_is_written_while_a_run_lasts(harness, monkeypatch, tmp_path):
     file = tmp_path / "random.json"
 
     def compare(case, settings):
@@ -130,13 +132,13 @@ def test_what_came_out_is_written_while_a_run_lasts(parity, monkeypatch, tmp_pat
             raise KeyboardInterrupt
         return Result(case.name, "", "equal")
 
-    monkeypatch.setattr(jobs, "compare", compare)
-    assert parity("--random", "200", "--seed", "7", "--json", str(file)).exit_code != 0
+    monkeypatch.setattr(fuzz, "compare", compare)
+    assert harness("--random", "200", "--seed", "7", "--json", str(file)).exit_code != 0
     assert len(json.loads(file.read_text())["cases"]) == 100
 
 
 @pytest.mark.any_trl
-def test_a_planted_fault_is_shrunk_to_a_command_that_repeats_it(parity, monkeypatch, settings):
+def test_a_planted_fault_is_shrunk_to_a_command_that_repeats_it(harness, monkeypatch, settings):
     options = {
         "seed": 5,
         "rollout": True,
@@ -146,23 +148,23 @@ def test_a_planted_fault_is_shrunk_to_a_command_that_repeats_it(parity, monkeypa
         "mask_truncated_completions": True,
         "fused_share_prompts": False,
     }
-    monkeypatch.setattr("trl_fused_grpo.parity.rounding.MOVES", 2)  # enough for what is no rounding
-    monkeypatch.setattr("trl_fused_grpo.parity.fuzz.random_case", lambda _: random_case(name_of(options)))
+    monkeypatch.setattr("tests.harness.rounding.MOVES", 2)  # enough for what is no rounding
+    monkeypatch.setattr("tests.harness.command.drawn_names", lambda *_: [name_of(options)])
     monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", with_wrong_loss("mask_truncated_completions", 1.001))
-    result = parity("--random", "1")
+    result = harness("--random", "1")
     assert result.exit_code == 1, result.output
-    [command] = [line for line in result.output.splitlines() if line.strip().startswith("trl-fused-grpo parity")]
-    arguments = shlex.split(command)[2:]
+    [command] = [line for line in result.output.splitlines() if line.strip().startswith("python -m tests.harness")]
+    arguments = shlex.split(command)[3:]
     assert options_of(arguments[-1]) == {"mask_truncated_completions": True}
-    assert parity(*arguments).exit_code == 1
+    assert harness(*arguments).exit_code == 1
     monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", FusedGRPOTrainer)
-    assert parity(*arguments).exit_code == 0
+    assert harness(*arguments).exit_code == 0
 
 
 @pytest.mark.any_trl
 def test_shrinking_keeps_one_of_several_rows(settings, monkeypatch):
     monkeypatch.setattr(
-        "trl_fused_grpo.parity.shrink.compare",
+        "tests.harness.shrink.compare",
         lambda case, _: replace(found, verdict="different" if 4 in getattr(case.data, "empty_rows", ()) else "equal"),
     )
     options = {"empty_rows": [1, 4], "beta": 0.1}
@@ -189,7 +191,7 @@ def test_tokens_of_one_entropy_at_the_quantile_are_a_tie(settings):
     stock = stock_trainer(case, settings)
     start = noisy_weights(stock, case.noise)
     data = make_data(case, load_weights(stock, start), case.seed)
-    outcome = run_case(stock, case, data, torch.float32)
+    outcome = run_steps(stock, case, data, torch.float32)
 
     def with_other_entropies(scale):
         trainer = load_weights(stock_trainer(case, settings), start)
@@ -201,7 +203,7 @@ def test_tokens_of_one_entropy_at_the_quantile_are_a_tie(settings):
             return logps, entropies * (1 + scale * rows), *others
 
         trainer._get_per_token_logps_and_entropies = moved
-        return Compared(start, data, outcome, run_case(trainer, case, data, torch.float32))
+        return Compared(start, data, outcome, run_steps(trainer, case, data, torch.float32))
 
     assert rounding_verdict(case, settings, with_other_entropies(1e-6)) == "tie"
     assert rounding_verdict(case, settings, with_other_entropies(-0.2)) is None

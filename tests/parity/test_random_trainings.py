@@ -8,13 +8,14 @@ import pytest
 import torch
 from trl import GRPOConfig
 
+from tests.harness import CUSTOMISED_CASES, compare
+from tests.harness.case import Training
+from tests.harness.random_cases import name_of, options_of, random_case
+from tests.harness.random_trainings import FUSED, OBJECTIVE, TRAINER_OPTIONS, WINDOWS, draw_training
+from tests.harness.rounding import training_verdict
+from tests.harness.run_training import Pair, Run
+from tests.harness.shrink import shrink
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
-from trl_fused_grpo.parity import CUSTOMISED_CASES, compare
-from trl_fused_grpo.parity.random_cases import name_of, options_of, random_case
-from trl_fused_grpo.parity.random_trainings import FUSED, OBJECTIVE, TRAINER_OPTIONS, WINDOWS, draw_training
-from trl_fused_grpo.parity.rounding import training_verdict
-from trl_fused_grpo.parity.run_training import Pair, Run
-from trl_fused_grpo.parity.shrink import shrink
 
 from .test_random import with_wrong_loss
 
@@ -30,7 +31,7 @@ def test_a_seed_and_an_index_draw_the_same_training():
         assert options.pop("training") is True
         assert options.items() <= draw_training(3, index).items()
         assert options_of(name_of(options)) == options
-        assert random_case(f"random:training:3:{index}").customised is not None
+        assert isinstance(random_case(f"random:training:3:{index}"), Training)
 
 
 def test_every_option_is_one_of_the_newest_trl():
@@ -65,24 +66,17 @@ def test_an_option_that_the_trainer_lacks_is_left_out():
     assert config["weight_decay"] == 0.1
 
 
-def test_drawn_trainings_are_equal(parity, tmp_path):
+def test_drawn_trainings_are_equal(harness, tmp_path):
     file = tmp_path / "random.json"
-    result = parity("--customised", "--random", "2", "--seed", "7", "--json", str(file))
+    result = harness("--customised", "--random", "2", "--seed", "7", "--json", str(file))
     assert result.exit_code == 0, result.output
     assert [case["name"] for case in json.loads(file.read_text())["cases"]] == [
         f"random:training:7:{index}" for index in range(2)
     ]
 
 
-def test_no_other_set_is_drawn_from(parity):
-    for other in ("--models", "--issue-1082"):
-        result = parity(other, "--random", "2")
-        assert result.exit_code == 2
-        assert "--random goes with --customised alone" in " ".join(result.output.split())
-
-
 def test_a_planted_fault_is_shrunk_to_what_it_needs(settings, monkeypatch, replace_trainer):
-    monkeypatch.setattr("trl_fused_grpo.parity.rounding.MOVES", 2)
+    monkeypatch.setattr("tests.harness.rounding.MOVES", 2)
     replace_trainer(with_wrong_loss("weight_decay", 1.001))
     options = {**TRAINING, "customised": "substep-gradients", "weight_decay": 0.1, "beta": 0.3, "env_mask": True}
     found = compare(random_case(name_of(options)), settings)
@@ -105,7 +99,7 @@ def test_what_stock_cannot_run_is_skipped(settings):
 )
 def test_stock_moved_by_rounding_tells_rounding_from_a_difference(monkeypatch, moved, verdict):
     """The fused training is 2e-4 from stock's; stock's, from weights that rounding moves, by so much each time."""
-    monkeypatch.setattr("trl_fused_grpo.parity.rounding.MOVES", len(moved))
+    monkeypatch.setattr("tests.harness.rounding.MOVES", len(moved))
     starts, errors = [], iter(moved)
 
     def run(error):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from tests.harness.random_cases import random_case
+from tests.harness.steps import fused_trainer, make_data, run_steps, stock_trainer
 from trl_fused_grpo._compat.trl import TRL
-from trl_fused_grpo.parity.random_cases import random_case
-from trl_fused_grpo.parity.run_case import Restarted, make_data, run_case
-from trl_fused_grpo.parity.trainers import Settings, fused_trainer, load_weights, noisy_weights, stock_trainer
+from trl_fused_grpo.parity.run_case import Restarted
+from trl_fused_grpo.parity.trainers import Settings, load_weights, noisy_weights
 
 
 # The run ends within a generation batch, after the weights moved
@@ -34,7 +35,7 @@ def test_a_restarted_trainer_runs_as_a_new_one_does(tmp_path, build, options):
     restarted = Restarted(build(case, settings), start)
     for seed in (1, 2):
         data = make_data(case, load_weights(stock, start), seed)
-        expected = run_case(load_weights(build(case, settings), start), case, data, torch.float32)
-        outcome = run_case(restarted(), case, data, torch.float32)
+        expected = run_steps(load_weights(build(case, settings), start), case, data, torch.float32)
+        outcome = run_steps(restarted(), case, data, torch.float32)
         assert (outcome.loss, outcome.metrics) == (expected.loss, expected.metrics)
         assert all(torch.equal(outcome.tensors[name], tensor) for name, tensor in expected.tensors.items())

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.harness.cases.around_the_trainer import around
+from tests.harness.run_training import run_both
+from tests.harness.training_errors import problems_of
 from trl_fused_grpo.parity.case import SkippedError
-from trl_fused_grpo.parity.cases.customised.around_the_trainer import around
-from trl_fused_grpo.parity.run_training import run_both
 from trl_fused_grpo.parity.trainers import Settings
-from trl_fused_grpo.parity.training_errors import problems_of
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.distributed.rollouts import drawn
+from tests.harness.customisations.rewards import reward_switches_adapter, with_two_adapters
 from tests.layout_pairs import SHAPE, from_config
 from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
@@ -18,7 +19,6 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling.fused_forward import FusedRequest
 from trl_fused_grpo.ops import linear_logps
-from trl_fused_grpo.parity.customisations.rewards import reward_switches_adapter, with_two_adapters
 from trl_fused_grpo.parity.tiny import save_checkpoint
 from trl_fused_grpo.training import deferral
 from trl_fused_grpo.training.findings import Findings, Level

@@ -1,4 +1,4 @@
-"""`fuse` and `fuse_config`: which class they make, what it refuses and says. What it trains: `parity --customised`."""
+"""`fuse` and `fuse_config`: which class they make, what it refuses and says. What it trains: `tests.harness`."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, fuse, fuse_config, patch
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.trainers import STEP_METHODS, trl_class
-from trl_fused_grpo.parity.case import Batch, Case, Customisation
+from trl_fused_grpo.parity.case import Batch, Case
 from trl_fused_grpo.parity.run_case import make_data, run_case
 from trl_fused_grpo.parity.trainers import Settings, fused_trainer, stock_trainer
 from trl_fused_grpo.training.findings import Findings
@@ -253,10 +253,10 @@ def test_papo_which_reads_padding_and_draws_masks_trains_as_stock(tmp_path):
         {"loss_type": "grpo"},
         Batch(old="far", images="patch-pixels"),
         model="llava",
-        customised=Customisation(load_config=lambda: PAPOConfig),
     )
     settings = Settings(tmp_path, fused_class=fuse(PAPOTrainer))
-    stock, trainer = stock_trainer(case, settings, PAPOTrainer), fused_trainer(case, settings)
+    stock = stock_trainer(case, settings, PAPOTrainer, PAPOConfig)
+    trainer = fused_trainer(case, settings, PAPOConfig)
     data = make_data(case, stock, seed=0)
     expected, outcome = (run_case(one, case, data, torch.float32) for one in (stock, trainer))
     assert outcome.loss == pytest.approx(expected.loss, rel=1e-5)

@@ -1,5 +1,5 @@
 """
-`FusedRLOOTrainer` against TRL's `RLOOTrainer`: whole trainings from the same weights. `parity --customised` has more.
+`FusedRLOOTrainer` against TRL's `RLOOTrainer`: whole trainings from the same weights. `tests.harness` has more.
 """
 
 import pickle
@@ -107,7 +107,7 @@ def test_it_trains_as_stock(tmp_path, options):
 
 
 def test_images_train_as_stock(tmp_path):
-    grpo = make_trainer(tmp_path, GRPOTrainer, kind="llava")
+    grpo = make_trainer(tmp_path, GRPOTrainer, kind="llava", per_device_train_batch_size=6, num_generations=3)
     case = Case("images", "a micro-batch with images", data=Batch(images="patch-pixels"), model="llava")
     inputs = make_data(case, grpo, seed=0)[0]
     drift = torch.tensor([0.1, -0.1, 0.5, 0.0, -0.4, 0.1])

@@ -51,11 +51,8 @@ _BUILTIN = (
 
 
 def is_own_module(name: str) -> bool:
-    """
-    Whether a module is this package's. The cases in `parity` do what users do, so that their code counts as the user's.
-    """
-    root, _, rest = name.partition(".")
-    return root == _PACKAGE and not rest.startswith("parity")
+    """Return `True` if a module is this package's."""
+    return name.partition(".")[0] == _PACKAGE
 
 
 def is_library_module(name: str) -> bool:

@@ -5,8 +5,9 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,23 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging as transformers_logging
 
-from trl_fused_grpo.parity import (
-    CASES,
-    CUSTOMISED_CASES,
-    ISSUE_1082_CASES,
-    MODEL_CASES,
-    Case,
-    Settings,
-    report,
-)
-from trl_fused_grpo.parity.fuzz import fuzz, print_failures, print_summary
+from trl_fused_grpo.parity import CASES, ISSUE_1082_CASES, MODEL_CASES, Case, Result, Settings, report
 from trl_fused_grpo.parity.jobs import run_cases
-from trl_fused_grpo.parity.random_cases import PREFIX, random_case
 from trl_fused_grpo.patching import unpatched
 
 
 _UNTIL_THE_END = ExitStack()  # of a process of `--jobs`: a context that nobody keeps ends at once
-WRITTEN_EVERY = 50  # cases of `--random`: a run of hours may be killed
 
 
 class Device(str, Enum):
@@ -50,20 +40,10 @@ class Dtype(str, Enum):
 
 def parity(
     case: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--case",
-            metavar="NAME",
-            help="Run this case only; may be repeated. random:SEED:INDEX is a drawn one, random:training:SEED:INDEX a "
-            "drawn training.",
-        ),
+        list[str] | None, typer.Option("--case", metavar="NAME", help="Run this case only; may be repeated.")
     ] = None,
     models: Annotated[
         bool, typer.Option("--models", help="The cases of model families and kinds of output projection instead.")
-    ] = False,
-    customised: Annotated[
-        bool,
-        typer.Option("--customised", help="Whole trainings with subclasses, patches, hooks and callbacks instead."),
     ] = False,
     issue_1082: Annotated[
         bool,
@@ -72,17 +52,6 @@ def parity(
             help="What TRL's Liger loss (TRL <= 1.13) leaves out, by Liger-Kernel's issue 1082, instead.",
         ),
     ] = False,
-    random: Annotated[
-        int | None,
-        typer.Option(
-            "--random",
-            min=1,
-            metavar="N",
-            help="So many cases drawn at random instead; with --customised whole trainings.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the cases that --random draws.")] = 0,
-    minutes: Annotated[float | None, typer.Option("--minutes", help="Stop --random after so long.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.auto,
     dtype: Annotated[
@@ -93,116 +62,83 @@ def parity(
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the errors.")] = None,
 ) -> None:
     """
-    Compare FusedGRPOTrainer with stock TRL: loss, every parameter's gradient or change, every metric.
+    Compare FusedGRPOTrainer with stock TRL: loss, every parameter's gradient, every metric.
 
     Both get the same weights and batches, as does stock TRL's Liger loss where the installed TRL has one. Exits with 1
     when anything is out of tolerance.
     """
-    _check_files(json_file, plot_file)
-    if models + customised + issue_1082 > 1 or (random is not None and (models or issue_1082)):
-        raise typer.BadParameter(
-            "--models, --customised, --issue-1082 and --random are sets of cases: choose one. --random goes with "
-            "--customised alone, and draws whole trainings then."
-        )
-    if random is not None and (case or list_cases or plot_file):
-        raise typer.BadParameter("--random draws its cases: --case, --list and --plot do not go with it.")
-    cases = MODEL_CASES if models else CUSTOMISED_CASES if customised else CASES
-    if issue_1082:
-        cases = ISSUE_1082_CASES
-    with unpatched(), _quiet():
-        if random is not None:
-            raise typer.Exit(_run_random(random, customised, seed, minutes, device, dtype, jobs, json_file))
-        code = _run_parity(cases, case or [], list_cases, device, dtype, jobs, json_file, plot_file)
-    raise typer.Exit(code)
-
-
-def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
-    for path in filter(None, (json_file, plot_file)):
-        if not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"the folder of {path} does not exist.")
+    check_folders(json_file, plot_file)
     if plot_file and not find_spec("matplotlib"):
         raise typer.BadParameter("--plot needs matplotlib: pip install 'trl-fused-grpo[plot]'.")
-
-
-def _run_parity(
-    cases: tuple[Case, ...],
-    names: list[str],
-    list_cases: bool,
-    device: Device,
-    dtype: Dtype,
-    jobs: int,
-    json_file: Path | None,
-    plot_file: Path | None,
-) -> int:
-    console = _console()
-    known = {case.name: case for case in cases}
-    try:
-        known |= {name: random_case(name) for name in names if name.startswith(PREFIX)}
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise typer.BadParameter(f"unknown case {', '.join(unknown)}. Known cases: {', '.join(known)}.")
+    if models and issue_1082:
+        raise typer.BadParameter("--models and --issue-1082 are sets of cases: choose one.")
+    cases = MODEL_CASES if models else ISSUE_1082_CASES if issue_1082 else CASES
+    selected, console = select(cases, case or []), make_console()
     if list_cases:
-        width = max(len(case.name) for case in cases)
-        for case in cases:
-            console.print(f"[bold]{case.name:{width}}[/]", case.description, markup=True, highlight=False)
-        return 0
-    selected = [known[name] for name in dict.fromkeys(names)] or list(cases)
-    with tempfile.TemporaryDirectory(prefix="trl-fused-grpo-") as folder:
-        settings = Settings(Path(folder), _device_of(device), getattr(torch, dtype.value))
-        with _progress(console) as progress:
-            task = progress.add_task("", total=len(selected))
-            results = []
-            for result in run_cases(selected, settings, jobs, _silence):
-                results.append(result)
-                progress.update(task, description=result.name, advance=1)
-    places = {case.name: place for place, case in enumerate(selected)}
-    results.sort(key=lambda result: places[result.name])
-    if cases is ISSUE_1082_CASES:
-        report.print_issue_1082(results, settings, console)
-    else:
-        report.print_report(results, settings, console, cases is not CASES, trainings=cases is CUSTOMISED_CASES)
-    if json_file:
-        report.write_json(results, settings, json_file)
-    if plot_file:
-        report.write_plot(results, settings, plot_file)
-    return 0 if report.passed(results) else 1
-
-
-def _run_random(
-    count: int,
-    trainings: bool,
-    seed: int,
-    minutes: float | None,
-    device: Device,
-    dtype: Dtype,
-    jobs: int,
-    json_file: Path | None,
-) -> int:
-    console = _console()
-    with tempfile.TemporaryDirectory(prefix="trl-fused-grpo-") as folder:
-        settings = Settings(Path(folder), _device_of(device), getattr(torch, dtype.value))
-        with _progress(console) as progress:
-            task = progress.add_task("", total=count)
-            results = []
-            for result in fuzz(count, seed, settings, jobs, minutes, _silence, trainings):
-                results.append(result)
-                progress.update(task, description=result.name, advance=1)
-                if json_file and len(results) % WRITTEN_EVERY == 0:
-                    report.write_json(results, settings, json_file)
-        results.sort(key=lambda result: (len(result.name), result.name))  # random:<seed>:<index>, so by index
-        print_summary(results, count, settings, console)
+        print_cases(selected, console)
+        return
+    with comparing(device, dtype) as settings:
+        results = collect(run_cases(selected, settings, jobs, silence), [case.name for case in selected], console)
+        if issue_1082:
+            report.print_issue_1082(results, settings, console)
+        else:
+            report.print_report(results, settings, console, layouts=models)
         if json_file:
             report.write_json(results, settings, json_file)
-        print_failures(results, settings, console)
-    return 0 if report.passed(results) else 1
+        if plot_file and not report.write_plot(results, settings, plot_file):
+            console.print(f"There is no error to draw: {plot_file} was not written.")
+    raise typer.Exit(0 if report.passed(results) else 1)
 
 
-def _console() -> Console:
+def check_folders(*files: Path | None) -> None:
+    """Refuse files in folders that do not exist."""
+    for path in filter(None, files):
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"the folder of {path} does not exist.")
+
+
+def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    """The cases of these names, once each, or all; what other names are near one that is none is said."""
+    known = {case.name: case for case in cases}
+    for name in names:
+        if name not in known:
+            near = ", ".join(get_close_matches(name, known)) or "none is near, --list names them"
+            raise typer.BadParameter(f"unknown case {name}: {near}.")
+    return [known[name] for name in dict.fromkeys(names)] or list(cases)
+
+
+def print_cases(cases: Sequence[Case], console: Console) -> None:
+    """Print names and descriptions."""
+    width = max(len(case.name) for case in cases)
+    for case in cases:
+        console.print(f"[bold]{case.name:{width}}[/]", case.description, markup=True, highlight=False)
+
+
+@contextmanager
+def comparing(device: Device, dtype: Dtype) -> Generator[Settings, None, None]:
+    """While it lasts, TRL is stock, its warnings are off, and checkpoints have a folder."""
+    place = _device_of(device)
+    with unpatched(), _quiet(), tempfile.TemporaryDirectory(prefix="trl-fused-grpo-") as folder:
+        yield Settings(Path(folder), place, getattr(torch, dtype.value))
+
+
+def collect(results: Iterable[Result], names: Sequence[str], console: Console) -> list[Result]:
+    """Results in the order of the names, which they need not come in; a progress bar is shown meanwhile."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    places, collected = {name: place for place, name in enumerate(names)}, []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(names))
+        for result in results:
+            collected.append(result)
+            progress.update(task, description=result.name, advance=1)
+    return sorted(collected, key=lambda result: places[result.name])
+
+
+def make_console() -> Console:
+    """Where to print. A log has no width of its own, and the table does not fit into 80 columns."""
     console = Console()
     if not console.is_terminal:
-        console.width = 140  # a log has no width of its own, and the table does not fit into 80 columns
+        console.width = 140
     return console
 
 
@@ -212,13 +148,8 @@ def _device_of(device: Device) -> str:
     return "cuda" if device is not Device.cpu and torch.cuda.is_available() else "cpu"
 
 
-def _progress(console: Console) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _silence() -> None:
-    """Turns warnings, progress bars and patches off in a process of `--jobs`, until it ends."""
+def silence() -> None:
+    """Turn warnings, progress bars and patches off in a process of `--jobs`, until it ends."""
     _UNTIL_THE_END.enter_context(unpatched())
     _UNTIL_THE_END.enter_context(_quiet())
     atexit.register(_UNTIL_THE_END.close)  # while there are modules to import

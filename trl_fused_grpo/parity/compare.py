@@ -3,7 +3,7 @@
 import math
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,23 +13,11 @@ import torch
 import trl
 from packaging.version import Version
 
-from .case import Case, SkippedError, Trainer
-from .chance import chance_verdict
+from .case import Case, SkippedError
 from .errors import differing_metrics, measure
-from .flips import flip_verdict
-from .judge import (
-    bfloat16_problems,
-    bfloat16_rounds,
-    changed_problems,
-    float32_problems,
-    metric_problems,
-    row_problems,
-    warning_problems,
-)
-from .result import DEVICE_LOST, Result
-from .rounding import Compared, rounding_verdict, training_verdict
+from .judge import bfloat16_problems, bfloat16_rounds, float32_problems, metric_problems, row_problems
+from .result import Result
 from .run_case import Data, Outcome, Restarted, make_data, run_case, stock_may_fail
-from .run_training import StockFailedError, run_both
 from .trainers import (
     RefusedError,
     Settings,
@@ -41,15 +29,6 @@ from .trainers import (
     stock_liger_trainer,
     stock_trainer,
 )
-from .training_errors import problems_of
-
-
-# Options that the fused trainer refuses where they cannot be had, and how its message begins. The last is that of a
-# batch whose ratios are given to a trainer without vLLM, where the constructor could not know of them
-REFUSALS = {
-    "fused_layout": ("fused_layout=",),
-    "fused_backward": ("fused_backward=", 'backward="forecast" needs a forecast'),
-}
 
 
 def compare(case: Case, settings: Settings) -> Result:
@@ -57,37 +36,42 @@ def compare(case: Case, settings: Settings) -> Result:
     Run one case on every trainer.
 
     Args:
-        case ([`Case`]):
-            What to run.
-        settings ([`Settings`]):
-            Device and dtype.
+        case ([`Case`]): what to run.
+        settings ([`Settings`]): device and dtype.
 
     Returns:
         [`Result`]:
             Also when a trainer raises: the verdict is then `"failed"` and the reason names the exception.
     """
-    result = Result(case.name, case.description)
+    run = _compare_bfloat16 if settings.dtype == torch.bfloat16 else _compare_float32
+    return result_of(case, settings, lambda result: run(case, settings, result))
+
+
+def result_of(case: Case, settings: Settings, run: Callable[[Result], list[str]]) -> Result:
+    """
+    The result of a case.
+
+    Args:
+        case ([`Case`]): what runs.
+        settings ([`Settings`]): device and dtype.
+        run (`Callable`): runs it, fills in the figures of the result, and returns what is not equal. It may set the
+            verdict.
+    """
+    result = Result(case.name, case.description, verdict="")
     start = time.perf_counter()
     try:
         if case.min_trl is not None and Version(trl.__version__) < Version(case.min_trl):
             raise SkippedError(f"needs TRL {case.min_trl}")
         if settings.dtype == torch.bfloat16 and not case.compare_bf16:
             raise SkippedError("in bfloat16, rounding decides the routing of experts")
-        if settings.dtype == torch.bfloat16 and case.customised is not None:
-            raise SkippedError("trainings are compared in float32")
-        runner = _compare_bfloat16 if settings.dtype == torch.bfloat16 else _compare_float32
-        runner = _compare_training if case.customised is not None else runner
         with _without_tf32():
-            problems = runner(case, settings, result)
-        if not result.is_rounding:
-            result.verdict = "different" if problems else "equal"
+            problems = run(result)
+        result.verdict = result.verdict or ("different" if problems else "equal")
         result.reason = "; ".join(problems)
     except SkippedError as missing:
         result.verdict, result.reason = "skipped", str(missing)
     except Exception as error:  # one broken case must not hide the others
-        result.reason = _describe(error)
-    if settings.device == "cuda" and (loss := _device_loss()):
-        result.verdict, result.reason = "failed", f"{DEVICE_LOST}: {loss}; {result.reason}"
+        result.verdict, result.reason = "failed", _describe(error)
     result.seconds = time.perf_counter() - start
     return result
 
@@ -106,73 +90,22 @@ def _without_tf32() -> Generator[None, None, None]:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _device_loss() -> str:
-    """
-    The error that every later call of CUDA raises again, or an empty text. A kernel that reads out of bounds fails
-    after the call that launched it: the next case, or stock in it, seems to.
-    """
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return ""
-
-
 def _describe(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({place.filename.rpartition('/')[2]}:{place.lineno})"
-
-
-def _compare_training(case: Case, settings: Settings, result: Result) -> list[str]:
-    try:
-        with _skipped_where_refused(case):
-            pair = run_both(case, settings)
-    except StockFailedError as error:
-        if not case.drawn:
-            raise
-        raise SkippedError(str(error)) from error
-    problems = problems_of(case, pair, result)
-    if problems and case.drawn:
-        result.verdict = training_verdict(case, pair) or result.verdict
-    return problems
 
 
 def _compare_float32(case: Case, settings: Settings, result: Result) -> list[str]:
     with stock_may_fail(case):
         trainer = stock_trainer(case, settings)
         start = noisy_weights(trainer, case.noise)
-        data = make_data(case, load_weights(trainer, start), case.seed)
+        data = make_data(case, load_weights(trainer, start))
         stock = run_case(trainer, case, data, settings.dtype)
-    _skip_where_not_finite(case, stock)
-    fused = _run_fused(_new_fused(case, settings, start), case, settings, data)
-    _fill(result, case, stock, fused)
+    with wrong_forecasts() if case.wrong_forecast else nullcontext():
+        fused = run_case(load_weights(fused_trainer(case, settings), start), case, data, settings.dtype)
+    fill(result, case, stock, fused)
     _compare_liger(case, settings, start, data, stock, result)
-    problems = float32_problems(case, stock, fused, result)
-    others = row_problems(case, stock, fused, result) + _changed_by_verify(case, settings, start, data, fused)
-    if not problems:
-        others += warning_problems(fused)
-    if problems and case.drawn and not others:
-        result.verdict = rounding_verdict(case, settings, Compared(start, data, stock, fused)) or result.verdict
-    return problems + others
-
-
-def _skip_where_not_finite(case: Case, stock: Outcome) -> None:
-    """A drawn case of which stock's numbers are not finite has nothing to be compared with."""
-    if case.drawn and not (math.isfinite(stock.loss) and math.isfinite(stock.norm)):
-        raise SkippedError("stock's own loss or gradient is not finite")
-
-
-def _changed_by_verify(
-    case: Case, settings: Settings, start: dict[str, torch.Tensor], data: Data, fused: Outcome
-) -> list[str]:
-    """
-    What `fused_verify` changes, beside a run without it. Not on CUDA, where two runs are not equal to the bit as it is.
-    """
-    plain = {name: value for name, value in case.fused.items() if name != "fused_verify"}
-    if len(plain) == len(case.fused) or settings.device != "cpu":
-        return []
-    without = replace(case, fused=plain)
-    return changed_problems(fused, _run_fused(_new_fused(without, settings, start), without, settings, data))
+    return float32_problems(stock, fused, result) + row_problems(case, fused, result)
 
 
 def _compare_bfloat16(case: Case, settings: Settings, result: Result) -> list[str]:
@@ -181,61 +114,40 @@ def _compare_bfloat16(case: Case, settings: Settings, result: Result) -> list[st
         start = noisy_weights(trainer, case.noise)
         stock_arm = Restarted(trainer, start)
         reference_arm = Restarted(float64_trainer(case, settings), start)
-    fused_arm = Restarted(_new_fused(case, settings, start), start)
+    fused_arm = Restarted(load_weights(fused_trainer(case, settings), start), start)
     reference, stock, fused = [], [], []
-    rounds = bfloat16_rounds(case)
-    for seed in range(case.seed, case.seed + rounds[-1]):
+    rounds, problems = bfloat16_rounds(case), []
+    for seed in range(rounds[-1]):
         with stock_may_fail(case):
             data = make_data(case, reference_arm(), seed)
             reference.append(run_case(reference_arm(), case, data, settings.dtype))
-        if not math.isfinite(reference[-1].loss):  # eager attention's softmax: a float64 mask overflows in float32
-            raise SkippedError("in float64 its own attention is not finite: there is no reference")
-        with stock_may_fail(case):
+            check_reference(reference[-1])
             stock.append(run_case(stock_arm(), case, data, settings.dtype))
-        _skip_where_not_finite(case, stock[-1])
-        fused.append(_run_fused(fused_arm(), case, settings, data))
-        if seed == case.seed:
-            _fill(result, case, stock[0], fused[0])
+        with wrong_forecasts() if case.wrong_forecast else nullcontext():
+            fused.append(run_case(fused_arm(), case, data, settings.dtype))
+        if seed == 0:
+            fill(result, case, stock[0], fused[0])
             _compare_liger(case, settings, start, data, stock[0], result)
         if len(fused) in rounds:
-            problems = _bfloat16_problems(reference, stock, fused, result)
-            if problems and case.drawn and len(fused) in rounds[-2:] and not result.metrics_differ:
-                result.verdict = flip_verdict(reference, stock, fused) or result.verdict
-                if len(fused) == rounds[-1] and not result.is_rounding:
-                    result.verdict = chance_verdict(reference, stock, fused) or result.verdict
-            if not problems or result.metrics_differ or result.is_rounding:
+            problems = problems_of_batches(reference, stock, fused, result)
+            if not problems or result.metrics_differ:
                 break
     return problems
 
 
-def _bfloat16_problems(
+def check_reference(reference: Outcome) -> None:
+    """Skip a case where eager attention's softmax is not finite: a float64 mask overflows in float32."""
+    if not math.isfinite(reference.loss):
+        raise SkippedError("in float64 its own attention is not finite: there is no reference")
+
+
+def problems_of_batches(
     reference: list[Outcome], stock: list[Outcome], fused: list[Outcome], result: Result
 ) -> list[str]:
+    """What is not equal in bfloat16, over batches, one outcome each; the figures are filled in."""
     result.metrics_differ = differing_metrics(stock[0].metrics, fused[0].metrics, values=False)
     errors, stock_errors = measure(reference, fused), measure(reference, stock)
     return bfloat16_problems(errors, stock_errors, result) + metric_problems(result)
-
-
-def _new_fused(case: Case, settings: Settings, start: dict[str, torch.Tensor]) -> Trainer:
-    with _skipped_where_refused(case):
-        return load_weights(fused_trainer(case, settings), start)
-
-
-def _run_fused(trainer: Trainer, case: Case, settings: Settings, data: Data) -> Outcome:
-    with _skipped_where_refused(case), wrong_forecasts() if case.wrong_forecast else nullcontext():
-        return run_case(trainer, case, data, settings.dtype)
-
-
-@contextmanager
-def _skipped_where_refused(case: Case) -> Generator[None, None, None]:
-    """While it lasts, a drawn case is skipped where the fused trainer refuses an option of it."""
-    try:
-        yield
-    except ValueError as error:
-        refusals = [start for option in REFUSALS.keys() & case.fused.keys() for start in REFUSALS[option]]
-        if not (case.drawn and str(error).startswith(tuple(refusals))):
-            raise
-        raise SkippedError(f"the fused trainer refuses: {error}") from error
 
 
 @contextmanager
@@ -255,7 +167,8 @@ def wrong_forecasts() -> Generator[None, None, None]:
         yield
 
 
-def _fill(result: Result, case: Case, stock: Outcome, fused: Outcome) -> None:
+def fill(result: Result, case: Case, stock: Outcome, fused: Outcome) -> None:
+    """Fill in the figures that do not depend on what counts as right."""
     result.loss, result.layout = stock.loss, fused.layout
     if case.mode == "train":
         result.fused_ratio = _norm_ratio(fused, stock)

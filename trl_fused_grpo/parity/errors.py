@@ -18,12 +18,9 @@ class Errors:
     Relative errors of one trainer against a reference, root mean square over the batches compared.
 
     Attributes:
-        loss (`float`):
-            Of the loss.
-        gradient (`float`):
-            Of all gradients together.
-        parameters (`dict[str, float]`):
-            Of every parameter's gradient.
+        loss (`float`): of the loss.
+        gradient (`float`): of all gradients together.
+        parameters (`dict[str, float]`): of every parameter's gradient.
     """
 
     loss: float
@@ -45,12 +42,9 @@ def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome], loss_sca
     Compare outcomes with their references, batch by batch.
 
     Args:
-        references (`Sequence[Outcome]`):
-            What counts as right.
-        outcomes (`Sequence[Outcome]`):
-            As many, in the same order.
-        loss_scale (`float`):
-            A smaller loss is replaced by it as the divisor.
+        references (`Sequence[Outcome]`): what counts as right.
+        outcomes (`Sequence[Outcome]`): as many, in the same order.
+        loss_scale (`float`): a smaller loss is replaced by it as the divisor.
 
     Returns:
         [`Errors`]:
@@ -101,12 +95,9 @@ def differing_metrics(stock: dict[str, list[float]], fused: dict[str, list[float
     Names of metrics that one side lacks or that differ in value.
 
     Args:
-        stock (`dict[str, list[float]]`):
-            Stock's, by name.
-        fused (`dict[str, list[float]]`):
-            The fused trainer's.
-        values (`bool`):
-            Whether to compare values too: tolerance 1e-4 relative, 1e-6 absolute; NaN equals NaN.
+        stock (`dict[str, list[float]]`): stock's, by name.
+        fused (`dict[str, list[float]]`): the fused trainer's.
+        values (`bool`): whether to compare values too: tolerance 1e-4 relative, 1e-6 absolute; NaN equals NaN.
 
     Returns:
         `list[str]`:

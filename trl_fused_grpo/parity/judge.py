@@ -1,7 +1,6 @@
 """Says which errors are too large: in float32 against stock, in bfloat16 beside stock's own error against float64."""
 
 import math
-from dataclasses import replace
 
 import torch
 
@@ -12,9 +11,6 @@ from .run_case import Outcome
 
 
 TOLERANCE = 1e-5  # float32: loss and every gradient, relative to stock
-# Of a drawn case: a smaller loss is a mean whose terms cancel. They move with log-probs of about -10, where float32 has
-# steps of 1e-6, so that such a loss may differ by TOLERANCE * LOSS_SCALE = 1e-6
-LOSS_SCALE = 0.1
 # bfloat16: both trainers round differently. Which of them is closer to float64 is chance, so that a limit of exactly
 # stock's error would fail every other case. Several batches are pooled, and the limits leave room for chance: 10% over
 # all gradients, 25% for one parameter, each plus TOLERANCE. The loss is one number a batch: the ratio of two root mean
@@ -24,18 +20,17 @@ BFLOAT16_BATCHES = 4
 # rounding error, so that a batch has 6 independent errors instead of about 50. Groups of four of VESPO's batches had
 # 0.71 to 1.20 times stock's error (16 groups, median 1.02, all 64 batches together 0.90), hence eight times as many.
 SEQUENCE_WEIGHT_BATCHES = 32
-# Of many cases some exceed a limit by chance. Such a case is judged over so many times as many batches, and a drawn
-# one, of which there are thousands, until it has more than LEAST_DRAWN: chance shrinks with them, a fault does not
-AGAIN, LEAST_DRAWN = 4, 128
+# Of many cases some exceed a limit by chance. Such a case is judged over so many times as many batches: chance shrinks
+# with them, a fault does not
+AGAIN = 4
 SLACK, PARAMETER_SLACK, LOSS_SLACK = 1.1, 1.25, 2.0
-VERIFY_BOUND = 1e-4  # beyond which `fused_verify` warns in float32
 LOSS_FLOOR = torch.finfo(torch.bfloat16).eps / 2
+NO_ROW = "no row went through the fused function"
 
 
-def float32_problems(case: Case, stock: Outcome, fused: Outcome, result: Result) -> list[str]:
-    """Fill in the fused trainer's errors against stock, and say which are too large."""
-    stock = with_metrics_of_others(case, stock, fused)
-    errors = measure([stock], [fused], LOSS_SCALE if case.drawn else 0.0)
+def float32_problems(stock: Outcome, fused: Outcome, result: Result, loss_scale: float = 0.0) -> list[str]:
+    """Fill in the fused trainer's errors against stock, see [`measure`], and say which are too large."""
+    errors = measure([stock], [fused], loss_scale)
     result.loss_error, result.worst_parameter = errors.loss, errors.worst_parameter
     result.gradient_error = errors.parameters.get(errors.worst_parameter or "")
     problems = []
@@ -45,47 +40,6 @@ def float32_problems(case: Case, stock: Outcome, fused: Outcome, result: Result)
         problems.append(f"gradient of {result.worst_parameter} off by {result.gradient_error:.1e}")
     result.metrics_differ = differing_metrics(stock.metrics, fused.metrics)
     return problems + metric_problems(result)
-
-
-def with_metrics_of_others(case: Case, stock: Outcome, fused: Outcome) -> Outcome:
-    """
-    Stock's outcome, with the fused trainer's metrics in the windows in which that left sequences out, as far as they
-    then cover the others only: `entropy`, and those of vLLM's ratios where the training forward may give them. One that
-    is no number is not taken over.
-    """
-    metrics = dict(stock.metrics)
-    gives_ratios = case.fused.get("fused_skip_old_logps") is not False
-    for name in [name for name in metrics if name == "entropy" or (gives_ratios and name.startswith("sampling/"))]:
-        expected, own = metrics[name], fused.metrics.get(name, [])
-        if len(expected) == len(own) == case.accumulation_windows:
-            taken = [i in fused.leaves_out and math.isfinite(value) for i, value in enumerate(own)]
-            metrics[name] = [own[i] if is_taken else expected[i] for i, is_taken in enumerate(taken)]
-    return replace(stock, metrics=metrics)
-
-
-def changed_problems(verified: Outcome, plain: Outcome) -> list[str]:
-    """
-    What `fused_verify` changes, though nothing may change, not even a bit.
-
-    Args:
-        verified ([`Outcome`]):
-            Of the fused trainer with `fused_verify`.
-        plain ([`Outcome`]):
-            Of the same without.
-    """
-    changed = [name for name, tensor in plain.tensors.items() if not torch.equal(tensor, verified.tensors[name])]
-    # As text, in which NaN equals NaN
-    changed += [name for name, values in plain.metrics.items() if str(values) != str(verified.metrics.get(name))]
-    changed += verified.metrics.keys() - plain.metrics.keys()
-    if verified.loss != plain.loss:
-        changed.append("loss")
-    return [f"fused_verify changes {', '.join(changed)}"] if changed else []
-
-
-def warning_problems(fused: Outcome) -> list[str]:
-    """Whether `fused_verify` warned in float32, which is wrong where nothing is out of tolerance."""
-    beyond = [error for error in fused.verified if not error <= VERIFY_BOUND]
-    return [f"fused_verify warns of {beyond[0]:.1e}"] if beyond else []
 
 
 def bfloat16_problems(errors: Errors, stock_errors: Errors, result: Result) -> list[str]:
@@ -125,10 +79,8 @@ def bfloat16_batches(case: Case) -> int:
 
 def bfloat16_rounds(case: Case) -> list[int]:
     """Over how many batches a case is judged in bfloat16: the first, and where it exceeds a limit the next ones."""
-    rounds = [bfloat16_batches(case)]
-    while len(rounds) < 2 or (case.drawn and rounds[-1] <= LEAST_DRAWN):
-        rounds.append(AGAIN * rounds[-1])
-    return rounds
+    batches = bfloat16_batches(case)
+    return [batches, AGAIN * batches]
 
 
 def _worst_relative_to_stock(errors: Errors, stock_errors: Errors) -> str | None:
@@ -145,13 +97,10 @@ def metric_problems(result: Result) -> list[str]:
     return [f"metrics differ: {', '.join(result.metrics_differ)}"] if result.metrics_differ else []
 
 
-def row_problems(case: Case, stock: Outcome, fused: Outcome, result: Result) -> list[str]:
+def row_problems(case: Case, fused: Outcome, result: Result) -> list[str]:
     """Whether rows went through the fused function, and were recomputed where a forecast is wrong only."""
-    if case.stepwise is not None and not fused.rows:
-        return []  # TRL's own method may have been left to compute
-    may_be_empty = any(getattr(case.data, name, ()) for name in ("empty_rows", "empty_micro_batches", "truncated_rows"))
-    if case.mode == "train" and not fused.rows and not (case.drawn and (stock.norm == 0.0 or may_be_empty)):
-        return ["no row went through the fused function"]
+    if case.mode == "train" and not fused.rows:
+        return [NO_ROW]
     if case.recomputed == "none" and result.recomputed:
         return [f"{result.recomputed:.1%} of rows recomputed, none expected"]
     if case.recomputed == "some" and not result.recomputed:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -19,25 +20,12 @@ from .result import Result
 from .trainers import Settings, has_liger_loss
 
 
-_STYLES = {
-    "equal": "green",
-    "different": "bold red",
-    "failed": "bold red",
-    "tie": "yellow",
-    "rounding": "yellow",
-    "skipped": "dim",
-}
+_STYLES = {"equal": "green", "different": "bold red", "failed": "bold red", "skipped": "dim"}
 _SMALLEST = 1e-9  # where the plot puts an error of zero
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """
-    Versions, device and dtype with which the figures were measured.
-
-    Returns:
-        `dict[str, str]`:
-            Versions by distribution name, `"device"` and `"dtype"`.
-    """
+    """With which the figures were measured: versions by distribution name, `"device"` and `"dtype"`."""
     names = ("trl-fused-grpo", "trl", "transformers", "liger-kernel", "torch", "peft")
     device = settings.device
     if device == "cuda":
@@ -58,37 +46,31 @@ def _version(distribution: str) -> str:
 
 
 def passed(results: Sequence[Result]) -> bool:
-    """Whether nothing is out of tolerance and nothing failed."""
-    return all(result.verdict in ("equal", "tie", "rounding", "skipped") for result in results)
+    """Return `True` if nothing is out of tolerance and nothing failed."""
+    return not any(result.verdict in ("different", "failed") for result in results)
 
 
 def print_report(
-    results: Sequence[Result], settings: Settings, console: Console, layouts: bool = False, trainings: bool = False
+    results: Sequence[Result], settings: Settings, console: Console, layouts: bool = False, measured: str = "gradient"
 ) -> None:
     """
     Print the table, what went wrong, and a summary line.
 
     Args:
-        results (`Sequence[Result]`):
-            In the order in which to show them.
-        settings ([`Settings`]):
-            Decides which errors are shown.
-        console (`rich.console.Console`):
-            Where to print.
-        layouts (`bool`):
-            Whether to show the layout of the fused trainer's rows.
-        trainings (`bool`):
-            Whether whole trainings were compared: the change of weights instead of gradients.
+        results (`Sequence[Result]`): in the order in which to show them.
+        settings ([`Settings`]): decides which errors are shown.
+        console (`rich.console.Console`): where to print.
+        layouts (`bool`): whether to show the layout of the fused trainer's rows.
+        measured (`str`): what was compared.
     """
-    console.print(_table(results, settings, layouts, trainings))
+    console.print(_table(results, settings, layouts, measured))
     for result in results:
         if result.verdict in ("different", "failed"):
             console.print(f"[bold red]{result.name}[/]: {escape(result.reason)}")
     console.print(_summary(results))
 
 
-def _table(results: Sequence[Result], settings: Settings, layouts: bool, trainings: bool) -> Table:
-    measured = "update" if trainings else "gradient"
+def _table(results: Sequence[Result], settings: Settings, layouts: bool, measured: str) -> Table:
     about = environment(settings)
     title = " · ".join(f"{name} {value}" for name, value in about.items() if name not in ("device", "dtype"))
     table = Table(
@@ -97,7 +79,7 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool, trainin
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("case", no_wrap=True, max_width=48)  # a case drawn at random is named by all of its options
+    table.add_column("case", no_wrap=True, max_width=48)
     if layouts:
         table.add_column("layout")
     headings = ["loss", "loss\nerror", f"worst {measured}\nerror", "metrics\ndiffer"]
@@ -112,17 +94,7 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool, trainin
 
 
 def print_issue_1082(results: Sequence[Result], settings: Settings, console: Console) -> None:
-    """
-    Print what TRL's Liger loss and the fused trainer make of each thing that Liger-Kernel's issue 1082 names.
-
-    Args:
-        results (`Sequence[Result]`):
-            Of `ISSUE_1082_CASES`.
-        settings ([`Settings`]):
-            Device and dtype.
-        console (`rich.console.Console`):
-            Where to print.
-    """
+    """Print what TRL's Liger loss and the fused trainer make of each thing that Liger-Kernel's issue 1082 names."""
     about = environment(settings)
     table = Table(
         title=f"TRL {about['trl']}, liger-kernel {about['liger-kernel']}: gradients relative to TRL's own path",
@@ -166,7 +138,7 @@ def _row(result: Result, layouts: bool) -> list[str]:
     if has_liger_loss():
         cells.append(result.liger or _number(result.liger_ratio, ".3f" if (result.liger_ratio or 0) < 10 else ".1f"))
     cells += [_number(result.fused_ratio, ".3f"), _number(result.recomputed, ".0%")]
-    return [*cells, f"[{_STYLES[result.verdict]}]{result.verdict}[/]"]
+    return [*cells, _styled(result.verdict, result.verdict)]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -181,8 +153,14 @@ def _pair(fused: float | None, stock: float | None) -> str:
 
 def counts_of(results: Sequence[Result]) -> str:
     """How many results have which verdict, in rich's markup."""
-    counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in _STYLES}
-    return ", ".join(f"[{_STYLES[v]}]{n} {v}[/]" for v, n in counts.items() if n)
+    counts = Counter(result.verdict for result in results)
+    verdicts = [*filter(counts.get, _STYLES), *sorted(counts.keys() - _STYLES.keys())]
+    return ", ".join(_styled(verdict, f"{counts[verdict]} {verdict}") for verdict in verdicts)
+
+
+def _styled(verdict: str, text: str) -> str:
+    style = _STYLES.get(verdict, "yellow")
+    return f"[{style}]{text}[/]"
 
 
 def _summary(results: Sequence[Result]) -> str:
@@ -192,17 +170,7 @@ def _summary(results: Sequence[Result]) -> str:
 
 
 def write_json(results: Sequence[Result], settings: Settings, path: Path) -> None:
-    """
-    Write versions, settings and every figure.
-
-    Args:
-        results (`Sequence[Result]`):
-            As measured.
-        settings ([`Settings`]):
-            Device and dtype.
-        path (`Path`):
-            Overwritten. Numbers that are not finite become the strings `"inf"` and `"nan"`.
-    """
+    """Write versions, settings and every figure. Those that are not finite become the strings `"inf"` and `"nan"`."""
     content = {
         "environment": environment(settings),
         "tolerance": {
@@ -224,25 +192,16 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_plot(results: Sequence[Result], settings: Settings, path: Path) -> None:
+def write_plot(results: Sequence[Result], settings: Settings, path: Path) -> bool:
     """
     Draw the worst gradient error of every case and, where TRL has one, its Liger loss's gradient norm over stock's.
-
-    Args:
-        results (`Sequence[Result]`):
-            As measured; skipped cases are left out.
-        settings ([`Settings`]):
-            Device and dtype.
-        path (`Path`):
-            Overwritten; the suffix chooses the format.
-
-    Raises:
-        `ImportError`:
-            Without matplotlib.
+    Return `False`, and write nothing, if no case has an error. The suffix of the path chooses the format.
     """
     from matplotlib.figure import Figure
 
-    shown = [result for result in results if result.verdict != "skipped"]
+    shown = [result for result in results if result.gradient_error is not None]
+    if not shown:
+        return False
     places = range(len(shown))
     liger = has_liger_loss()
     figure = Figure(figsize=(14 if liger else 9, 2 + 0.2 * len(shown)), layout="constrained")
@@ -255,6 +214,7 @@ def write_plot(results: Sequence[Result], settings: Settings, path: Path) -> Non
     about = environment(settings)
     figure.suptitle(f"TRL {about['trl']}, {about['device']}, {about['dtype']}", fontsize=11)
     figure.savefig(path, dpi=150)
+    return True
 
 
 def _plot_errors(axes: Any, shown: Sequence[Result], settings: Settings) -> None:

@@ -2,8 +2,7 @@
 
 import math
 import sys
-import zlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from .case import Case, Rollout, SkippedError, Trainer
 from .tiny import batches
 from .tiny.serve import serve_batches, serve_rollouts, serves_batches
-from .trainers import StockGRPOTrainer, load_weights
+from .trainers import load_weights
 
 
 # Standard deviation of the weights' step between accumulation windows: ratios leave 1 but not the clip bounds
@@ -25,7 +24,6 @@ STEP = 0.0005
 
 # Timings, and what only the fused trainer logs.
 _NOT_COMPARED = ("step_time", "fused/")
-_VERIFIED = "fused/verify_"
 
 Data = list[dict[str, Any]]
 
@@ -36,27 +34,15 @@ class Outcome:
     What came out of a trainer.
 
     Attributes:
-        loss (`float`):
-            Sum of the micro-batches' losses.
-        tensors (`dict[str, torch.Tensor]`):
-            Gradient of every parameter after each accumulation window, or log-probs and entropies. On the CPU.
-        metrics (`dict[str, list[float]]`):
-            By name, what TRL would log after each accumulation window: the average over its micro-batches.
-        rows (`int`, *optional*):
-            Rows whose log-probabilities were computed, over all forwards; `None` where the trainer does not count them.
-        recomputed (`int`, *optional*):
-            How many of these rows backward computed a second time.
-        layout (`str`, *optional*):
-            How the fused trainer laid the rows out: `"packed"` or `"padded"`.
-        leaves_out (`set[int]`):
-            Accumulation windows in which the fused trainer left sequences out (`fused_skip_zero_grad_sequences`).
-        verified (`list[float]`):
-            What `fused_verify` logged: errors of the loss and of the gradients in the output projection.
-        high_entropy (`list[torch.Tensor]`):
-            Which tokens TRL's `top_entropy_quantile` trains on, one vector for each loss. On the CPU.
-        masked (`list[torch.Tensor]`):
-            Which tokens or sequences TRL's `mask` modes leave out, as vLLM's importance ratio is beyond a bound: one
-            matrix for each micro-batch. On the CPU.
+        loss (`float`): sum of the micro-batches' losses.
+        tensors (`dict[str, torch.Tensor]`): gradient of every parameter after each accumulation window, or log-probs
+            and entropies. On the CPU.
+        metrics (`dict[str, list[float]]`): by name, what TRL would log after each accumulation window: the average over
+            its micro-batches.
+        rows (`int`, *optional*): rows whose log-probabilities were computed, over all forwards; `None` where the
+            trainer does not count them.
+        recomputed (`int`, *optional*): how many of these rows backward computed a second time.
+        layout (`str`, *optional*): how the fused trainer laid the rows out: `"packed"` or `"padded"`.
     """
 
     loss: float = 0.0
@@ -65,10 +51,6 @@ class Outcome:
     rows: int | None = None
     recomputed: int | None = None
     layout: str | None = None
-    leaves_out: set[int] = field(default_factory=set)
-    verified: list[float] = field(default_factory=list)
-    high_entropy: list[torch.Tensor] = field(default_factory=list)
-    masked: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def norm(self) -> float:
@@ -76,7 +58,7 @@ class Outcome:
         return float(sum(t.double().square().sum() for t in self.tensors.values()) ** 0.5)
 
 
-def make_data(case: Case, trainer: Trainer, seed: int) -> Data:
+def make_data(case: Case, trainer: Trainer, seed: int = 0) -> Data:
     """Completions or micro-batches of a case, see [`tiny.batches`]."""
     make = batches.rollout if isinstance(case.data, Rollout) else batches.micro_batches
     return make(case, trainer, seed)
@@ -97,7 +79,7 @@ def stock_may_fail(case: Case) -> Generator[None, None, None]:
         raise
     except Exception as error:
         message = " ".join(str(error).split())
-        if not case.drawn and not any(part in message for part in case.stock_fails):
+        if not any(part in message for part in case.stock_fails):
             raise
         raise SkippedError(f"stock itself fails: {type(error).__name__}: {message[:120]}") from error
 
@@ -131,19 +113,24 @@ def _values(holder: Any) -> dict[str, Any]:
     }
 
 
-def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Outcome:
+def run_case(
+    trainer: Trainer,
+    case: Case,
+    data: Data,
+    dtype: torch.dtype,
+    after_step: Callable[[Trainer, int], None] | None = None,
+) -> Outcome:
     """
     Run a case through a trainer's own step.
 
     Args:
-        trainer ([`GRPOTrainer`]):
-            Freshly built, or [`Restarted`].
-        case ([`Case`]):
-            What to run.
-        data (`list[dict]`):
-            From [`make_data`].
-        dtype (`torch.dtype`):
-            What weights are rounded to when they move, also where the trainer computes in a higher precision.
+        trainer ([`GRPOTrainer`]): freshly built, or [`Restarted`].
+        case ([`Case`]): what to run.
+        data (`list[dict]`): from [`make_data`].
+        dtype (`torch.dtype`): what weights are rounded to when they move, also where the trainer computes in a higher
+            precision.
+        after_step (`Callable`, *optional*): gets the trainer and the number of the accumulation window after each
+            micro-batch.
 
     Returns:
         [`Outcome`]:
@@ -155,17 +142,10 @@ def run_case(trainer: Trainer, case: Case, data: Data, dtype: torch.dtype) -> Ou
         serve_rollouts(trainer, data)
     elif case.mode != "log-probs":
         serve_batches(trainer, data)
-    with case.changed(trainer), _served_in_rows(trainer), _high_entropy_noted() as high_entropy:
+    with _served_in_rows(trainer):
         if case.mode == "train":
-            outcome = _train(trainer, case, dtype)
-        elif case.mode == "eval":
-            outcome = _evaluate(trainer)
-        else:
-            outcome = _log_probs(trainer, data)
-    outcome.high_entropy = high_entropy
-    if trainer.seen:
-        outcome.metrics["what the user's code saw"] = [_as_number(value) for value in trainer.seen]
-    return outcome
+            return _train(trainer, case, dtype, after_step)
+        return _evaluate(trainer) if case.mode == "eval" else _log_probs(trainer, data)
 
 
 @contextmanager
@@ -190,41 +170,11 @@ def _served_in_rows(trainer: Trainer) -> Generator[None, None, None]:
         yield
 
 
-@contextmanager
-def _high_entropy_noted() -> Generator[list[torch.Tensor], None, None]:
-    """
-    While it lasts, notes which entropies are at least the quantile that TRL asks torch for, under the name that torch
-    has in TRL's file. No method of the trainer and no function of torch's may be replaced for it: the fused trainer
-    would take a lower level.
-    """
-    noted: list[torch.Tensor] = []
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        @staticmethod
-        def quantile(entropies: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            threshold = torch.quantile(entropies, *args, **kwargs)
-            noted.append((entropies.detach() >= threshold).cpu())
-            return threshold
-
-    with mock.patch.object(sys.modules[StockGRPOTrainer.__module__], "torch", Torch()):
-        yield noted
-
-
-def _as_number(value: Any) -> float:
-    """A number as it is, and of anything else one that equal things have in common."""
-    return float(value) if isinstance(value, (int, float)) else float(zlib.crc32(repr(value).encode()))
-
-
 def _collect_metrics(trainer: Trainer, mode: str, outcome: Outcome) -> None:
     metrics = trl_compat.metrics_of(trainer, mode)
     for name, values in metrics.items():
         if values and not name.startswith(_NOT_COMPARED):
             outcome.metrics.setdefault(name, []).append(math.fsum(values) / len(values))
-        if name.startswith(_VERIFIED):
-            outcome.verified += values
     metrics.clear()
 
 
@@ -232,9 +182,11 @@ def _examples(trainer: Trainer, count: int) -> list[dict[str, str]]:
     return [trainer.train_dataset[0]] * count
 
 
-def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
+def _train(
+    trainer: Trainer, case: Case, dtype: torch.dtype, after_step: Callable[[Trainer, int], None] | None
+) -> Outcome:
     args = trainer.args
-    outcome, forwards = Outcome(), {}
+    outcome, forwards = Outcome(), {}  # what several micro-batches share, the backward of the last completes
     model = trainer.model_wrapped
     generation = _examples(trainer, args.per_device_train_batch_size * args.steps_per_generation)
     for window in range(case.accumulation_windows):
@@ -243,8 +195,11 @@ def _train(trainer: Trainer, case: Case, dtype: torch.dtype) -> Outcome:
             last = i == args.gradient_accumulation_steps - 1
             trainer.accelerator.gradient_state._set_sync_gradients(last)
             outcome.loss += float(trainer.training_step(model, generation, None))
-            _note_forward(trainer, case, outcome, window, forwards)
-            _note_masked(trainer, outcome)
+            if (stats := getattr(trainer, "fused_stats", None)) is not None:
+                outcome.layout = trainer.fused_layout(bool(getattr(case.data, "images", None)))
+                forwards[id(stats)] = stats
+            if after_step is not None:
+                after_step(trainer, window)
         for name, parameter in trainer.model.named_parameters():
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -266,26 +221,6 @@ def _move_weights(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
         if parameter.requires_grad:
             step = STEP * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(parameter.to(dtype) + step.to(parameter.device, dtype))
-
-
-def _note_forward(trainer: Trainer, case: Case, outcome: Outcome, window: int, forwards: dict[int, Any]) -> None:
-    """Of the training step that has just run. What several micro-batches share, the backward of the last completes."""
-    stats = getattr(trainer, "fused_stats", None)
-    if stats is not None:
-        outcome.layout = trainer.fused_layout()
-        forwards[id(stats)] = stats
-        if stats.leaves_out:
-            outcome.leaves_out.add(window)
-
-
-def _note_masked(trainer: Trainer, outcome: Outcome) -> None:
-    """Of the micro-batch that has just been trained on, if the trainer generated it."""
-    micro_batches = trl_compat.buffered_micro_batches(trainer)
-    if micro_batches:
-        place = (trl_compat.step_of(trainer) - 1) % trl_compat.steps_per_generation(trainer)
-        ratio = micro_batches[place].get("importance_sampling_ratio")
-        if ratio is not None:
-            outcome.masked.append((ratio == 0.0).cpu())
 
 
 def _evaluate(trainer: Trainer) -> Outcome:

@@ -20,6 +20,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from .case import Batch, Case, Rollout, SkippedError, Trainer
 from .tiny import save_checkpoint, tokenizer
 from .tiny.adapters import adapter_config
+from .tiny.batches import GROUP, ROWS
 
 
 MAX_COMPLETION_LENGTH = 16
@@ -44,14 +45,10 @@ class Settings:
     Where and in what precision comparisons run.
 
     Attributes:
-        folder (`Path`):
-            Where checkpoints are kept while comparisons run.
-        device (`str`):
-            `"cpu"` or `"cuda"`.
-        dtype (`torch.dtype`):
-            `torch.float32`, or `torch.bfloat16` for weights and autocast in bfloat16.
-        fused_class (`Callable`, *optional*):
-            Trainer class under test, [`FusedGRPOTrainer`] when left out.
+        folder (`Path`): where checkpoints are kept while comparisons run.
+        device (`str`): `"cpu"` or `"cuda"`.
+        dtype (`torch.dtype`): `torch.float32`, or `torch.bfloat16` for weights and autocast in bfloat16.
+        fused_class (`Callable`, *optional*): trainer class under test, [`FusedGRPOTrainer`] when left out.
     """
 
     folder: Path
@@ -107,12 +104,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def _construct(
-    cls: Callable[..., Trainer],
-    case: Case,
-    settings: Settings,
-    dtype: torch.dtype,
-    config: Any,
-    **extra: Any,
+    cls: Callable[..., Trainer], case: Case, settings: Settings, dtype: torch.dtype, config: Any, **extra: Any
 ) -> Trainer:
     try:
         checkpoint = save_checkpoint(case.model, settings.folder, settings.dtype)
@@ -124,6 +116,8 @@ def _construct(
         "beta": 0.0,
         "gradient_checkpointing": False,
         "bf16": dtype == torch.bfloat16,
+        "per_device_train_batch_size": ROWS,
+        "num_generations": GROUP,
         **config_options(case.config, config),
         **extra,
     }
@@ -132,22 +126,16 @@ def _construct(
         report_to="none",
         disable_tqdm=True,
         use_cpu=settings.device == "cpu",
-        per_device_train_batch_size=case.shape.rows,
-        num_generations=case.shape.group,
         max_completion_length=MAX_COMPLETION_LENGTH,
         model_init_kwargs={"dtype": str(dtype).removeprefix("torch."), "device_map": None},
         **options,
     )
     args._n_gpu = min(args.n_gpu, 1)  # with several visible GPUs, TRL would use nn.DataParallel
-    model: Any = str(checkpoint)
-    if case.customised is not None and case.customised.load_model is not None:
-        model, args.model_init_kwargs = case.customised.load_model(checkpoint), None
-    return case.trainer_class(cls)(
-        model=model,
+    return cls(
+        model=str(checkpoint),
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * PROMPTS}),
-        eval_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * 2}) if case.config.get("eval_strategy") else None,
         processing_class=settings.tokenizer,
         peft_config=peft_config,
     )
@@ -159,7 +147,7 @@ def _prepare(trainer: Trainer, case: Case) -> Trainer:
     for name, parameter in trainer.model.named_parameters():
         if name.endswith(case.frozen):
             parameter.requires_grad_(False)
-    data, trainer.seen = case.data, []  # by customisations
+    data = case.data
     if (isinstance(data, Batch) and data.ratio) or (isinstance(data, Rollout) and data.sampling):
         trainer.use_vllm = True  # the constructor would start vLLM
         trainer._last_loaded_step = trainer.state.global_step
@@ -170,32 +158,31 @@ def _prepare(trainer: Trainer, case: Case) -> Trainer:
     return trainer
 
 
-def stock_trainer(case: Case, settings: Settings, cls: Callable[..., Trainer] = StockGRPOTrainer) -> Trainer:
+def stock_trainer(
+    case: Case, settings: Settings, cls: Callable[..., Trainer] = StockGRPOTrainer, config: Any = GRPOConfig
+) -> Trainer:
     """
     Stock TRL without Liger. Where TRL refuses the case's adapter, it is TRL's objective on dense logits.
 
     Args:
-        case ([`Case`]):
-            What is compared.
-        settings ([`Settings`]):
-            Device and dtype.
-        cls (`Callable`, *optional*, defaults to TRL's `GRPOTrainer`):
-            TRL's class or a subclass.
+        case ([`Case`]): what is compared.
+        settings ([`Settings`]): device and dtype.
+        cls (`Callable`, *optional*, defaults to TRL's `GRPOTrainer`): TRL's class or a subclass.
+        config (`type`, *optional*, defaults to `GRPOConfig`): the class of its arguments.
     """
     refused = case.adapter == "head" and trl_compat.REFUSES_ADAPTER_ON_HEAD
     with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed() if refused else nullcontext():
-        trainer = _construct(cls, case, settings, settings.dtype, case.config_class(GRPOConfig))
+        trainer = _construct(cls, case, settings, settings.dtype, config)
         if refused:
             trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
         return _prepare(trainer, case)
 
 
-def fused_trainer(case: Case, settings: Settings) -> Trainer:
-    """The trainer under test."""
+def fused_trainer(case: Case, settings: Settings, config: Any = GRPOConfig) -> Trainer:
+    """The trainer under test, of which `config` is the class of TRL's arguments."""
     from trl_fused_grpo import FusedGRPOTrainer, fuse_config
 
     cls = settings.fused_class or FusedGRPOTrainer
-    config = case.config_class(GRPOConfig)
     if case.fused:  # else TRL's own config is enough
         config = fuse_config(config)
     with _isolated_mixed_precision():
@@ -222,7 +209,7 @@ def stock_liger_trainer(case: Case, settings: Settings) -> Trainer:
         return _prepare(trainer, case)
 
 
-def float64_trainer(case: Case, settings: Settings) -> Trainer:
+def float64_trainer(case: Case, settings: Settings, cls: Callable[..., Trainer] = StockGRPOTrainer) -> Trainer:
     """
     Stock TRL's objective on dense float64 log-probs and entropies: the reference for bfloat16.
 
@@ -231,7 +218,7 @@ def float64_trainer(case: Case, settings: Settings) -> Trainer:
     """
     options = {name: value for name, value in case.config.items() if name != "cast_lm_head_to_fp32"}
     with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed():
-        trainer = _construct(StockGRPOTrainer, replace(case, config=options), settings, torch.float32, GRPOConfig)
+        trainer = _construct(cls, replace(case, config=options), settings, torch.float32, GRPOConfig)
         for model in filter(None, (trainer.model, trainer.ref_model)):
             model.double()
             if hasattr(model, "set_experts_implementation"):

@@ -1,16 +1,15 @@
 """
-The named cases, all that TRL's own GRPO path supports: `CASES`, `MODEL_CASES` (`--models`), `CUSTOMISED_CASES`
-(`--customised`) and `ISSUE_1082_CASES` (`--issue-1082`). A case is data; add one to the list of its topic.
+The named cases, all that TRL's own GRPO path supports: `CASES`, `MODEL_CASES` (`--models`) and `ISSUE_1082_CASES`
+(`--issue-1082`). A case is data; add one to the list of its topic.
 """
 
 from trl_fused_grpo.parity.case import Case
 
 from . import model, objective, setting
-from .customised import CUSTOMISED_CASES
 from .issue_1082 import ISSUE_1082_CASES, REPORT
 
 
-__all__ = ["CASES", "CUSTOMISED_CASES", "ISSUE_1082_CASES", "MODEL_CASES"]
+__all__ = ["CASES", "ISSUE_1082_CASES", "MODEL_CASES"]
 
 CASES: tuple[Case, ...] = (
     REPORT,

@@ -36,7 +36,6 @@ def _of_family(name: str, model: str, family: Family, images: str | None) -> Cas
         model=model,
         frozen=family.flat,
         noise=NOISE,
-        layout=family.layout,
         stock_fails=family.stock_fails,
         compare_bf16=not family.has_aux_loss,
         # Of a text model that another family lends, Liger replaces the layers for the whole process, unasked

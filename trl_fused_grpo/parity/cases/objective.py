@@ -116,7 +116,7 @@ def everything() -> list[Case]:
             "vLLM ratios, tool mask, delta and bias-corrected KL together",
             {"beta": 0.1, "use_bias_correction_kl": True, "delta": 2.0},
             Batch(old="far", ratio="report", reference=True, tool_mask=True),
-        ),
+        )
     ]
 
 
@@ -259,11 +259,7 @@ def masks() -> list[Case]:
             Batch(old="far", sampling=True),
         ),
         Case(
-            "top-entropy",
-            "top-entropy quantile, on-policy",
-            {"top_entropy_quantile": 0.37},
-            Batch(),
-            recomputed="any",
+            "top-entropy", "top-entropy quantile, on-policy", {"top_entropy_quantile": 0.37}, Batch(), recomputed="any"
         ),
         Case(
             "top-entropy-off-policy",

@@ -5,35 +5,20 @@ from typing import Any
 
 from transformers.utils import is_peft_available
 
-from .families import MARKER_ID
 
-
-_ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
-_LORA: dict[str, dict[str, Any]] = {
-    "attention": _ATTENTION,
-    "head": {"target_modules": ["q_proj", "v_proj", "lm_head"]},
-    "head-copy": {**_ATTENTION, "modules_to_save": ["lm_head"]},  # a trained copy of the output projection
-    "tied-copy": {**_ATTENTION, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    "dropout": {**_ATTENTION, "lora_dropout": 0.3},
-    "alora": {**_ATTENTION, "alora_invocation_tokens": [MARKER_ID]},
-}
-_OTHER: dict[str, tuple[str, dict[str, Any]]] = {
-    "prompt-tuning": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
-    "prefix-tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
-    "ia3": ("IA3Config", {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+ATTENTION: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+# The class of the configuration, and its options
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention": ("LoraConfig", ATTENTION),
+    "head": ("LoraConfig", {**ATTENTION, "target_modules": ["q_proj", "v_proj", "lm_head"]}),
+    # A trained copy of the output projection
+    "head-copy": ("LoraConfig", {**ATTENTION, "modules_to_save": ["lm_head"]}),
 }
 
 
 def adapter_config(name: str) -> Any:
     """
-    The configuration of an adapter.
-
-    Args:
-        name (`str`):
-            `"attention"`: LoRA on the attention projections. `"head"`: LoRA on the output projection too.
-            `"head-copy"`: LoRA on the attention projections and a trained copy of the output projection
-            (`modules_to_save`). `"tied-copy"`, `"dropout"`, `"alora"`: further kinds of LoRA. `"prompt-tuning"`,
-            `"prefix-tuning"`, `"ia3"`: PEFT's other methods.
+    The configuration of an adapter, by its name in `ADAPTERS`.
 
     Raises:
         `ImportError`:
@@ -43,7 +28,7 @@ def adapter_config(name: str) -> Any:
         raise ImportError("peft is not installed")
     import peft
 
-    kind, options = _OTHER.get(name) or ("LoraConfig", {"r": 4, **_LORA[name]})
+    kind, options = ADAPTERS[name]
     missing = options.keys() - {option.name for option in fields(getattr(peft, kind))}
     if missing:
         raise ImportError(f"this PEFT has no `{missing.pop()}`")

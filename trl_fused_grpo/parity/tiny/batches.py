@@ -1,24 +1,18 @@
 """Makes the data of a case: micro-batches and completions with padding on both sides, clipped ratios, masks."""
 
-import random
 from typing import Any
 
 import torch
 
 from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
-from trl_fused_grpo.parity.case import Batch, Case, Rollout, Shape, Trainer
+from trl_fused_grpo.parity.case import Batch, Case, Lengths, Rollout, Trainer
 
 from .families import EOS_ID, FIRST_WORD_ID, IMAGE_ID, MARKER_ID, PAD_ID, VOCAB_SIZE
 from .images import IMAGES, REPEATED_IMAGES, image_inputs, with_images
 from .serve import copy_to
 
 
-ROWS, GROUP = Shape().rows, Shape().group
-# Of the rows of a micro-batch
-PROMPT_LENGTHS = (7, 4, 5, 7, 3, 6)
-COMPLETION_LENGTHS = (13, 9, 4, 1, 11, 7)
-UNEVEN_PROMPT_LENGTHS = (7, 4, 5, 2, 3, 6)  # the first and the fourth are used
-UNEVEN_COMPLETION_LENGTHS = (13, 2, 3, 1, 4, 2)
+ROWS, GROUP = 6, 3  # completions in a micro-batch, and to a prompt
 ADVANTAGES = (1.1, -0.7, 0.0, 0.6, -0.4, 0.9)  # one row needs no gradient, and the loss does not cancel to zero
 
 # Old minus current log-probs. Ratios lie well inside or beyond 0.8 and 1.2 (clipping) and 2 (delta, cispo): bfloat16
@@ -41,15 +35,10 @@ def _in_turn(values: tuple[float, ...], count: int) -> torch.Tensor:
     return torch.tensor([values[i % len(values)] for i in range(count)])
 
 
-def _lengths(shape: Shape, uneven: bool = False) -> tuple[list[int], list[int]]:
-    """Of the prompts and of the completions of a micro-batch."""
-    if shape.lengths is not None:
-        generator = random.Random(shape.lengths)
-        prompts = [generator.randint(2, 9) for _ in range(shape.rows)]
-        return prompts, [generator.randint(1, 14) for _ in range(shape.rows)]
-    prompts = UNEVEN_PROMPT_LENGTHS if uneven else PROMPT_LENGTHS
-    completions = UNEVEN_COMPLETION_LENGTHS if uneven else COMPLETION_LENGTHS
-    return [prompts[i % ROWS] for i in range(shape.rows)], [completions[i % ROWS] for i in range(shape.rows)]
+def _lengths(lengths: Lengths, rows: int) -> tuple[list[int], list[int]]:
+    """Of the prompts and of the completions of so many rows."""
+    prompts, completions = ([values[i % len(values)] for i in range(rows)] for values in lengths)
+    return prompts, completions
 
 
 def _words(length: int, generator: torch.Generator, end: int = VOCAB_SIZE) -> list[int]:
@@ -90,17 +79,17 @@ def _images_for(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: copy_to(inputs[name], device) for name in MULTIMODAL_INPUTS if name in inputs}
 
 
-def micro_batches(case: Case, trainer: Trainer, seed: int) -> list[dict[str, torch.Tensor]]:
+def micro_batches(case: Case, trainer: Trainer, seed: int, draws: int = 16) -> list[dict[str, torch.Tensor]]:
     """
     Micro-batches as `_prepare_inputs` would return them.
 
     Args:
-        case ([`Case`]):
-            With a [`Batch`] as its data.
-        trainer ([`GRPOTrainer`]):
-            Computes the current log-probs, from which old, reference and sampling log-probs are made.
-        seed (`int`):
-            Of tokens and offsets.
+        case ([`Case`]): with a [`Batch`] as its data.
+        trainer ([`GRPOTrainer`]): computes the current log-probs, from which old, reference and sampling log-probs are
+            made.
+        seed (`int`): of tokens and offsets.
+        draws (`int`): under `top_entropy_quantile`, how many are drawn for each. Of them the one is taken whose
+            entropies lie furthest from the quantile: rounding must not move a token across.
 
     Returns:
         `list[dict[str, torch.Tensor]]`:
@@ -112,7 +101,7 @@ def micro_batches(case: Case, trainer: Trainer, seed: int) -> list[dict[str, tor
     args = trainer.args
     generator = torch.Generator().manual_seed(seed)
     count = args.gradient_accumulation_steps * case.accumulation_windows
-    batches = [_micro_batch(case, i, trainer, generator) for i in range(count)]
+    batches = [_micro_batch(spec, i, trainer, generator, draws) for i in range(count)]
     for start in range(0, count, args.steps_per_generation):
         members = batches[start : start + args.steps_per_generation]
         tokens = torch.stack([(b["completion_mask"] * b.get("tool_mask", 1)).sum() for b in members]).sum()
@@ -121,13 +110,13 @@ def micro_batches(case: Case, trainer: Trainer, seed: int) -> list[dict[str, tor
     return batches
 
 
-def _micro_batch(case: Case, index: int, trainer: Trainer, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    spec, rows = case.data, case.shape.rows
-    assert isinstance(spec, Batch)
-    inputs = _tokens(spec, case.shape, index, generator)
-    if trainer.args.top_entropy_quantile < 1.0 and not case.drawn:  # ties of drawn cases are recognised
-        # Of several draws the one whose entropies lie furthest from the quantile: rounding must not move a token across
-        others = [_tokens(spec, case.shape, index, generator) for _ in range(15)]
+def _micro_batch(
+    spec: Batch, index: int, trainer: Trainer, generator: torch.Generator, draws: int
+) -> dict[str, torch.Tensor]:
+    rows = trainer.args.per_device_train_batch_size
+    inputs = _tokens(spec, rows, index, generator)
+    if trainer.args.top_entropy_quantile < 1.0 and draws > 1:
+        others = [_tokens(spec, rows, index, generator) for _ in range(draws - 1)]
         inputs = max(inputs, *others, key=lambda drawn: _entropy_gap(drawn, trainer))
     shape = inputs["completion_ids"].shape
 
@@ -151,15 +140,15 @@ def _micro_batch(case: Case, index: int, trainer: Trainer, generator: torch.Gene
     return inputs
 
 
-def _tokens(spec: Batch, shape: Shape, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _tokens(spec: Batch, rows: int, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     inputs: dict[str, torch.Tensor] = {}
     end = IMAGE_ID if spec.images else VOCAB_SIZE
-    prompt_lengths, lengths = _lengths(shape)
+    prompt_lengths, lengths = _lengths(spec.lengths, rows)
     prompts = [_words(n, generator, end) for n in prompt_lengths]
-    copies = min(GROUP, shape.rows) if spec.repeated_prompts else 1
+    copies = min(GROUP, rows) if spec.repeated_prompts else 1
     prompts[:copies] = prompts[:1] * copies
     counts = REPEATED_IMAGES if spec.repeated_prompts else IMAGES
-    images = [counts[i % ROWS] for i in range(shape.rows)]
+    images = [counts[i % ROWS] for i in range(rows)]
     if spec.images:
         prompts = with_images(prompts, images, spec.images)
     inputs["prompt_ids"], inputs["prompt_mask"] = _padded(prompts, left=True)
@@ -192,12 +181,9 @@ def rollout(case: Case, trainer: Trainer, seed: int) -> list[dict[str, Any]]:
     Completions in place of generated ones, one entry a generation.
 
     Args:
-        case ([`Case`]):
-            With a [`Rollout`] as its data.
-        trainer ([`GRPOTrainer`]):
-            Computes the current log-probs, from which the sampler's are made.
-        seed (`int`):
-            Of tokens and offsets.
+        case ([`Case`]): with a [`Rollout`] as its data.
+        trainer ([`GRPOTrainer`]): computes the current log-probs, from which the sampler's are made.
+        seed (`int`): of tokens and offsets.
 
     Returns:
         `list[dict[str, Any]]`:
@@ -209,21 +195,19 @@ def rollout(case: Case, trainer: Trainer, seed: int) -> list[dict[str, Any]]:
     steps = trainer.args.steps_per_generation if case.mode == "train" else 1
     needed = trainer.args.gradient_accumulation_steps * case.accumulation_windows
     generations = -(-needed // steps)
-    return [_generation(spec, case.shape, trainer, steps, generator) for _ in range(generations)]
+    return [_generation(spec, trainer, steps, generator) for _ in range(generations)]
 
 
-def _generation(
-    spec: Rollout, shape: Shape, trainer: Trainer, steps: int, generator: torch.Generator
-) -> dict[str, Any]:
-    rows = shape.rows
+def _generation(spec: Rollout, trainer: Trainer, steps: int, generator: torch.Generator) -> dict[str, Any]:
+    rows, group = trainer.args.per_device_train_batch_size, trainer.args.num_generations
     prompts, completions = [], []
-    prompt_lengths, lengths = _lengths(shape, spec.uneven)
+    prompt_lengths, lengths = _lengths(spec.lengths, rows)
     for i in range(rows * steps):
-        prompts.append(prompts[-1] if i % shape.group else _words(prompt_lengths[i % rows], generator))
+        prompts.append(prompts[-1] if i % group else _words(prompt_lengths[i % rows], generator))
         completion = _words(lengths[i % rows], generator)
         completions.append(completion if i in spec.truncated_rows else [*completion, EOS_ID])
     if spec.equal_completions:
-        completions[: shape.group] = completions[:1] * shape.group
+        completions[:group] = completions[:1] * group
     if spec.has_marker:
         prompts = [[*prompt[:-2], MARKER_ID, prompt[-1]] for prompt in prompts]
     answer: dict[str, Any] = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
@@ -235,11 +219,7 @@ def _generation(
 
 
 def _sampler_log_probs(
-    spec: Rollout,
-    trainer: Trainer,
-    prompts: list[list[int]],
-    completions: list[list[int]],
-    generator: torch.Generator,
+    spec: Rollout, trainer: Trainer, prompts: list[list[int]], completions: list[list[int]], generator: torch.Generator
 ) -> list[list[float | None]]:
     inputs: dict[str, torch.Tensor] = {}
     inputs["prompt_ids"], inputs["prompt_mask"] = _padded(prompts, left=True)

@@ -22,14 +22,11 @@ class Format:
     How a model family gets images.
 
     Attributes:
-        make (`Callable`):
-            Takes the sizes of the images in patches and a generator; returns the inputs that go with the pixels.
-        type_ids (`tuple[str, ...]`):
-            Names of the inputs that tell image tokens from words.
-        sizes (`tuple[tuple[int, int], ...]`):
-            Height and width of the images in turn, in patches.
-        merged (`int`):
-            How many patches have one token.
+        make (`Callable`): takes the sizes of the images in patches and a generator; returns the inputs that go with the
+            pixels.
+        type_ids (`tuple[str, ...]`): names of the inputs that tell image tokens from words.
+        sizes (`tuple[tuple[int, int], ...]`): height and width of the images in turn, in patches.
+        merged (`int`): how many patches have one token.
     """
 
     make: Callable[[Sequence[tuple[int, int]], torch.Generator], dict[str, Any]]
@@ -135,16 +132,11 @@ def image_inputs(
     The image inputs of a micro-batch.
 
     Args:
-        name (`str`):
-            Format of the images, a name in `FORMATS`.
-        images (`Sequence[int]`):
-            How many each prompt has.
-        copies (`int`):
-            How many of the first prompts have the same images.
-        input_ids (`torch.Tensor`):
-            Prompts with their completions `[B, P + T]`.
-        generator (`torch.Generator`):
-            Draws the pixels.
+        name (`str`): format of the images, a name in `FORMATS`.
+        images (`Sequence[int]`): how many each prompt has.
+        copies (`int`): how many of the first prompts have the same images.
+        input_ids (`torch.Tensor`): prompts with their completions `[B, P + T]`.
+        generator (`torch.Generator`): draws the pixels.
 
     Returns:
         `dict[str, Any]`:

@@ -16,8 +16,7 @@ def model_config(kind: str) -> PretrainedConfig:
     Configuration of a tiny causal language model.
 
     Args:
-        kind (`str`):
-            A name in [`families.FAMILIES`] or [`families.VARIANTS`].
+        kind (`str`): a name in [`families.FAMILIES`] or [`families.VARIANTS`].
 
     Returns:
         `PretrainedConfig`:
@@ -40,8 +39,7 @@ def tiny_model(kind: str) -> PreTrainedModel:
     A tiny model with seeded random weights, always the same.
 
     Args:
-        kind (`str`):
-            See [`model_config`].
+        kind (`str`): see [`model_config`].
 
     Returns:
         `PreTrainedModel`:
@@ -66,12 +64,10 @@ def save_checkpoint(kind: str, folder: Path, dtype: torch.dtype) -> Path:
     Write a tiny model with seeded random weights.
 
     Args:
-        kind (`str`):
-            See [`model_config`].
-        folder (`Path`):
-            Where checkpoints are kept. Each kind and dtype has a sub-folder, which is written once.
-        dtype (`torch.dtype`):
-            Weights are rounded to this dtype, so that a higher precision can load exactly the same values.
+        kind (`str`): see [`model_config`].
+        folder (`Path`): where checkpoints are kept. Each kind and dtype has a sub-folder, which is written once.
+        dtype (`torch.dtype`): weights are rounded to this dtype, so that a higher precision can load exactly the same
+            values.
 
     Returns:
         `Path`:

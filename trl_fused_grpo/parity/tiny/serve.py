@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from trl_fused_grpo._compat.trainers import is_rloo
 from trl_fused_grpo.parity.case import Trainer
 
 
@@ -14,18 +13,11 @@ def serve_rollouts(trainer: Trainer, generations: list[dict[str, Any]]) -> None:
     Have a trainer generate prepared completions.
 
     Args:
-        trainer ([`GRPOTrainer`] or [`RLOOTrainer`]):
-            Its `rollout_func` and `_generate_single_turn` are replaced; RLOO's tokenization of prompts too.
-        generations (`list[dict[str, Any]]`):
-            From [`batches.rollout`], one for each generation in training. An evaluation gets the first rows of the
-            first one.
+        trainer ([`GRPOTrainer`]): its `rollout_func` and `_generate_single_turn` are replaced.
+        generations (`list[dict[str, Any]]`): from [`batches.rollout`], one for each generation in training. An
+            evaluation gets the first rows of the first one.
     """
-    remaining = iter(generations)
-
-    def answer(count: int) -> dict[str, Any]:
-        if trainer.model.training:
-            return dict(next(remaining))
-        return {name: value and value[:count] for name, value in generations[0].items()}
+    answer = answers(trainer, generations)
 
     def roll_out(prompts: list[Any], trainer: Trainer) -> dict[str, Any]:
         return answer(len(prompts))
@@ -34,30 +26,20 @@ def serve_rollouts(trainer: Trainer, generations: list[dict[str, Any]]) -> None:
         rollout = answer(len(prompts))
         return rollout["prompt_ids"], rollout["completion_ids"], rollout["logprobs"], {}
 
-    if is_rloo(trainer):
-        _serve_rloo(trainer, answer)
-        return
     trainer.rollout_func = roll_out
     trainer._generate_single_turn = single_turn  # TRL 0.27 calls rollout_func only when vLLM runs
 
 
-def _serve_rloo(trainer: Trainer, answer: Callable[[int], dict[str, Any]]) -> None:
-    if not hasattr(trainer, "_tokenize_prompts"):  # TRL 0.27 and 0.28
-        trainer._generate_single_turn = lambda prompts: _ids(answer(len(prompts)))
-        return
-    waiting: list[Any] = []
+def answers(trainer: Trainer, generations: list[dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
+    """A function that takes a number of prompts and gives their completions, see [`serve_rollouts`]."""
+    remaining = iter(generations)
 
-    def tokenize(prompts: list[Any]) -> tuple[list, None, dict]:
-        prompt_ids, completion_ids = _ids(answer(len(prompts)))
-        waiting.append(completion_ids)
-        return prompt_ids, None, {}
+    def answer(count: int) -> dict[str, Any]:
+        if trainer.model.training:
+            return dict(next(remaining))
+        return {name: value and value[:count] for name, value in generations[0].items()}
 
-    trainer._tokenize_prompts = tokenize
-    trainer._generate_single_turn = lambda *_: waiting.pop()
-
-
-def _ids(rollout: dict[str, Any]) -> tuple[list, list]:
-    return rollout["prompt_ids"], rollout["completion_ids"]
+    return answer
 
 
 def serve_batches(trainer: Trainer, batches: list[dict[str, Any]]) -> None:

@@ -112,24 +112,14 @@ ROPE_FAMILIES = {
     ),
     "glm4.6v": Family(
         "Glm46VConfig",
-        {
-            "model_type": "glm4v_text",
-            **_GLM,
-            "tie_word_embeddings": False,
-        },
+        {"model_type": "glm4v_text", **_GLM, "tie_word_embeddings": False},
         images="patches",
         vision={"model_type": "glm4v_vision", **_GLM_TOWER},
         composite=_GLM_TOKENS,
     ),
     "glm4.5v": Family(
         "Glm4vMoeConfig",
-        {
-            **GROUPED,
-            "first_k_dense_replace": 1,
-            "head_dim": 16,
-            **_GLM,
-            "tie_word_embeddings": False,
-        },
+        {**GROUPED, "first_k_dense_replace": 1, "head_dim": 16, **_GLM, "tie_word_embeddings": False},
         images="patches",
         vision=_GLM_TOWER,
         composite=_GLM_TOKENS,

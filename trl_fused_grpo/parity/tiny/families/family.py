@@ -49,38 +49,26 @@ class Family:
     One model family.
 
     Attributes:
-        config (`str`):
-            Name of its configuration class in transformers.
-        options (`dict`):
-            Added to those of two layers of width 64 over a vocabulary of 1027 tokens; `None` removes one of these.
-        scale (`float`):
-            Multiplier of the logits, which [`read_lm_head`] must find.
-        softcap (`float`, *optional*):
-            Final softcap of the logits, which [`read_lm_head`] must find.
-        layout (`str`):
-            How the fused trainer lays out rows, at best: `"packed"` or `"padded"`.
-        images (`str`, *optional*):
-            Format of its images, a name in [`images.FORMATS`].
-        stock_fails (`tuple[str, ...]`):
-            Parts of the messages with which stock itself fails on some versions. The family is skipped there, and only
-            where stock fails so.
-        has_aux_loss (`bool`):
-            Whether the model adds a load-balancing loss (Mixture-of-Experts).
-        vision (`dict`, *optional*):
-            Configuration of the vision tower; `options` is then that of the text model.
-        composite (`dict`):
-            Options of the whole model beside these two.
-        weights (`dict[str, float]`):
-            Values of parameters by the ends of their names, where transformers' own would hide something.
-        flat (`tuple[str, ...]`):
-            Ends of the names of parameters whose gradient is zero but for rounding.
+        config (`str`): name of its configuration class in transformers.
+        options (`dict`): added to those of two layers of width 64 over a vocabulary of 1027 tokens; `None` removes one
+            of these.
+        scale (`float`): multiplier of the logits, which [`read_lm_head`] must find.
+        softcap (`float`, *optional*): final softcap of the logits, which [`read_lm_head`] must find.
+        images (`str`, *optional*): format of its images, a name in [`images.FORMATS`].
+        stock_fails (`tuple[str, ...]`): parts of the messages with which stock itself fails on some versions. The
+            family is skipped there, and only where stock fails so.
+        has_aux_loss (`bool`): whether the model adds a load-balancing loss (Mixture-of-Experts).
+        vision (`dict`, *optional*): configuration of the vision tower; `options` is then that of the text model.
+        composite (`dict`): options of the whole model beside these two.
+        weights (`dict[str, float]`): values of parameters by the ends of their names, where transformers' own would
+            hide something.
+        flat (`tuple[str, ...]`): ends of the names of parameters whose gradient is zero but for rounding.
     """
 
     config: str
     options: dict[str, Any] = field(default_factory=dict)
     scale: float = 1.0
     softcap: float | None = None
-    layout: str = "packed"
     images: str | None = None
     stock_fails: tuple[str, ...] = ()
     has_aux_loss: bool = False

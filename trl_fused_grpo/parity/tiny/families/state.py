@@ -33,14 +33,7 @@ STATE_FAMILIES = {
     ),
     "mamba2": Family(
         "Mamba2Config",
-        {
-            **dict.fromkeys(ATTENTION),
-            "num_heads": 8,
-            "head_dim": 16,
-            "state_size": 16,
-            "n_groups": 1,
-            "chunk_size": 16,
-        },
+        {**dict.fromkeys(ATTENTION), "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
     ),
     "jamba": Family(
         "JambaConfig",
@@ -69,9 +62,7 @@ STATE_FAMILIES = {
         weights=SLOW_DECAY,
     ),
     "olmo-hybrid": Family(
-        "OlmoHybridConfig",
-        {**DELTA_AND_ATTENTION, "head_dim": None, "linear_num_key_heads": 4},
-        weights=SLOW_DECAY,
+        "OlmoHybridConfig", {**DELTA_AND_ATTENTION, "head_dim": None, "linear_num_key_heads": 4}, weights=SLOW_DECAY
     ),
     "nemotron-h": Family(
         "NemotronHConfig",

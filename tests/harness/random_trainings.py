@@ -10,11 +10,12 @@ from typing import Any
 from trl import GRPOConfig
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.parity.case import Rollout, SkippedError
+from trl_fused_grpo.parity.tiny.families import FAMILIES
 
-from .case import Case, Customisation, Rollout, SkippedError
+from .case import UNEVEN_LENGTHS, Customisation, Training
 from .cases import CUSTOMISED_CASES
 from .drawing import Draw, Options
-from .tiny.families import FAMILIES
 
 
 MODELS = ("qwen2", "qwen3", "gemma2", "gemma3", "cohere", "gpt2", "moe", "lfm2", "qwen3.5", "falcon-h1", "tied")
@@ -75,11 +76,9 @@ FUSED: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"fused_verify": (1,)},
 )
 
-_PLAIN = Case("plain", "nothing is changed", data=Rollout(uneven=True), customised=Customisation())
+_PLAIN = Training("plain", "nothing is changed", data=Rollout(lengths=UNEVEN_LENGTHS))
 # Without an update, rounding alone decides where an optimizer goes
-_CUSTOMISED = {
-    case.name: case for case in CUSTOMISED_CASES if not (case.customised is not None and case.customised.has_no_update)
-}
+_CUSTOMISED = {case.name: case for case in CUSTOMISED_CASES if not case.customised.has_no_update}
 
 
 def draw_training(seed: int, index: int) -> Options:
@@ -116,7 +115,7 @@ def draw_training(seed: int, index: int) -> Options:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def training_of(name: str, options: Mapping[str, Any]) -> Case:
+def training_of(name: str, options: Mapping[str, Any]) -> Training:
     """
     The training with these options, as drawn or some of them. What a customised case needs stays as it is there;
     options that its trainer lacks are left out.
@@ -124,14 +123,13 @@ def training_of(name: str, options: Mapping[str, Any]) -> Case:
     given = dict(options)
     base = _CUSTOMISED[given.pop("customised")] if "customised" in given else _PLAIN
     custom, data = base.customised, base.data
-    assert custom is not None
     assert isinstance(data, Rollout)
     of_data = {name: given.pop(name) for name in DATA if name in given}
     if "truncated_rows" in of_data:
         of_data["truncated_rows"] = tuple(of_data["truncated_rows"])
     fused = {name: given.pop(name) for name in list(given) if name.startswith("fused_")}
-    model, adapter, seed = (given.pop(name, getattr(Case, name)) for name in ("model", "adapter", "seed"))
-    model = model if base.model == Case.model else base.model
+    model, adapter, seed = (given.pop(name, getattr(Training, name)) for name in ("model", "adapter", "seed"))
+    model = model if base.model == Training.model else base.model
     if trl_compat.RETURNS_AUX_LOSS:  # TRL's own default would ask models for it that have none
         given.setdefault("router_aux_loss_coef", 0.0)
     known = _known_options(custom)

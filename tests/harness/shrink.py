@@ -5,10 +5,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.trainers import Settings
+
 from .compare import compare
 from .random_cases import Options, case_of, name_of
-from .result import Result
-from .trainers import Settings
 
 
 def shrink(options: Options, found: Result, settings: Settings, until: float = math.inf) -> tuple[Options, Result]:

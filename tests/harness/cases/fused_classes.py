@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
-from trl_fused_grpo.parity.case import Case
-from trl_fused_grpo.parity.customisations import fused_classes as f
-from trl_fused_grpo.parity.customisations import methods as m
-from trl_fused_grpo.parity.customisations import objectives as o
-from trl_fused_grpo.parity.customisations.callbacks import at, set_iterations
+from tests.harness.case import Training
+from tests.harness.customisations import fused_classes as f
+from tests.harness.customisations import methods as m
+from tests.harness.customisations import objectives as o
+from tests.harness.customisations.callbacks import at, set_iterations
 
 from .common import KL, OFF_POLICY, SAMPLED, VLLM
 from .common import customised_case as _case
 
 
-def of_trl() -> list[Case]:
+def of_trl() -> list[Training]:
     gmpo = f.experimental("gmpo", "GMPOTrainer", "GMPOConfig")
     gspo = f.experimental("gspo_token.grpo_trainer", "GRPOTrainer")
     levels = {"importance_sampling_level": "sequence_token"}
@@ -35,7 +35,7 @@ def of_trl() -> list[Case]:
     ]
 
 
-def of_rloo() -> list[Case]:
+def of_rloo() -> list[Training]:
     plain = f.rloo()
     merged, free = f.merging(plain), replace(plain, forwards="grad-only")
     # At a high temperature the update is far from the rounding of the ratio, which is that of a sum over a sequence
@@ -56,7 +56,7 @@ def of_rloo() -> list[Case]:
     ]
 
 
-def of_users() -> list[Case]:
+def of_users() -> list[Training]:
     every = f.own(f.every_method)
     return [
         _case("fuse-every-method", "fuse of a class that overrides every method", every),

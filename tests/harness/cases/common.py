@@ -2,11 +2,13 @@
 
 from typing import Any
 
-from trl_fused_grpo.parity.case import Case, Customisation, Rollout
+from tests.harness.case import UNEVEN_LENGTHS, Customisation, Training
+from trl_fused_grpo.parity.case import Rollout
 
 
-PLAIN, UNEVEN, WITH_MARKER = Rollout(), Rollout(uneven=True), Rollout(uneven=True, has_marker=True)
-SAMPLED = Rollout(sampling="token", uneven=True)  # as if vLLM had generated
+PLAIN, UNEVEN = Rollout(), Rollout(lengths=UNEVEN_LENGTHS)
+WITH_MARKER = Rollout(lengths=UNEVEN_LENGTHS, has_marker=True)
+SAMPLED = Rollout(sampling="token", lengths=UNEVEN_LENGTHS)  # as if vLLM had generated
 VLLM = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
 KL = {"beta": 0.5}
 OFF_POLICY = {"steps_per_generation": 8}  # the second accumulation window of a generation batch has old log-probs
@@ -19,20 +21,20 @@ def customised_case(
     customised: Customisation | None = None,
     config: dict[str, Any] | None = None,
     **more: Any,
-) -> Case:
+) -> Training:
     """
     A case that compares whole trainings.
 
     Args:
         name, description (`str`):
-            See [`Case`].
+            See [`Training`].
         customised ([`Customisation`], *optional*):
             What the user changes. Without it the case is about the model's own code.
         config (`dict[str, Any]`, *optional*):
             `GRPOConfig` options.
         **more:
-            Other fields of the [`Case`]; `data` is [`UNEVEN`] when left out.
+            Other fields of the [`Training`]; `data` is [`UNEVEN`] when left out.
     """
     data = more.pop("data", UNEVEN)
     custom = customised or Customisation()
-    return Case(name, description, config or {}, data, customised=custom, recomputed="any", **more)
+    return Training(name, description, config or {}, data, customised=custom, recomputed="any", **more)

@@ -11,13 +11,17 @@ from typing import Any, Literal
 
 import torch
 
-from .case import Case, Trainer
-from .errors import differing_metrics, measure
-from .judge import LOSS_SCALE, TOLERANCE, float32_problems, with_metrics_of_others
-from .result import Result
-from .run_case import Data, Outcome, run_case
+from trl_fused_grpo.parity.case import Trainer
+from trl_fused_grpo.parity.errors import differing_metrics, measure
+from trl_fused_grpo.parity.judge import TOLERANCE
+from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.run_case import Data
+from trl_fused_grpo.parity.trainers import Settings, load_weights
+
+from .case import DrawnCase, Training
+from .judge import LOSS_SCALE, problems_of, with_metrics_of_others
 from .run_training import Pair, Run
-from .trainers import Settings, load_weights, stock_trainer
+from .steps import Outcome, run_steps, stock_trainer
 from .training_errors import (
     UPDATE_TOLERANCE,
     differing_entries,
@@ -46,13 +50,13 @@ class Compared:
     fused: Outcome
 
 
-def rounding_verdict(case: Case, settings: Settings, compared: Compared) -> Literal["tie", "rounding"] | None:
+def rounding_verdict(case: DrawnCase, settings: Settings, compared: Compared) -> Literal["tie", "rounding"] | None:
     """
     Why a difference in float32 is rounding.
 
     Args:
-        case ([`Case`]):
-            Drawn at random.
+        case ([`DrawnCase`]):
+            What ran.
         settings ([`Settings`]):
             Device and dtype.
         compared ([`Compared`]):
@@ -73,10 +77,14 @@ def rounding_verdict(case: Case, settings: Settings, compared: Compared) -> Lite
     alone = _moved_outcomes(case, settings, compared, MOVES if has_quantile else 0, share=0.5, entropies_alone=True)
     partly = _moved_outcomes(case, settings, compared, _PARTIAL_MOVES * MOVES, share=0.5)
     others = chain(moved, alone, partly)
-    return "tie" if any(not _problems(case, outcome, compared.fused) for outcome in others) else None
+    return (
+        "tie"
+        if any(not problems_of(case, outcome, compared.fused, Result(case.name, "")) for outcome in others)
+        else None
+    )
 
 
-def training_verdict(case: Case, pair: Pair) -> Literal["tie", "rounding"] | None:
+def training_verdict(case: Training, pair: Pair) -> Literal["tie", "rounding"] | None:
     """
     Why two trainings in float32 differ by rounding, see [`rounding_verdict`]: stock trains again with weights,
     log-probs and entropies moved by theirs. `None` for a difference.
@@ -105,11 +113,7 @@ def _moves_as_far(stock: Run, fused: Run, moved: list[Run]) -> bool:
     )
 
 
-def _problems(case: Case, stock: Outcome, fused: Outcome) -> list[str]:
-    return float32_problems(case, stock, fused, Result(case.name, ""))
-
-
-def _is_within_spread(case: Case, compared: Compared, moved: list[Outcome]) -> bool:
+def _is_within_spread(case: DrawnCase, compared: Compared, moved: list[Outcome]) -> bool:
     stock = with_metrics_of_others(case, compared.stock, compared.fused)
     if differing_metrics(stock.metrics, compared.fused.metrics):
         return False
@@ -128,7 +132,7 @@ def _are_within_spread(pairs: list[tuple[float, float]], tolerance: float) -> bo
 
 
 def _moved_outcomes(
-    case: Case,
+    case: DrawnCase,
     settings: Settings,
     compared: Compared,
     count: int,
@@ -140,7 +144,7 @@ def _moved_outcomes(
         moved = compared.start if entropies_alone else _moved_weights(compared.start, generator)
         trainer = load_weights(stock_trainer(case, settings), moved)
         _move_logps(trainer, generator, share, entropies_alone)
-        yield run_case(trainer, case, compared.data, settings.dtype)
+        yield run_steps(trainer, case, compared.data, settings.dtype)
 
 
 def _moved_weights(weights: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -9,9 +9,10 @@ import torch
 from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
+from tests.harness.case import Customisation
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.trainers import CONFIGS, TRAINERS
-from trl_fused_grpo.parity.case import Customisation, SkippedError
+from trl_fused_grpo.parity.case import SkippedError
 
 from .methods import Method, squares, subclass
 

@@ -1,21 +1,26 @@
-"""Runs cases drawn at random, shrinks those that fail, and prints what came out."""
+"""Runs customised and drawn cases, shrinks drawn ones that fail, and prints what came out."""
 
 import math
 import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
-from . import report
-from .jobs import run_cases
+from trl_fused_grpo.parity import report
+from trl_fused_grpo.parity.jobs import run_cases
+from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.trainers import Settings
+
+from .case import DrawnCase, Training
+from .cases import CUSTOMISED_CASES
+from .compare import compare, is_device_lost
 from .random_cases import PREFIX, TRAINING, name_of, options_of, random_case
-from .result import Result
 from .shrink import shrink
-from .trainers import Settings
 
 
 FAILURES = ("different", "failed")
@@ -24,38 +29,48 @@ MINUTES_TO_SHRINK = 10  # of all cases that failed: in bfloat16 one that fails b
 MOST_REASONS = 12  # for which cases were skipped
 
 
-def fuzz(
-    count: int,
-    seed: int,
+def drawn_names(count: int, seed: int, trainings: bool) -> list[str]:
+    """The names of the first cases, or whole trainings, that are drawn from a seed."""
+    prefix = f"{PREFIX}{TRAINING}:" if trainings else PREFIX
+    return [f"{prefix}{seed}:{index}" for index in range(count)]
+
+
+def run_named(
+    names: Sequence[str],
     settings: Settings,
     jobs: int,
-    minutes: float | None,
-    prepare: Callable[[], None] | None,
-    trainings: bool = False,
+    prepare: Callable[[], None] | None = None,
+    minutes: float | None = None,
 ) -> Iterator[Result]:
     """
-    Run cases, begun in the order in which they are drawn.
+    Run cases, see [`run_cases`]. None follows one that lost the device.
 
     Args:
-        count (`int`):
-            How many cases to draw.
-        seed (`int`):
-            From which they are drawn.
-        settings ([`Settings`]):
-            Device and dtype.
-        jobs (`int`):
-            Number of processes.
+        names (`Sequence[str]`):
+            Of customised or drawn cases: what users change is made of nested functions, which no process can send.
+        settings, jobs, prepare: see [`run_cases`].
         minutes (`float`, *optional*):
             After which no other case begins.
-        prepare (`Callable`, *optional*):
-            Called once in each of several processes.
-        trainings (`bool`):
-            Whether whole trainings are drawn.
     """
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    prefix = f"{PREFIX}{TRAINING}:" if trainings else PREFIX
-    cases = [random_case(f"{prefix}{seed}:{index}") for index in range(count)]
-    return run_cases(cases, settings, jobs, prepare, until)
+    for result in run_cases(names, settings, jobs, prepare, partial(_compare_until, until=until)):
+        if result is not None:
+            yield result
+            if is_device_lost(result):
+                return
+
+
+def _compare_until(name: str, settings: Settings, until: float) -> Result | None:
+    """`until` is a time of `time.monotonic()`, which processes share."""
+    return compare(case_named(name), settings) if time.monotonic() < until else None
+
+
+def case_named(name: str) -> DrawnCase | Training:
+    """A customised case, or the drawn one that a name means."""
+    return random_case(name) if name.startswith(PREFIX) else _CUSTOMISED[name]
+
+
+_CUSTOMISED = {case.name: case for case in CUSTOMISED_CASES}
 
 
 def print_failures(results: Sequence[Result], settings: Settings, console: Console) -> None:
@@ -64,7 +79,7 @@ def print_failures(results: Sequence[Result], settings: Settings, console: Conso
     until = time.monotonic() + 60 * MINUTES_TO_SHRINK
     for result in failures[:MOST_SHRUNK]:
         options, smallest = options_of(result.name), result
-        if not result.is_device_lost:  # it would be lost here too
+        if not is_device_lost(result):  # it would be lost here too
             options, smallest = shrink(options, result, settings, until)
         console.print(f"[bold red]{result.name}[/], smallest: {escape(smallest.reason)}", highlight=False)
         console.print(f"  {command_of(name_of(options), settings)}", markup=False, highlight=False, soft_wrap=True)
@@ -73,7 +88,7 @@ def print_failures(results: Sequence[Result], settings: Settings, console: Conso
 def command_of(name: str, settings: Settings) -> str:
     """The command that runs one case again."""
     dtype = [] if settings.dtype == torch.float32 else ["--dtype", str(settings.dtype).removeprefix("torch.")]
-    return shlex.join(["trl-fused-grpo", "parity", "--device", settings.device, *dtype, "--case", name])
+    return shlex.join(["python", "-m", "tests.harness", "--device", settings.device, *dtype, "--case", name])
 
 
 def print_summary(results: Sequence[Result], drawn: int, settings: Settings, console: Console) -> None:

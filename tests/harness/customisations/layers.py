@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from trl_fused_grpo.parity.case import Customisation, Trainer
+from tests.harness.case import Customisation
+from trl_fused_grpo.parity.case import Trainer
 
 from .callbacks import at
 

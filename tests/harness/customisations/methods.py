@@ -9,7 +9,8 @@ from unittest import mock
 
 import torch
 
-from trl_fused_grpo.parity.case import Customisation, Trainer
+from tests.harness.case import Customisation
+from trl_fused_grpo.parity.case import Trainer
 from trl_fused_grpo.parity.trainers import StockGRPOTrainer
 
 

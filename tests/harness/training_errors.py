@@ -3,8 +3,10 @@
 import math
 from typing import Any, Protocol
 
-from .case import Case, SkippedError
-from .errors import Errors, close, measure
+from trl_fused_grpo.parity.case import SkippedError
+from trl_fused_grpo.parity.errors import Errors, close, measure
+
+from .case import Training
 from .run_training import Pair, Run
 
 
@@ -25,12 +27,12 @@ class Figures(Protocol):
     layout: str | None
 
 
-def problems_of(case: Case, pair: Pair, figures: Figures) -> list[str]:
+def problems_of(case: Training, pair: Pair, figures: Figures) -> list[str]:
     """
     Compare each of the fused trainer's runs with stock's.
 
     Args:
-        case ([`Case`]):
+        case ([`Training`]):
             What ran.
         pair ([`Pair`]):
             The trainings.
@@ -47,8 +49,7 @@ def problems_of(case: Case, pair: Pair, figures: Figures) -> list[str]:
     """
     problems: list[str] = []
     worst = -1.0
-    has_no_update = case.customised is not None and case.customised.has_no_update
-    if has_no_update and _moves(pair.stock) and not any(map(_moves, pair.fused.values())):
+    if case.customised.has_no_update and _moves(pair.stock) and not any(map(_moves, pair.fused.values())):
         raise SkippedError("stock moves here by rounding alone, the fused trainer does not")
     for tokens, fused in pair.fused.items():
         errors = update_errors(pair.stock, fused)
@@ -94,12 +95,12 @@ def _fill(figures: Figures, stock: Run, fused: Run, errors: Errors) -> None:
     figures.recomputed, figures.layout = fused.recomputed, fused.layout
 
 
-def training_problems(case: Case, stock: Run, fused: Run) -> list[str]:
+def training_problems(case: Training, stock: Run, fused: Run) -> list[str]:
     """What is not equal in two trainings, see [`problems_of`]."""
     return _problems_of_run(case, stock, fused, update_errors(stock, fused))
 
 
-def _problems_of_run(case: Case, stock: Run, fused: Run, errors: Errors) -> list[str]:
+def _problems_of_run(case: Training, stock: Run, fused: Run, errors: Errors) -> list[str]:
     problems = []
     if not _worst(errors) <= UPDATE_TOLERANCE:
         worst = errors.parameters.get(errors.worst_parameter or "", 0.0)
@@ -110,7 +111,7 @@ def _problems_of_run(case: Case, stock: Run, fused: Run, errors: Errors) -> list
     seen = first_difference(stock.seen, fused.seen)
     if seen is not None:
         problems.append(seen)
-    expected = None if case.customised is None else case.customised.forwards
+    expected = case.customised.forwards
     if expected is not None and not fused.forwards < stock.forwards:
         problems.append(f"{fused.forwards} forwards, as many as stock's")
     if expected == "grad-only" and fused.forwards_without_gradient:

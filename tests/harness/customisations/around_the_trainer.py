@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback
 
-from trl_fused_grpo.parity.case import Customisation, Trainer
+from tests.harness.case import Customisation
+from trl_fused_grpo.parity.case import Trainer
 from trl_fused_grpo.parity.trainers import StockGRPOTrainer
 
 from . import callbacks

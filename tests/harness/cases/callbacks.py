@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from trl_fused_grpo.parity.case import Case, Customisation
-from trl_fused_grpo.parity.customisations import callbacks as c
+from tests.harness.case import Customisation, Training
+from tests.harness.customisations import callbacks as c
 
 from .common import KL, OFF_POLICY, SAMPLED, VLLM
 from .common import customised_case as _case
@@ -12,7 +12,7 @@ from .common import customised_case as _case
 _VLLM: dict[str, Any] = {"config": VLLM, "data": SAMPLED}
 
 
-def callbacks() -> list[Case]:
+def callbacks() -> list[Training]:
     """A callback reads or changes something within an accumulation window, or between two."""
     return [
         _case(
@@ -53,7 +53,7 @@ def callbacks() -> list[Case]:
     ]
 
 
-def interruptions() -> list[Case]:
+def interruptions() -> list[Training]:
     """An accumulation window is not finished, or an evaluation runs within it."""
     return [
         _case("epoch-stop", "an epoch stopped within an accumulation window", c.at("on_substep_end", c.stop_epoch)),
@@ -78,7 +78,7 @@ def interruptions() -> list[Case]:
     ]
 
 
-def generation_batches() -> list[Case]:
+def generation_batches() -> list[Training]:
     """Generation batches that end within an accumulation window, or hold something unusual."""
     misaligned = {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 6}
     return [
@@ -103,7 +103,7 @@ def generation_batches() -> list[Case]:
     ]
 
 
-def reference_models() -> list[Case]:
+def reference_models() -> list[Training]:
     adam = {**KL, "optim": "adamw_torch", "learning_rate": 0.001}
     return [
         _case("kl-without-advantages", "beta, all advantages zero: stock moves nothing", c.equal_rewards(), adam),

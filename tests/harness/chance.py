@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
-from .errors import measure, squared_distances
-from .judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, exceeds
-from .run_case import Outcome
+from trl_fused_grpo.parity.errors import measure, squared_distances
+from trl_fused_grpo.parity.judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, exceeds
+from trl_fused_grpo.parity.run_case import Outcome
 
 
 EXCHANGES = 4000  # of the two trainers, in batches drawn at random

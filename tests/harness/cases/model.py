@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from trl_fused_grpo.parity.case import Case
-from trl_fused_grpo.parity.customisations import layers as p
-from trl_fused_grpo.parity.customisations import models as m
+from tests.harness.case import Training
+from tests.harness.customisations import layers as p
+from tests.harness.customisations import models as m
 
 from .common import AS_PADDED, KL, OFF_POLICY, SAMPLED, UNEVEN, VLLM, WITH_MARKER
 from .common import customised_case as _case
@@ -17,7 +17,7 @@ MULTIPLE = {"pad_to_multiple_of": 8}
 NO_AUX_LOSS = {"router_aux_loss_coef": 0.0}
 
 
-def hooks() -> list[Case]:
+def hooks() -> list[Training]:
     return [
         _case("model-hook-sees", "a hook on the model sees its output", m.on_model(m.see_output)),
         _case("model-hook-changes", "a hook on the model changes its output", m.on_model(m.scale_output)),
@@ -39,11 +39,11 @@ def hooks() -> list[Case]:
     ]
 
 
-def parts_of_layers() -> list[Case]:
-    def case(name: str, description: str, replace: p.Replace, **config: Any) -> Case:
+def parts_of_layers() -> list[Training]:
+    def case(name: str, description: str, replace: p.Replace, **config: Any) -> Training:
         return _case(f"part-{name}", description, p.replaced(replace), config)
 
-    def later(name: str, description: str, replace: p.Replace, attention: str | None = None, **config: Any) -> Case:
+    def later(name: str, description: str, replace: p.Replace, attention: str | None = None, **config: Any) -> Training:
         custom, data = p.replaced_later(replace, attention), config.pop("data", UNEVEN)
         return _case(f"part-{name}-later", f"{description}, after the first step", custom, config, data=data)
 
@@ -91,7 +91,7 @@ def parts_of_layers() -> list[Case]:
     ]
 
 
-def models() -> list[Case]:
+def models() -> list[Training]:
     return [
         _case("own-backbone", "a backbone with a forward of its own", m.own_backbone()),
         _case("own-class", "a causal LM with a forward of its own", m.own_class()),
@@ -136,10 +136,10 @@ def models() -> list[Case]:
     ]
 
 
-def adapters() -> list[Case]:
+def adapters() -> list[Training]:
     checkpointing = {"gradient_checkpointing": True}
 
-    def case(name: str, description: str, adapter: str, config: dict[str, Any] | None = None, **more: Any) -> Case:
+    def case(name: str, description: str, adapter: str, config: dict[str, Any] | None = None, **more: Any) -> Training:
         return _case(name, description, None, config, adapter=adapter, noise=0.02, **more)
 
     return [

@@ -10,7 +10,8 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from trl_fused_grpo.parity.case import Customisation, Trainer
+from tests.harness.case import Customisation
+from trl_fused_grpo.parity.case import Trainer
 from trl_fused_grpo.parity.tiny.batches import GROUP, ROWS
 from trl_fused_grpo.parity.trainers import StockGRPOTrainer
 

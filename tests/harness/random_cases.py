@@ -5,6 +5,7 @@ JSON.
 """
 
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 from trl import GRPOConfig
 
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.parity.case import LENGTHS, Batch, Case, Lengths, Rollout
+from trl_fused_grpo.parity.tiny.batches import GROUP, ROWS
+from trl_fused_grpo.parity.tiny.families import FAMILIES, VARIANTS
 
-from .case import Batch, Case, Rollout, Shape
+from .case import UNEVEN_LENGTHS, Customisation, DrawnCase, Training
 from .drawing import Draw, Options, draw_last_options
 from .random_trainings import draw_training, training_of
 from .stepwise import CUSTOMISATIONS
-from .tiny.families import FAMILIES, VARIANTS
 
 
 PREFIX = "random:"
@@ -230,12 +233,12 @@ def _without_lacking(options: Options) -> Options:
     return {name: value for name, value in options.items() if name not in lacking}
 
 
-def random_case(name: str) -> Case:
+def random_case(name: str) -> DrawnCase | Training:
     """The case that a name means, see [`options_of`]."""
     return case_of(name, options_of(name))
 
 
-def case_of(name: str, options: Mapping[str, Any]) -> Case:
+def case_of(name: str, options: Mapping[str, Any]) -> DrawnCase | Training:
     """
     Make a case of options.
 
@@ -247,14 +250,16 @@ def case_of(name: str, options: Mapping[str, Any]) -> Case:
     """
     if TRAINING in options:
         return training_of(name, {option: value for option, value in options.items() if option != TRAINING})
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    given: Options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
     def take(*names: str) -> Options:
         return {name: given.pop(name) for name in names if name in given}
 
     data_class = Rollout if given.pop("rollout", False) else Batch
-    data = data_class(**take(*(option.name for option in fields(data_class))))
-    shape = Shape(**take(*(option.name for option in fields(Shape))))
+    rows, is_uneven = given.pop("rows", ROWS), given.pop("uneven", False)
+    lengths = _lengths(given.pop("lengths", None), rows, is_uneven)
+    data = data_class(lengths=lengths, **take(*(option.name for option in fields(data_class))))
+    given |= {"per_device_train_batch_size": rows, "num_generations": given.pop("group", GROUP)}
     of_case = take(*_OF_CASE)
     fused = take(*(name for name in given if name.startswith("fused_") or name == "kl_estimator"))
     family = FAMILIES.get(model := of_case.get("model", Case.model))
@@ -262,8 +267,8 @@ def case_of(name: str, options: Mapping[str, Any]) -> Case:
         given.setdefault("router_aux_loss_coef", 0.0)
     else:
         given.pop("router_aux_loss_coef", None)
-    customisation: Any = given.pop("stepwise", None)
-    return Case(
+    customised = CUSTOMISATIONS[given.pop("stepwise")] if "stepwise" in given else Customisation()
+    return DrawnCase(
         name,
         ", ".join(f"{option}={value}" for option, value in options.items()),
         given,
@@ -271,14 +276,21 @@ def case_of(name: str, options: Mapping[str, Any]) -> Case:
         **of_case,
         frozen=family.flat if family is not None else (),
         noise=0.02 if "adapter" in of_case else 0.05,  # constant biases and norms would hide errors
-        shape=shape,
         recomputed="any",
         fused=fused,
         compare_bf16=not _has_experts(model),
         compare_liger=False,
-        stepwise=CUSTOMISATIONS[customisation] if customisation else None,
-        drawn=True,
+        customised=customised,
     )
+
+
+def _lengths(seed: int | None, rows: int, is_uneven: bool) -> Lengths:
+    """Of prompts and completions: from a seed, or those of other cases."""
+    if seed is None:
+        return UNEVEN_LENGTHS if is_uneven else LENGTHS
+    generator = random.Random(seed)
+    prompts = tuple(generator.randint(2, 9) for _ in range(rows))
+    return prompts, tuple(generator.randint(1, 14) for _ in range(rows))
 
 
 def _has_aux_loss(model: str) -> bool:

@@ -6,21 +6,34 @@ what was logged and what callbacks and hooks saw.
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from datasets import Dataset
 from transformers import PrinterCallback, set_seed
+from trl import GRPOConfig
 
+from trl_fused_grpo import fuse
 from trl_fused_grpo._compat.trainers import trl_class
 from trl_fused_grpo.modeling import fused_forward
+from trl_fused_grpo.parity.case import SkippedError, Trainer
+from trl_fused_grpo.parity.run_case import Outcome
+from trl_fused_grpo.parity.tiny import batches
+from trl_fused_grpo.parity.tiny.batches import ROWS
+from trl_fused_grpo.parity.trainers import (
+    Settings,
+    StockGRPOTrainer,
+    fused_trainer,
+    load_weights,
+    noisy_weights,
+    stock_trainer,
+)
 
-from .case import Case, Customisation, SkippedError, Trainer
-from .run_case import Outcome
-from .tiny import batches
-from .tiny.batches import ROWS
-from .tiny.serve import serve_rollouts
-from .trainers import Settings, StockGRPOTrainer, fused_trainer, load_weights, noisy_weights, stock_trainer
+from .case import Customisation, Training
+from .serve import serve_rollouts
+from .steps import class_under_test
 
 
 STEPS = 3
@@ -109,8 +122,8 @@ class Trainings:
     Trains with the stock and with the fused trainer, from the same weights and on the same completions.
 
     Args:
-        case ([`Case`]):
-            With a [`Customisation`] and a [`Rollout`].
+        case ([`Training`]):
+            With a [`Rollout`].
         settings ([`Settings`]):
             Device; the dtype is float32.
 
@@ -119,22 +132,17 @@ class Trainings:
             The weights before, by name.
     """
 
-    def __init__(self, case: Case, settings: Settings):
+    def __init__(self, case: Training, settings: Settings):
         steps = case.config.get("max_steps", STEPS)
         steps = steps if steps > 0 else STEPS_OF_EPOCHS
         self.case = replace(case, config={**TRAINING, **case.config}, accumulation_windows=steps)
         self.settings = settings
-        custom = case.customised
-        assert custom is not None
-        self.custom = custom
-        plain = replace(
-            self.case,
-            customised=Customisation(load_model=custom.load_model, load_config=custom.load_config),
-            accumulation_windows=steps + _SPARE_GENERATIONS,
-        )
+        self.custom = custom = case.customised
+        plain = replace(self.case, accumulation_windows=steps + _SPARE_GENERATIONS)
         # A class of the arguments of another trainer of TRL is of no use to `GRPOTrainer`
         own = _class_for(custom, StockGRPOTrainer)  # or a function that makes its objects
-        first = stock_trainer(plain, settings, trl_class(own) if isinstance(own, type) else StockGRPOTrainer)
+        cls = trl_class(own) if isinstance(own, type) else StockGRPOTrainer
+        first = stock_trainer(plain, settings, _with_own_model(custom, cls), _config_of(custom))
         self.start = noisy_weights(first, case.noise)
         self._data = batches.rollout(plain, load_weights(first, self.start), seed=case.seed)
 
@@ -144,7 +152,7 @@ class Trainings:
         """Stock's training, from other weights where they are given, or with a trainer that `change` changes."""
 
         def make(*arguments: Any) -> Trainer:
-            trainer = stock_trainer(*arguments)
+            trainer = stock_trainer(*arguments, _config_of(self.custom))
             if change is not None:
                 change(trainer)
             return trainer
@@ -155,14 +163,14 @@ class Trainings:
         """The fused trainer's with these `fused_max_tokens_per_forward`; `None` is its default."""
         options = {} if tokens is None else {"fused_max_tokens_per_forward": tokens}
         case = replace(self.case, fused={**options, **self.case.fused})
-        return self._train(_fused_trainer, _class_under_test(self.settings), case, self.start)
+        return self._train(_fused_trainer, class_under_test(self.settings), case, self.start)
 
-    def _train(self, make: Callable[..., Trainer], cls: type, case: Case, start: dict[str, torch.Tensor]) -> Run:
+    def _train(self, make: Callable[..., Trainer], cls: type, case: Training, start: dict[str, torch.Tensor]) -> Run:
         with ExitStack() as stack:
             if self.custom.patch_trl is not None:
                 stack.enter_context(self.custom.patch_trl())
             set_seed(0)
-            trainer = make(case, self.settings, _class_for(self.custom, cls))
+            trainer = make(case, self.settings, _with_own_model(self.custom, _class_for(self.custom, cls)))
             return _train(load_weights(trainer, start), start, self._data, self.custom, stack)
 
 
@@ -185,7 +193,7 @@ class Pair:
     trainings: Trainings
 
 
-def run_both(case: Case, settings: Settings) -> Pair:
+def run_both(case: Training, settings: Settings) -> Pair:
     """
     Train with the stock and with the fused trainer, see [`Trainings`].
 
@@ -206,8 +214,6 @@ def run_both(case: Case, settings: Settings) -> Pair:
 
 
 def _class_for(custom: Customisation, cls: type) -> Any:
-    from trl_fused_grpo import fuse
-
     if custom.make_class is None:
         return cls
     if custom.uses_fuse and cls is not StockGRPOTrainer:
@@ -215,14 +221,25 @@ def _class_for(custom: Customisation, cls: type) -> Any:
     return custom.make_class(cls)
 
 
-def _class_under_test(settings: Settings) -> Any:
-    from trl_fused_grpo import FusedGRPOTrainer
-
-    return settings.fused_class or FusedGRPOTrainer
+def _config_of(custom: Customisation) -> Any:
+    return GRPOConfig if custom.load_config is None else custom.load_config()
 
 
-def _fused_trainer(case: Case, settings: Settings, cls: Any) -> Trainer:
-    return fused_trainer(case, replace(settings, fused_class=cls))
+def _with_own_model(custom: Customisation, cls: Any) -> Callable[..., Trainer]:
+    """Makes a trainer with the user's model, and with data to evaluate where its arguments ask for that."""
+
+    def make(model: str, args: Any, **more: Any) -> Trainer:
+        own: Any = model
+        if custom.load_model is not None:
+            own, args.model_init_kwargs = custom.load_model(Path(model)), None
+        data = None if args.eval_strategy == "no" else Dataset.from_dict({"prompt": ["w5 w6"] * 2})
+        return cls(model=own, args=args, eval_dataset=data, **more)
+
+    return make
+
+
+def _fused_trainer(case: Training, settings: Settings, cls: Any) -> Trainer:
+    return fused_trainer(case, replace(settings, fused_class=cls), _config_of(case.customised))
 
 
 def _train(

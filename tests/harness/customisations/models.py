@@ -10,7 +10,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import ModelOutput
 
-from trl_fused_grpo.parity.case import Customisation, Trainer
+from tests.harness.case import Customisation
+from trl_fused_grpo.parity.case import Trainer
 
 
 def _causal_lm(trainer: Trainer) -> Any:

@@ -15,10 +15,11 @@ from typing import Literal
 
 import torch
 
-from .errors import Errors, measure
-from .judge import BFLOAT16_BATCHES, bfloat16_problems
-from .result import Result
-from .run_case import Outcome
+from trl_fused_grpo.parity.errors import Errors, measure
+from trl_fused_grpo.parity.judge import BFLOAT16_BATCHES, bfloat16_problems
+from trl_fused_grpo.parity.result import Result
+
+from .steps import Outcome
 
 
 FLIP = 3.0  # times the median of stock's errors; batches without one reach about twice

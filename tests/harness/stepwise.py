@@ -16,10 +16,5 @@ _NAMES = (
 )
 
 
-def _by_name() -> dict[str, Customisation]:
-    named = {case.name: case.customised for case in CUSTOMISED_CASES}
-    return {name: customised for name in _NAMES if (customised := named[name]) is not None}
-
-
-# By the name of its case
-CUSTOMISATIONS = _by_name()
+_NAMED = {case.name: case.customised for case in CUSTOMISED_CASES}
+CUSTOMISATIONS: dict[str, Customisation] = {name: _NAMED[name] for name in _NAMES}  # by the name of its case

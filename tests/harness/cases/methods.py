@@ -1,15 +1,15 @@
 """Cases of methods of the trainer that a user replaces: in a subclass, on TRL's class, or on the instance."""
 
-from trl_fused_grpo.parity.case import Case, Customisation
-from trl_fused_grpo.parity.customisations import methods as m
-from trl_fused_grpo.parity.customisations import objectives as o
-from trl_fused_grpo.parity.customisations.methods import on_instance, on_trl, subclass
+from tests.harness.case import Customisation, Training
+from tests.harness.customisations import methods as m
+from tests.harness.customisations import objectives as o
+from tests.harness.customisations.methods import on_instance, on_trl, subclass
 
 from .common import OFF_POLICY, PLAIN, SAMPLED, VLLM
 from .common import customised_case as _case
 
 
-def controls() -> list[Case]:
+def controls() -> list[Training]:
     """Nothing is customised. Micro-batches must share forwards here, or the other cases prove nothing."""
     merged, grad_only = Customisation(forwards="merged"), Customisation(forwards="grad-only")
     return [
@@ -29,7 +29,7 @@ def controls() -> list[Case]:
     ]
 
 
-def overridden_methods() -> list[Case]:
+def overridden_methods() -> list[Training]:
     return [
         _case("compute-loss-l2", "compute_loss plus an L2 term", subclass(m.compute_loss_l2)),
         _case("compute-loss-l2-vllm", "the same with vLLM ratios", subclass(m.compute_loss_l2), VLLM, data=SAMPLED),
@@ -56,7 +56,7 @@ def overridden_methods() -> list[Case]:
     ]
 
 
-def patches() -> list[Case]:
+def patches() -> list[Training]:
     changed = [
         ("compute-loss", "compute_loss", m.compute_loss_l2),
         ("own-loss", "_compute_loss", o.own_loss_entropy),

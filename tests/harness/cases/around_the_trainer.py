@@ -4,19 +4,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from trl_fused_grpo.parity.case import Case, Customisation, Trainer
-from trl_fused_grpo.parity.customisations import around_the_trainer as a
-from trl_fused_grpo.parity.customisations import callbacks as c
-from trl_fused_grpo.parity.customisations import methods as m
-from trl_fused_grpo.parity.customisations import objectives as o
-from trl_fused_grpo.parity.customisations import rewards as r
-from trl_fused_grpo.parity.customisations.methods import subclass
+from tests.harness.case import Customisation, Training
+from tests.harness.customisations import around_the_trainer as a
+from tests.harness.customisations import callbacks as c
+from tests.harness.customisations import methods as m
+from tests.harness.customisations import objectives as o
+from tests.harness.customisations import rewards as r
+from tests.harness.customisations.methods import subclass
+from trl_fused_grpo.parity.case import Trainer
 
 from .common import KL, OFF_POLICY, SAMPLED, VLLM
 from .common import customised_case as _case
 
 
-def around() -> list[Case]:
+def around() -> list[Training]:
     """All cases of this module."""
     return [*methods_and_backward(), *later_changes(), *rewards_and_reference(), *own_loops(), *own_modules()]
 
@@ -38,7 +39,7 @@ def two_adapters(change: Callable[[Trainer], Any] | None = None) -> Customisatio
     return Customisation(load_model=r.with_two_adapters, change_trainer=change)
 
 
-def methods_and_backward() -> list[Case]:
+def methods_and_backward() -> list[Training]:
     return [
         _case("reward-asks", "a reward function asks for log-probs, beta", on_trainer(r.reward_asks), KL),
         _case("reward-asks-vllm", "the same, vLLM", on_trainer(r.reward_asks), VLLM, data=SAMPLED),
@@ -56,7 +57,7 @@ def methods_and_backward() -> list[Case]:
     ]
 
 
-def later_changes() -> list[Case]:
+def later_changes() -> list[Training]:
     """A change that comes between two accumulation windows of one generation batch."""
     return [
         _case(
@@ -72,7 +73,7 @@ def later_changes() -> list[Case]:
     ]
 
 
-def rewards_and_reference() -> list[Case]:
+def rewards_and_reference() -> list[Training]:
     logged_late = {"logging_steps": 2, "max_steps": 4, **VLLM}
     return [
         _case("reference-hook", "a hook on the reference model", on_trainer(a.scale_reference), KL),
@@ -101,7 +102,7 @@ def rewards_and_reference() -> list[Case]:
     ]
 
 
-def own_loops() -> list[Case]:
+def own_loops() -> list[Training]:
     return [
         _case("own-loop", "compute_loss in a loop of one's own", trained_by(a.own_loop)),
         _case("own-loop-kl", "the same, beta", trained_by(a.own_loop), KL),
@@ -114,7 +115,7 @@ def own_loops() -> list[Case]:
     ]
 
 
-def own_modules() -> list[Case]:
+def own_modules() -> list[Training]:
     return [
         _case("module-gate", "a module that mixes tokens through a gate of zero", a.around_mlp(a.gate)),
         _case("module-torch", "a layer of torch's that mixes tokens", a.around_mlp(a.torch_encoder)),

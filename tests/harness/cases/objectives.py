@@ -1,14 +1,14 @@
 """Cases of losses, masks and inputs that a user computes, in methods of a subclass."""
 
-from trl_fused_grpo.parity.case import Case
-from trl_fused_grpo.parity.customisations import objectives as o
-from trl_fused_grpo.parity.customisations.methods import subclass
+from tests.harness.case import Training
+from tests.harness.customisations import objectives as o
+from tests.harness.customisations.methods import subclass
 
 from .common import OFF_POLICY, SAMPLED, VLLM
 from .common import customised_case as _case
 
 
-def objectives() -> list[Case]:
+def objectives() -> list[Training]:
     quantile = {"top_entropy_quantile": 0.5}
     return [
         _case("own-loss", "a _compute_loss of one's own", subclass(o.own_loss)),
@@ -36,7 +36,7 @@ def objectives() -> list[Case]:
     ]
 
 
-def generations() -> list[Case]:
+def generations() -> list[Training]:
     kinds = [
         ("replayed", "half of the completions from a replay buffer", o.generation_replayed),
         ("read", "old log-probs read", o.generation_read),

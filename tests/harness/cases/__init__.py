@@ -3,12 +3,12 @@ The cases of `--customised`: a user changes the trainer, its model or what stand
 `trainer.train()` are compared. What is changed is written in `parity/customisations/`.
 """
 
-from trl_fused_grpo.parity.case import Case
+from tests.harness.case import Training
 
 from . import around_the_trainer, callbacks, fused_classes, methods, model, objectives
 
 
-CUSTOMISED_CASES: tuple[Case, ...] = (
+CUSTOMISED_CASES: tuple[Training, ...] = (
     *methods.controls(),
     *methods.overridden_methods(),
     *objectives.objectives(),

@@ -1,0 +1,5 @@
+from .command import app
+
+
+if __name__ == "__main__":
+    app()
