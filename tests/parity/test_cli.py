@@ -77,9 +77,9 @@ def test_more_batches_are_pooled_where_a_sequence_has_one_weight():
 def test_an_unknown_case_names_those_that_are_near(parity):
     result = parity("--case", "isue-1082")
     assert result.exit_code == 2
-    assert "unknown case isue-1082: issue-1082." in result.output
+    assert "unknown case isue-1082: did you mean issue-1082?" in result.output
     assert "dapo" not in result.output
-    assert "--list names them" in parity("--case", "?").output
+    assert "--list names the known ones" in parity("--case", "?").output
 
 
 def test_missing_folder_is_a_bad_argument(parity, tmp_path):

@@ -11,7 +11,7 @@ import pytest
         (("--case", "control", "--seed", "1"), "--seed and --minutes go with --random alone"),
         (("--customised", "--minutes", "1"), "--seed and --minutes go with --random alone"),
         ((), "choose --customised, --random or --case"),
-        (("--case", "contol"), "unknown case contol: control"),
+        (("--case", "contol"), "unknown case contol: did you mean control"),
     ],
 )
 def test_what_does_not_go_together_is_a_bad_argument(harness, arguments, message):

@@ -102,8 +102,9 @@ def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:
-            near = ", ".join(get_close_matches(name, known)) or "none is near, --list names them"
-            raise typer.BadParameter(f"unknown case {name}: {near}.")
+            near = " or ".join(get_close_matches(name, known))
+            advice = f"did you mean {near}?" if near else "--list names the known ones."
+            raise typer.BadParameter(f"unknown case {name}: {advice}")
     return [known[name] for name in dict.fromkeys(names)] or list(cases)
 
 
