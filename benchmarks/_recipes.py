@@ -61,7 +61,7 @@ def main(
     logs = small.logs_of(trainer)
     finite = [entry for entry in logs if math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"])]
     moved = any(entry["grad_norm"] > 0 for entry in logs)
-    typer.echo(f"{len(finite)} finite of {len(logs)} steps, layout {trainer.fused_layout(name.startswith('images'))}")
+    typer.echo(f"{len(finite)} finite of {len(logs)} steps, layout {trainer.fused_layout()}")
     raise typer.Exit(
         not (len(finite) == len(logs) == STEPS and (moved or name == "tools"))
     )  # a random model uses no tool

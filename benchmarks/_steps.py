@@ -217,7 +217,7 @@ class StepBenchmark:
                 record["loss_difference"] = abs(record["loss"] - self.reference_loss)
                 record["norm_difference"] = abs(record["grad_norm"] - self.reference_norm) / self.reference_norm
         if contender.fused and runner.trainer is not None:
-            record["layout"] = runner.trainer.fused_layout(self.architecture.images)
+            record["layout"] = runner.trainer.fused_layout()
             record["recomputed"] = logged_means(runner.trainer).get("fused/rows_recomputed")
         return record
 

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from typer.testing import CliRunner
 
 from tests.docs_pages import BLOCKS, PAGES, ROOT, anchors_of, name_of, text_outside_blocks
+from tests.harness.command import app as harness
 from trl_fused_grpo import FusedGRPOConfig, FusedRLOOConfig
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
 from trl_fused_grpo._compat.trainers import STEP_METHODS
@@ -136,11 +137,18 @@ def check_cli(words, monkeypatch):
         launch = {action.dest for action in launch_command_parser()._actions}
         assert names <= FusedGRPOConfig.__dataclass_fields__.keys() | launch
         return
+    is_short = {"--help", "--list", "--case", "doctor"} & set(words)
+    result = CliRunner().invoke(cli, words if is_short else [*words, "--list"])
+    assert result.exit_code == 0, result.output
+
+
+def check_harness(words, monkeypatch):
+    """One case runs, or is drawn. What runs many cases lists them."""
     if "--random" in words:
         place = words.index("--random") + 1
         words = [*words[:place], "1", *words[place + 1 :]]
-    is_short = {"--help", "--list", "--case", "--random", "doctor"} & set(words)
-    result = CliRunner().invoke(cli, words if is_short else [*words, "--list"])
+    is_short = {"--case", "--random"} & set(words)
+    result = CliRunner().invoke(harness, words if is_short else [*words, "--list"])
     assert result.exit_code == 0, result.output
 
 
@@ -181,7 +189,7 @@ def check_pytest(words, monkeypatch):
 
 
 def check_python(words, monkeypatch):
-    modules = {"pytest": check_pytest, "trl_fused_grpo": check_cli}
+    modules = {"pytest": check_pytest, "trl_fused_grpo": check_cli, "tests.harness": check_harness}
     if words[0] == "-m":
         modules[words[1]](words[2:], monkeypatch)
     else:

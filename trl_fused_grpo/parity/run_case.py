@@ -196,7 +196,7 @@ def _train(
             trainer.accelerator.gradient_state._set_sync_gradients(last)
             outcome.loss += float(trainer.training_step(model, generation, None))
             if (stats := getattr(trainer, "fused_stats", None)) is not None:
-                outcome.layout = trainer.fused_layout(bool(getattr(case.data, "images", None)))
+                outcome.layout = trainer.fused_layout()
                 forwards[id(stats)] = stats
             if after_step is not None:
                 after_step(trainer, window)

@@ -41,6 +41,7 @@ def of_rloo() -> list[Training]:
     # At a high temperature the update is far from the rounding of the ratio, which is that of a sum over a sequence
     warm = {"temperature": 3.0, "learning_rate": 1.0}
     off_policy = {**warm, **OFF_POLICY}
+    slow = {**off_policy, "learning_rate": 0.3}
     rewards = {"normalize_advantages": True, "reward_clip_range": (0.3, 1.2)}
     zero_grad = {"fused_skip_zero_grad_sequences": True}
     later = replace(plain, change_trainer=at("on_step_end", set_iterations).change_trainer)
@@ -52,7 +53,7 @@ def of_rloo() -> list[Training]:
         _case("rloo-options", "the same with other advantages", merged, {**off_policy, **rewards}),
         _case("rloo-kl", "the same with a KL penalty in the reward", merged, {**off_policy, **KL}),
         _case("rloo-kl-lora", "the same with LoRA", merged, lora, adapter="attention"),
-        _case("rloo-zero-grad", "zero-grad sequences left out", plain, off_policy, fused=zero_grad),
+        _case("rloo-zero-grad", "zero-grad sequences left out", plain, slow, fused=zero_grad),
     ]
 
 
