@@ -19,44 +19,6 @@ from .options import kl_estimator_of as kl_estimator_of
 
 logger = logging.get_logger(__name__)
 _FIELD = "use_liger_loss"
-_HELP = "Whether the fused trainer computes the loss through the fused linear function, at parity with TRL's own path."
-
-
-def _keep_flag_through_post_init(cls: Any) -> None:
-    """Hide `use_liger_loss` from TRL's `__post_init__`, which would act on it."""
-    original = cls.__post_init__
-
-    @functools.wraps(original)
-    def post_init(self):
-        # TRL 0.27 warns about the field, turns `use_liger_kernel` on for it and then refuses `delta`
-        fused, kernel = self.use_liger_loss, self.use_liger_kernel
-        self.use_liger_loss = None
-        if fused:
-            self.use_liger_kernel = False
-        original(self)
-        self.use_liger_loss, self.use_liger_kernel = fused, kernel
-
-    cls.__post_init__ = post_init
-
-
-def install_use_liger_loss(cls: Any = GRPOConfig) -> None:
-    """
-    Make `use_liger_loss` a dataclass field of a class of TRL's arguments. Its default, `None`, says nothing: the fused
-    loss is off unless `patch()` switches it on. The class itself is changed, so that it does not matter how or when it
-    was imported. Argument parsers, `to_dict` and saved arguments see the field. Idempotent.
-    """
-    if getattr(cls, "_has_fused_loss", False):
-        return
-    # `bool` as in TRL 0.27, which has the field: of `bool | None` a parser does not take `--use_liger_loss` alone
-    add_field(cls, _FIELD, bool, field(default=None, metadata={"help": _HELP}))
-    _keep_flag_through_post_init(cls)
-    cls._has_fused_loss = True
-
-
-install_use_liger_loss()
-install_use_liger_loss(RLOOConfig)
-
-_FIELD = "use_liger_loss"
 _HELP = "Whether the fused trainer has the fused loss, at parity with TRL's own path; false: TRL's own loss."
 
 

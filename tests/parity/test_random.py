@@ -4,6 +4,7 @@ import json
 import shlex
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,13 +115,14 @@ def test_after_some_minutes_no_case_begins(harness, settings, monkeypatch):
 
     def compare(case, settings):
         started.append(case.name)
-        time.sleep(0.1)
         return Result(case.name, "", "equal")
 
     monkeypatch.setattr(fuzz, "compare", compare)
+    # A case takes 0.1 seconds, on a busy machine too
+    monkeypatch.setattr(fuzz, "time", SimpleNamespace(monotonic=lambda: 0.1 * len(started)))
     result = harness("--random", "1000", "--seed", "7", "--minutes", "0.01")
     assert result.exit_code == 0, result.output
-    assert len(started) <= 6  # none, where drawing the first takes that long
+    assert 1 <= len(started) <= 6
     assert f"{len(started)} cases of 1000 drawn" in result.output
 
 

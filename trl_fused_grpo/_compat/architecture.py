@@ -194,12 +194,6 @@ def unscaled_columns(config: Any) -> int | None:
     return getattr(config, "log_scaling_n_floor", None) if config.model_type == "inkling_text" else None
 
 
-def chooses_experts(config: Any) -> bool:
-    """Whether a router chooses experts for each token: rounding may choose others."""
-    values = config.get_text_config().to_dict()
-    return any("experts" in name and isinstance(value, int) and value > 1 for name, value in values.items())
-
-
 def why_rows_depend_on_others(config: Any) -> str | None:
     """Why what a model of this configuration computes of a row depends on the others in its batch, or `None`."""
     if config.model_type != "doge":

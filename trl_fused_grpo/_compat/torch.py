@@ -143,11 +143,6 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
     return isinstance(module, checkpoint_wrapper.CheckpointWrapper)
 
 
-def has_fsdp1(module: nn.Module) -> bool:
-    """Return `True` if FSDP1 splits the weights of a module, or of a part of it, apart from those around it."""
-    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
-
-
 def without_fsdp1(module: Any) -> Any:
     """The module inside FSDP1's wrapper, whose own forward gathers weights, or the module itself. FSDP2 wraps none."""
     return module._fsdp_wrapped_module if isinstance(module, FullyShardedDataParallel) else module

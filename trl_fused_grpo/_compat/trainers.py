@@ -61,11 +61,6 @@ def beta_of_loss(trainer: Any) -> float:
     return 0.0 if is_rloo(trainer) else trainer.beta
 
 
-def accumulation_in_loss(trainer: Any) -> int:
-    """What TRL's `_compute_loss` divides by in training: GRPO's by the accumulation steps, RLOO's leaves that to HF."""
-    return 1 if is_rloo(trainer) else trainer.current_gradient_accumulation_steps
-
-
 _RLOO_COUNTS_ALL_PROCESSES = "entropy_stats" in inspect.unwrap(RLOOTrainer._compute_loss).__code__.co_varnames
 
 

@@ -111,7 +111,7 @@ def versions_line(packages: tuple[str, ...] = ("python", *PACKAGES)) -> SummaryL
 
 
 def _is_elsewhere(device: torch.device) -> bool:
-    """Whether a device is a GPU, and this machine has none."""
+    """Return `True` if a device is a GPU, and this machine has none."""
     return device.type == "cuda" and not torch.cuda.is_available()
 
 
@@ -265,18 +265,15 @@ class _Lines:
         line = SummaryLine("fast attention", name)
         if name in model_compat.flash_implementations():
             return line
-        dtype, is_elsewhere = (
-            torch_compat.dtype_of_products(self.trainer.accelerator, self.causal_lm),
-            self.is_elsewhere,
-        )
-        device = "cpu" if is_elsewhere else self.device
+        dtype = torch_compat.dtype_of_products(self.trainer.accelerator, self.causal_lm)
+        device = "cpu" if self.is_elsewhere else self.device
         for width in sorted(model_compat.head_widths(config)):
             query = torch.empty(1, 1, 1, width, device=device, dtype=dtype)
-            is_usual = is_elsewhere and dtype != torch.float32 and width <= _USUAL_HEAD
+            is_usual = self.is_elsewhere and dtype != torch.float32 and width <= _USUAL_HEAD
             if is_usual or flash_takes(query, query):
                 continue
             reason = f"torch's FlashAttention does not take heads of {width} in {dtype} on {self.device.type}"
-            if name == "sdpa" and (is_elsewhere or efficient_takes(query)):
+            if name == "sdpa" and (self.is_elsewhere or efficient_takes(query)):
                 change = "bf16=True" if dtype == torch.float32 else None
                 return line._replace(value=f"{name}, torch's memory-efficient attention", reason=reason, change=change)
             return line._replace(value=f"{name}, one sequence after the other", reason=reason)
