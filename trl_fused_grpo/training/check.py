@@ -184,7 +184,9 @@ class Check:
             for module in in_training:  # nobody's `train()` is called
                 module.training = False
             try:
-                rows = 1 if trl_compat.LOGPS_FROM_LOGITS else call.batch_size  # logits of one row at a time
+                # Logits of one row at a time, but not of a row without images among others that have some
+                alone = trl_compat.LOGPS_FROM_LOGITS and not call.multimodal
+                rows = 1 if alone else call.batch_size
                 expected, *_ = trl_compat.call_trl_logps(trl_method, **vars(replace(call, batch_size=rows)))
                 trl_compat.forget_order_of_modules(call.model)  # which the next forward would take for complete
                 result = self.engine.compute(trainer._fused.request_of(inputs), call, trl_method)
