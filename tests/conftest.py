@@ -24,7 +24,7 @@ ANY_TRL = [
     HERE / name
     for name in (
         *("ops", "loss/test_objective.py", "test_architecture.py", "test_versions.py"),
-        *("test_benchmark_records.py", "test_census.py", "test_learning.py", "modeling/test_kept_activations.py"),
+        *("test_benchmark_records.py", "test_census.py", "test_learning.py"),
         *("parity/test_harness_command.py", "parity/test_jobs.py", "parity/test_random_trainings.py"),
     )
 ]

@@ -119,7 +119,11 @@ def test_a_gpu_that_is_not_here_is_described(tmp_path, model):
     config = written(tmp_path, "fused_memory: 0.9\ngradient_accumulation_steps: 2\n")
     lines = summary_of("--model", model, "--config", config, "--device", "cuda")
     assert lines["setting"]["value"].startswith("cuda (not on this machine), 1 process, float32 under bf16")
-    for name, value in (("fast attention", "FlashAttention"), ("fast layers", "kernel"), ("shared forwards", "90%")):
+    for name, value in (
+        ("fast attention", "FlashAttention"),
+        ("compiled layers", "one code"),
+        ("shared forwards", "90%"),
+    ):
         assert value in lines[name]["value"] and lines[name]["reason"] is None
     config = written(tmp_path, "bf16: false\n")
     line = summary_of("--model", model, "--config", config, "--device", "cuda")["fast attention"]

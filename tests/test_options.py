@@ -19,9 +19,10 @@ WRONG = [
     ("fused_memory", "80%", "None or a fraction above 0 and at most 1, not '80%'"),
     ("fused_memory", 2, "None or a fraction above 0 and at most 1, not 2"),
     ("fused_memory", True, "None or a fraction above 0 and at most 1, not True"),
-    ("fused_compile", "false", "True or False, not 'false'"),
-    ("fused_compile", 1, "True or False, not 1"),
-    ("fused_compile", None, "True or False, not None"),
+    ("fused_compile", "false", "None, True or False, not 'false'"),
+    ("fused_compile", 1, "None, True or False, not 1"),
+    ("fused_share_prompts", 1, "True or False, not 1"),
+    ("fused_share_prompts", None, "True or False, not None"),
     ("fused_balance", "auto", "None, True or False, not 'auto'"),
     ("fused_skip_old_logps", 0, "None, True or False, not 0"),
     ("fused_max_tokens_per_forward", "auto", "None or a whole number from 0 on, not 'auto'"),
@@ -91,10 +92,10 @@ def test_options_of_a_loss_that_is_off_are_said_to_have_no_effect(tmp_path, capl
     made(tmp_path, use_liger_loss=False)
     made(tmp_path, fused_layout="packed")
     assert not caplog.messages
-    made(tmp_path, use_liger_loss=False, fused_layout="packed", fused_lora=False)
+    made(tmp_path, use_liger_loss=False, fused_layout="packed", fused_share_prompts=False)
     made(tmp_path, FusedRLOOConfig, use_liger_loss=False, fused_verify=2)
     assert caplog.messages == [
-        "fused_layout='packed', fused_lora=False: no effect, because use_liger_loss=False.",
+        "fused_layout='packed', fused_share_prompts=False: no effect, because use_liger_loss=False.",
         "fused_verify=2: no effect, because use_liger_loss=False.",
     ]
 

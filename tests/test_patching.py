@@ -137,14 +137,14 @@ class LayoutConfig(GRPOConfig):
 
 
 def test_what_the_arguments_say_wins(tmp_path, warnings_logged):
-    with patch(fused_layout="padded", fused_lora=False, kl_estimator="k1"):
+    with patch(fused_layout="padded", fused_share_prompts=False, kl_estimator="k1"):
         by_name = make_trainer(tmp_path, trl.GRPOTrainer, config=GRPOConfig, use_liger_loss=False, beta=0.1)
         by_class = make_trainer(tmp_path, Stock, use_liger_loss=False)
         partly = make_trainer(tmp_path, Stock, config=LayoutConfig)
         fully = make_trainer(tmp_path, Stock, config=FusedGRPOConfig)
     assert not by_name.use_liger_loss and options_of(by_name) == FusedOptions()
     assert type(by_class) is Stock
-    assert options_of(partly) == FusedOptions(fused_layout="packed", fused_lora=False, kl_estimator="k1")
+    assert options_of(partly) == FusedOptions(fused_layout="packed", fused_share_prompts=False, kl_estimator="k1")
     assert options_of(fully) == FusedOptions()
     assert [message for message in warnings_logged if "patch" in message] == []
 
@@ -216,7 +216,7 @@ def test_patches_rest_where_stock_is_needed():
     [
         ("fused_layout", "packed", "packed"),
         *(("fused_compile", text, True) for text in ("true", "Yes", "1")),
-        *(("fused_lora", text, False) for text in ("false", "no", "0")),
+        *(("fused_share_prompts", text, False) for text in ("false", "no", "0")),
         ("fused_memory", "0.5", 0.5),
         ("fused_max_tokens_per_forward", "0", 0),
         ("fused_balance", "none", None),
@@ -231,7 +231,7 @@ def test_an_option_is_read_from_text(name, text, value):
     [
         ("fused_layot", "packed", "there is no option 'fused_layot'"),
         ("fused_layout", "dense", "fused_layout must be"),
-        ("fused_compile", "maybe", "fused_compile must be True or False, not 'maybe'"),
+        ("fused_compile", "maybe", "fused_compile must be None, True or False, not 'maybe'"),
         ("fused_memory", "half", "fused_memory must be None or a fraction above 0 and at most 1, not 'half'"),
         (
             "fused_max_tokens_per_forward",

@@ -85,11 +85,12 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
     Args:
         use_liger_loss (`bool`, *optional*, defaults to `True`):
             Whether to compute the loss through the fused linear function; with `False` it is TRL's own trainer.
-        fused_compile (`bool`, *optional*, defaults to `False`):
+        fused_compile (`bool`, *optional*):
             Compile the decoder layers of the text model with `torch.compile`, one code for all layers of a kind and
             all lengths, in this trainer's forwards of packed rows. torch's partitioner decides what they keep for
-            backward, in place of checkpointing. The first step takes up to a minute longer. Needs Triton on CUDA and a
-            C++ compiler on the CPU. Layers that cannot be compiled run as they are, which is logged once.
+            backward, in place of checkpointing. By default on CUDA, where Triton is installed; `True` needs a C++
+            compiler on the CPU. The first step takes some 10 to 30 s longer. Layers that cannot be compiled run as
+            they are, which is logged once.
         fused_memory (`float`, *optional*):
             Fraction of the device's memory that this process may take, for larger shared forwards, as soon as the
             first optimizer step has shown what one takes. By default memory stays at TRL's. Acts on CUDA.
@@ -137,12 +138,6 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed forward through the model once. Has no effect in models
             with layers that carry a state, or whose attention knows no packed rows.
-        fused_lora (`bool`, *optional*, defaults to `True`):
-            Add the low-rank products of PEFT's LoRA layers within the products of the layers that carry them, without
-            scale, cast and sum over all features.
-        fused_kernels (`bool`, *optional*, defaults to `True`):
-            Run RMS norms, gated activations and rotary embeddings of the text model in one Triton kernel each, on CUDA,
-            in this trainer's forwards and backwards alone. Those that compute something else stay as they are.
     """
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})

@@ -39,7 +39,9 @@ class FusedOptions:
         `ValueError`: when an option has a value that it cannot have; the message names both, and what is allowed.
     """
 
-    fused_compile: bool = _option(False, "Compile the decoder layers of the text model with torch.compile.")
+    fused_compile: bool | None = _option(
+        None, "Compile the decoder layers of the text model with torch.compile. By default on CUDA."
+    )
     fused_memory: float | None = _option(
         None, "Fraction of the device's memory to take for speed. By default no more than TRL takes."
     )
@@ -73,10 +75,6 @@ class FusedOptions:
     )
     fused_share_prompts: bool = _option(
         True, "Run a prompt through the model once for its completions in a packed forward."
-    )
-    fused_lora: bool = _option(True, "Add LoRA's low-rank products within the products of the layers that carry them.")
-    fused_kernels: bool = _option(
-        True, "Run RMS norms, gated activations and rotary embeddings in one kernel each, on CUDA."
     )
 
     @classmethod

@@ -60,18 +60,14 @@ class FusedTrainerMixin(_Trainer):
           runs the original.
         - Layers that carry a state, or whose attention knows no packed rows, have a `forward` that unpacks these. It
           does what it did for all other calls. Undone here.
-        - PEFT's LoRA layers have a `forward` that computes their products together, in calls with gradient and in this
-          trainer's own. It does what it did for all other calls, but that it has no second derivative. Undone here.
         - While packed rows run, and while a graph of them lives that may be run backward, transformers' `"sdpa"`
           attention, its FlashAttention, the eager attention of the model's own files and its mask functions are
           replaced by functions that do the same for all other calls. Undone with the last such graph. Here garbage is
           collected, so that none is left by accident.
         - While rows with TRL's padding are trained on CUDA, transformers' mask functions are replaced as well, and
           cuDNN's attention is off until a mask is built. Undone after each call.
-        - With `fused_kernels=True` on CUDA, or `fused_compile=True`, while the policy or the reference runs, and while
-          a checkpointed layer is computed again in backward, norms, MLPs and projections have other forwards, and so
-          has the function for rotary embeddings in the model's file. With gradients, checkpointed layers call a
-          function of this package, which keeps what there is room for. Undone after each.
+        - While the policy or the reference runs compiled (`fused_compile`), its decoder layers have a `forward` that
+          runs their compiled code, and do not checkpoint. Undone after each.
         - While a training step runs, the accelerator's `backward` is replaced, and with another `kl_estimator` than
           TRL's the trainer's `beta` is zero within the loss. Undone after each.
         - Of the hooks that transformers adds to the input embeddings at each generation, the last one stays.

@@ -58,7 +58,7 @@ def draw_last_options(drawing: Draw) -> None:
     drawing.maybe(0.1, "fused_verify", 1)
     if drawing.maybe(0.12, "fused_skip_zero_grad_sequences", True) and options.get("rollout"):
         drawing.maybe(0.6, "equal_completions", True)  # without it no advantage is zero
-    drawing.maybe(0.08, "fused_kernels", False)
+    drawing.skip(0.08, False)  # an option of earlier cases
     if _is_on_policy(options):  # the trainer refuses it elsewhere
         drawing.maybe(0.12, "fused_require_on_policy", True)
     drawing.maybe(0.06, "kl_estimator", *(KL_ESTIMATORS[:1] if options.get("beta") else KL_ESTIMATORS))

@@ -184,8 +184,8 @@ def _draw_fused_options(drawing: Draw) -> None:
     drawing.maybe(0.25, "fused_logits_mib", 0.05, 0.5)  # of one to a few chunks
     drawing.maybe(0.3, "fused_max_tokens_per_forward", 0, 60, 10_000)
     drawing.maybe(0.15, "fused_share_prompts", False)
-    drawing.maybe(0.15, "fused_lora", False)
-    drawing.skip(0.2, True, False)  # an option of earlier cases
+    drawing.skip(0.15, False)  # this and the next: options of earlier cases
+    drawing.skip(0.2, True, False)
     drawing.maybe(0.2, "fused_skip_old_logps", True, False)
     drawing.maybe(0.1, "fused_memory", 0.5)
     drawing.maybe(0.02, "fused_compile", True)  # takes seconds

@@ -5,13 +5,13 @@ import functools
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from tests.attention_oracle import packed_attention
 from tests.modeling.flash_emulation import HEADS, SHARED, arguments, boundaries_of, random_tensors
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling import flex_kernel
-from trl_fused_grpo.modeling.checkpointing import checkpoint
 from trl_fused_grpo.modeling.flex_kernel import build_block_mask, flex_attention, not_compiled, why_no_flex
 from trl_fused_grpo.modeling.varlen_attention import gathered_keys
 
@@ -61,7 +61,7 @@ def test_flex_attention_is_traced_whole_and_once(monkeypatch):
             queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
             return flex_attention(queries, keys, values, mask, 0.3, 2.0, sinks)[None]
 
-        output = checkpoint(attention, *inputs)
+        output = checkpoint(attention, *inputs, use_reentrant=False)
         exact = [t.detach().double().requires_grad_() for t in inputs]
         expected = packed_attention(*exact[:3], *sequences, scaling=0.3, window=140, softcap=2.0, sinks=exact[3])
         assert relative_error(output, expected) < 1e-5

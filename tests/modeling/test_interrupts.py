@@ -8,26 +8,10 @@ import pytest
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from trl_fused_grpo._utils import temporary_attr
-from trl_fused_grpo.modeling import (
-    adapters,
-    checkpointing,
-    compiled_layers,
-    kept_activations,
-    kernels_in_layers,
-    layer_memo,
-    packed_attention,
-    unpacked_layers,
-)
+from trl_fused_grpo.modeling import compiled_layers, layer_memo, packed_attention, unpacked_layers
 from trl_fused_grpo.modeling.attention_watch import WatchedCall, running_call
-from trl_fused_grpo.modeling.kept_activations import CostlyResults, KeptActivations
 
 from .built import built
-
-
-@contextmanager
-def in_kernels(model):
-    with kernels_in_layers.kernels_on(), kernels_in_layers.kernels_in_place(model):
-        yield
 
 
 @contextmanager
@@ -40,19 +24,11 @@ def compiled(model):
 REPLACE = {
     "attention": lambda model: packed_attention.watched_call(WatchedCall(), model),
     "unpacked-layers": lambda model: unpacked_layers.unpacking(model, WatchedCall(lengths=[3, 4])),
-    "checkpoints": lambda model: checkpointing.lean_checkpoints(model, KeptActivations()),
-    "kept-activations": lambda _: kept_activations.planned(KeptActivations()),
-    "costly-results": lambda _: CostlyResults(bool).of_call(),
-    "kernels": in_kernels,
     "compiled": compiled,
-    "adapters": lambda _: adapters.fused_adapters(()),
     "memo": lambda _: layer_memo.layers_as_they_are(),
     "attribute": lambda model: temporary_attr(model, "forward", nullcontext),
 }
-VARIABLES = (
-    *(running_call, adapters._is_own_call, kernels_in_layers._is_on, compiled_layers._layers_on),
-    *(kept_activations._planned, kept_activations._running, layer_memo._walked),
-)
+VARIABLES = (running_call, compiled_layers._layers_on, layer_memo._walked)
 
 
 def found_in(model):

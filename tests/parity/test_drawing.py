@@ -21,7 +21,7 @@ from trl_fused_grpo.parity.case import Rollout
 DRAWS = 5_000
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8").split())
 LAST = {
-    *("fused_verify", "fused_skip_zero_grad_sequences", "equal_completions", "fused_kernels"),
+    *("fused_verify", "fused_skip_zero_grad_sequences", "equal_completions"),
     *("fused_require_on_policy", "kl_estimator"),
 }
 

@@ -3,13 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from trl import GRPOTrainer
 
-from tests.modeling.flash_emulation import emulated_backward, emulated_forward
 from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
-from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
-from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo import FusedGRPOConfig
 from trl_fused_grpo.modeling import fused_forward
 from trl_fused_grpo.training import engine, memory
 from trl_fused_grpo.training.memory import DeviceMemory, MemoryBudget
@@ -188,38 +185,6 @@ def test_a_shared_forward_that_finds_no_memory_is_split_and_nothing_is_lost(tmp_
     assert found[0] == pytest.approx(expected[0], abs=1e-6)
     for mine, other in zip(found[1], expected[1], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-
-
-def test_attention_that_is_kept_in_the_memory_of_padding_trains_the_same(tmp_path, monkeypatch):
-    """With FlashAttention's kernels emulated: the fewer tokens a forward has than TRL's rows, the fewer calls."""
-    calls = []
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        return emulated_forward(False)(*args, **kwargs)
-
-    def trained(cls=FusedGRPOTrainer):
-        options = {"optim": "sgd", "learning_rate": 0.1, "gradient_checkpointing": True, "max_steps": 3}
-        trainer = make_trainer(tmp_path, cls, gradient_accumulation_steps=2, **options)
-        use_sampler(trainer)  # completions of 1 to 8 tokens
-        calls.clear()
-        trainer.train()
-        logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-        return logs, [parameter.detach() for parameter in trainer.model.parameters()], len(calls)
-
-    monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention.flash_takes", lambda query, value: True)
-    monkeypatch.setattr(torch_compat, "flash_attention", counted)
-    monkeypatch.setattr(torch_compat, "flash_attention_backward", emulated_backward)
-    *found, with_memory = trained()
-    monkeypatch.setattr(memory, "kept_as_trl", lambda *_: None)
-    *expected, without = trained()
-    assert 0 < with_memory < without
-    assert found[0] == expected[0]
-    assert all(torch.equal(mine, other) for mine, other in zip(found[1], expected[1], strict=True))
-    logs, weights, _ = trained(GRPOTrainer)
-    assert found[0] == [pytest.approx(pair, rel=1e-4, abs=1e-6) for pair in logs]
-    for mine, other in zip(found[1], weights, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
 def test_it_is_off_by_default(tmp_path):

@@ -154,7 +154,7 @@ def test_help_of_run_shows_choices_and_defaults(capsys):
     assert (
         told.index("--fused_memory VALUE, --fused-memory")
         < told.index("rarely needed")
-        < told.index("--fused_lora VALUE, ")
+        < told.index("--fused_share_prompts VALUE, ")
     )
 
 

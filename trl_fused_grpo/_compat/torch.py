@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, overrides
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import batchnorm, dropout, instancenorm
@@ -63,6 +63,7 @@ def with_lse(output: Any) -> tuple[Tensor, Tensor]:
 Dropout, BatchNorm, InstanceNorm = dropout._DropoutNd, batchnorm._BatchNorm, instancenorm._InstanceNorm
 # What `torch.nn.utils.parametrizations.spectral_norm` puts on a weight. It changes its buffers in each forward
 SpectralNorm = parametrizations._SpectralNorm
+
 
 # The attributes in which a module keeps its hooks, and the hooks of every module
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -146,6 +147,18 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 def without_fsdp1(module: Any) -> Any:
     """The module inside FSDP1's wrapper, whose own forward gathers weights, or the module itself. FSDP2 wraps none."""
     return module._fsdp_wrapped_module if isinstance(module, FullyShardedDataParallel) else module
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Return `True` if FSDP2 gathers the weights of a module by hooks on its call."""
+    return isinstance(module, FSDPModule)
+
+
+def let_share_code(layer: nn.Module) -> None:
+    """Let torch compile one code for all layers of a kind: it makes one for each module that FSDP2 has marked."""
+    if is_fsdp2(layer):
+        for module in modules_of(layer):
+            vars(module).pop("_is_fsdp_managed_module", None)
 
 
 def inductor(graph: Any, example_inputs: Any) -> Any:

@@ -16,8 +16,4 @@ the folder:
   safe from NaN gradients.
 - `unpacked_layers` runs layers that carry a state, and some attention, on rows of their own (`sequence_rows`).
 - `compiled_layers` runs decoder layers compiled as a whole (`fused_compile`).
-- `kernels_in_layers` runs norms, gated activations and rotary embeddings in a kernel (`fused_kernels`);
-  `layer_kernels` knows which functions have one.
-- `adapters` has LoRA's low-rank products computed within those of the layers that carry them.
-- `checkpointing` is gradient checkpointing with less bookkeeping; `kept_activations` is what it keeps all the same.
 """

@@ -19,6 +19,7 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._utils import temporary_attr, temporary_value
+from trl_fused_grpo.ops.kernels import why_not_triton
 
 from .attention_watch import Chunk, WatchedCall
 from .layer_memo import layers_of
@@ -28,9 +29,9 @@ from .varlen_attention import chunked
 
 logger = logging.get_logger(__name__)
 
-# The share of what a layer would keep for backward without checkpointing that a checkpointed one may. More gains little
-# (`benchmarks/NOTES.md`)
-CHECKPOINTED_BUDGET = 0.06
+# The share of what a layer would keep for backward without checkpointing that a checkpointed one may: its inputs, as
+# with checkpointing. More gains little for its memory (`benchmarks/NOTES.md`)
+CHECKPOINTED_BUDGET = 0.0
 
 
 class _Kind(NamedTuple):
@@ -60,6 +61,21 @@ def compiling(layers: Sequence[tuple[int, Any]]) -> Generator[None, None, None]:
     """While it lasts, [`compiled_layers`] has these run compiled, as [`layers_to_compile`] gives them."""
     with temporary_value(_layers_on, layers):
         yield
+
+
+def why_not_compiled(asked: bool | None, device: torch.device) -> str | None:
+    """
+    Return why the layers of no model are compiled on a device, or `None`.
+
+    Args:
+        asked (`bool`, *optional*): the option `fused_compile`.
+        device (`torch.device`): where the model is.
+    """
+    if asked is False:
+        return "fused_compile=False"
+    if asked or device.type != "cuda":
+        return None if asked else f"the device is {device.type}"
+    return why_not_triton(device)
 
 
 def layers_to_compile(model: nn.Module) -> tuple[list[tuple[int, Any]], str | None]:
@@ -99,8 +115,9 @@ def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
             return f"a hook on {type(module).__name__} runs inside of {type(layer).__name__}"
         if "forward" in vars(module):  # as Accelerate's for weights that wait on another device
             return f"{type(module).__name__} has a forward of its own"
+    gathers = torch_compat.is_fsdp2(layer)  # before its forward is called
     for weight in torch_compat.parameters_of(layer):
-        if hasattr(weight, "ds_id") or type(weight) is not nn.Parameter:
+        if hasattr(weight, "ds_id") or not (gathers or type(weight) is nn.Parameter):
             return f"{type(layer).__name__} has weights that are gathered, or computed, when they are read"
     return None
 
@@ -126,6 +143,7 @@ def compiled_layers(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Gen
         for index, layer in layers:
             placed.append((layer, layer.gradient_checkpointing))
             place = SimpleNamespace(config=config, layer_idx=index)
+            torch_compat.let_share_code(layer)
             layer.__dict__["forward"] = _CompiledLayer(layer, place, call, budget)
             layer.gradient_checkpointing = False
         with torch_compat.compiled_with(budget):

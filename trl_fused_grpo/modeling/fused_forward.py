@@ -21,8 +21,6 @@ from trl_fused_grpo.ops.lm_head import LMHead
 from .attention_watch import PACKED_ARGUMENTS
 from .compiled_layers import compiled_layers
 from .forward_override import override_forward, restore_forward
-from .kept_activations import begin_run
-from .kernels_in_layers import kernels_in_place
 from .moe import load_balancing_loss
 from .output_projection import LogitScaling, head_parameter_modules, read_lm_head
 from .packed_attention import text_model_alone
@@ -43,10 +41,8 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
         causal_lm
     ):  # all of its layers that need to know of packed rows run unpacked
         given = {name: value for name, value in given.items() if name not in PACKED_ARGUMENTS}
-    begin_run()
     with (
         compiled_layers(causal_lm, call),
-        kernels_in_place(causal_lm),
         unpacking(causal_lm, call),
         text_model_alone(causal_lm, PACKED_ARGUMENTS),
     ):

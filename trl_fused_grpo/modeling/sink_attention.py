@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .attention_kernels import Boundaries, FlashCall, of_one_width
-from .kept_activations import recalled
 
 
 def sink_attention(
@@ -37,16 +36,13 @@ def sink_attention(
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, call: FlashCall) -> Tensor:
-        def compute() -> tuple[Tensor, ...]:
-            output, lse, state, unused, *_ = call.forward(queries, keys, values)
-            with_sink = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))  # as `lse`: [heads, S]
-            factor = _by_token((lse - with_sink).exp(), call.boundaries, len(queries))  # [S, heads]
-            return output.mul_(factor.unsqueeze(-1)), with_sink, state, unused
-
-        results = recalled(compute)
-        ctx.save_for_backward(queries, keys, values, *results, sinks)
+        output, lse, state, unused, *_ = call.forward(queries, keys, values)
+        with_sink = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))  # as `lse`: [heads, S]
+        factor = _by_token((lse - with_sink).exp(), call.boundaries, len(queries))  # [S, heads]
+        output.mul_(factor.unsqueeze(-1))
+        ctx.save_for_backward(queries, keys, values, output, with_sink, state, unused, sinks)
         ctx.call = call
-        return results[0]
+        return output
 
     @staticmethod
     def backward(ctx, *grads: Any) -> tuple[Tensor | None, ...]:

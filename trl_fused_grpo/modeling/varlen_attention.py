@@ -21,7 +21,6 @@ from .attention_kernels import (
     flash_takes,
     of_one_width,
 )
-from .kept_activations import recalled
 
 
 def cu_seqlens_arguments(
@@ -298,8 +297,7 @@ class _PackedFlash(torch.autograd.Function):
     """
     FlashAttention of queries `[1, heads, S, D]`, keys and values `[1, key heads, S, D]`, as layers have them; returns
     `[1, S, heads, D]`. Casts, copies of shared keys and the kernel are one node of the graph: at a few thousand tokens
-    some thirty nodes take the CPU longer than their kernels the GPU. The results may be kept when a layer is computed
-    again in backward.
+    some thirty nodes take the CPU longer than their kernels the GPU.
     """
 
     @staticmethod
@@ -310,7 +308,7 @@ class _PackedFlash(torch.autograd.Function):
         queries, keys, values = by_token(*(tensor.to(autocast_dtype(tensor)) for tensor in (query, key, value)))
         if shared is not None:
             keys, values = keys.index_select(0, shared.index), values.index_select(0, shared.index)
-        results = recalled(lambda: tuple(call.forward(queries, keys, values)[:4]))
+        results = call.forward(queries, keys, values)[:4]
         ctx.save_for_backward(queries, keys, values, *results, *(() if shared is None else shared[1:]))
         return results[0].unsqueeze(0)
 

@@ -1,27 +1,24 @@
 """Log-probabilities of a trainer's batches: the layout that its model allows, in its wrappers and its precision."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import models as model_compat
-from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.modeling.adapters import fused_adapters, uninstall_adapters
-from trl_fused_grpo.modeling.checkpointing import lean_checkpoints
-from trl_fused_grpo.modeling.compiled_layers import compiling, layers_to_compile
+from trl_fused_grpo.modeling.compiled_layers import compiling, layers_to_compile, why_not_compiled
 from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninstall_fused_forward
-from trl_fused_grpo.modeling.kernels_in_layers import kernels_on
 from trl_fused_grpo.modeling.layer_memo import layers_as_they_are
 from trl_fused_grpo.modeling.layout_choice import (
     traits,
@@ -31,7 +28,6 @@ from trl_fused_grpo.modeling.layout_choice import (
 )
 from trl_fused_grpo.modeling.output_projection import LogitScaling, logit_scaling, output_projection, vocab_size_of
 from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
-from trl_fused_grpo.ops.kernels import why_not_triton
 
 from .agreement import widest_batch
 from .checks import check_token_ids, log_no_effect
@@ -39,7 +35,8 @@ from .findings import Findings, Level, Reason
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, keep_padding, multimodal_inputs
 from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
 from .loss_request import padding_counts
-from .memory import MemoryBudget, kept_in_forward, memory_budget
+from .memory import MemoryBudget, memory_budget
+from .partitioning import tokens_of_forward
 from .plan import why_padding_is_mixed_in
 from .randomness import RandomStates
 
@@ -92,7 +89,6 @@ class LogpsEngine:
         for causal_lm in list(self._installed):
             uninstall_fused_forward(causal_lm)
             uninstall_unpacking(causal_lm)
-            uninstall_adapters(causal_lm.modules())
         self._installed.clear()
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
@@ -180,7 +176,10 @@ class LogpsEngine:
         with ExitStack() as stack:
             stack.enter_context(accelerator.autocast())
             if findings.level >= Level.ROWS and findings.knows_model:
-                self._enter_fast_layers(stack, unwrapped, logps_request, call)
+                stack.enter_context(self._compiled_layers(unwrapped))
+            if self.memory is not None and torch.is_grad_enabled():
+                tokens = tokens_of_forward(self, logps_request, call)
+                self.memory.begin(self.trainer.state.global_step, tokens, unwrapped.parameters())
             while True:
                 options = self._logps_options(logps_request, call, findings, shape)
                 if images is not None and causal_lm in self._unshared_with_images:
@@ -197,26 +196,18 @@ class LogpsEngine:
                     self._unshared_with_images.add(causal_lm)
                 except RowsRefusedError as error:
                     findings = self._refuse(findings, error)
-                    stack.close()  # without fast layers
+                    stack.close()  # no layer runs compiled
                     stack.enter_context(accelerator.autocast())
                 before.restore()
 
-    def _enter_fast_layers(
-        self, stack: ExitStack, model: nn.Module, logps_request: LogpsRequest, call: LogpsArgs
-    ) -> None:
-        """Until the stack is left, a model's layers run faster: compiled, or by LoRA in one product and by kernels."""
-        kept = kept_in_forward(self, logps_request, call)
-        if self.options.fused_compile:
+    def _compiled_layers(self, model: nn.Module) -> AbstractContextManager[None]:
+        """While it lasts, a model's layers run compiled, where they can."""
+        reason = why_not_compiled(self.options.fused_compile, self.trainer.accelerator.device)
+        layers: list[tuple[int, Any]] = []
+        if reason is None:
             layers, reason = layers_to_compile(model)
-            if reason is None:
-                stack.enter_context(compiling(layers))
-                return
-            log_no_effect("fused_compile=True", reason)
-        has_kernels = self.options.fused_kernels and why_not_triton(call.input_ids.device) is None
-        stack.enter_context(lean_checkpoints(model, kept))
-        has_adapters = self.options.fused_lora and peft_compat.lora_linear_class() is not None
-        stack.enter_context(fused_adapters(torch_compat.modules_of(model) if has_adapters else ()))
-        stack.enter_context(kernels_on(has_kernels))
+            log_no_effect("fused_compile=True" if self.options.fused_compile else None, reason)
+        return compiling(layers)
 
     def _refuse(self, findings: Findings, error: RowsRefusedError) -> Findings:
         """

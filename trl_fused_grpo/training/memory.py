@@ -1,15 +1,13 @@
 """
-The tokens of shared forwards, and what layers keep for backward instead of computing it again: in the memory that TRL's
-padding and gradients would take, or in that of `fused_memory`.
+The tokens of shared forwards: in the memory that TRL's padding and gradients would take, or in that of `fused_memory`.
 
 The first forward of an accumulation window finds no gradients. TRL's padded micro-batches behind its first one have
-those of all weights beside them. In the same memory it may have more tokens, and keep more of what attention computed.
+those of all weights beside them. In the same memory it may have more tokens.
 """
 
 import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +20,10 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat.architecture import text_model
-from trl_fused_grpo.modeling.kept_activations import KeptActivations, LastLayers
 from trl_fused_grpo.modeling.layer_memo import LayerMemo, layers_as_they_are, layers_of
 from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
 
 from .agreement import of_all_processes
-from .logps_request import LogpsArgs, LogpsRequest
-from .partitioning import tokens_of_forward
 
 
 logger = logging.get_logger(__name__)
@@ -159,10 +154,6 @@ class GradientMemory:
         """
         return min(self.most_tokens, padded * self.inputs // self.working)
 
-    def left(self, tokens: int, padded: int) -> int:
-        """Bytes that a forward leaves when backward begins, given its tokens and those in TRL's padding."""
-        return max(0, self.free - max(0, tokens - padded) * (self.inputs + self.working))
-
 
 class TokenLimits(NamedTuple):
     """
@@ -255,35 +246,6 @@ def _width_of_products(causal_lm: PreTrainedModel) -> int:
 def _width_of_matrices(layer: nn.Module) -> int:
     shapes = [parameter.shape for parameter in layer.parameters() if parameter.dim() > 1]
     return sum(shape[-1] + shape.numel() // shape[-1] for shape in shapes)
-
-
-def kept_in_forward(engine: Any, logps_request: LogpsRequest, call: LogpsArgs) -> KeptActivations | None:
-    """What the layers of a forward keep, `None` without gradients; arguments are those of [`LogpsEngine.compute`]."""
-    if not torch.is_grad_enabled():
-        return None
-    if engine.memory is not None:
-        tokens = tokens_of_forward(engine, logps_request, call)
-        engine.memory.begin(engine.trainer.state.global_step, tokens, engine.unwrapped(call.model).parameters())
-    return kept_as_trl(engine, logps_request, call)
-
-
-def kept_as_trl(engine: Any, logps_request: LogpsRequest, call: LogpsArgs) -> KeptActivations | None:
-    """
-    What the layers of a forward with gradients keep: of attention, what fits into the memory in which checkpointing
-    would keep the padding of TRL's rows, and in the first forward of a window into that of the gradients. `None` where
-    that is not known.
-    """
-    is_whole = call.batch_size is None or call.batch_size >= len(call.input_ids)
-    if call.multimodal or not is_whole:  # layers of other parts, or of several runs, are checkpointed too
-        return None
-    padded = (logps_request.micro_batch or len(call.input_ids)) * call.input_ids.shape[1]
-    trainer, causal_lm = engine.trainer, engine.causal_lm(call.model)
-    # Not in the backward of a part, where memory ran out
-    if not logps_request.begins_window or why_memory_is_taken(trainer, causal_lm) is not None:
-        return KeptActivations(padded_tokens=padded)
-    gradients = gradient_memory(trainer, causal_lm, engine.packs(call.model, logps_request.reads_padding))
-    layers = len(layers_of(text_model(causal_lm)))
-    return KeptActivations(padded_tokens=padded, last=LastLayers(layers, partial(gradients.left, padded=padded)))
 
 
 def _bytes_of_gradient(parameter: nn.Parameter) -> int:

@@ -16,15 +16,13 @@ from torch import nn
 from transformers.utils import logging
 
 from trl_fused_grpo._compat import models as model_compat
-from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
 from trl_fused_grpo._compat.tried_architectures import NEWEST_TRANSFORMERS
 from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
-from trl_fused_grpo.modeling.compiled_layers import layers_to_compile
-from trl_fused_grpo.modeling.kernels_in_layers import why_no_kernels
+from trl_fused_grpo.modeling.compiled_layers import layers_to_compile, why_not_compiled
 from trl_fused_grpo.modeling.layout_choice import why_not_packed, why_prompts_are_not_shared
 from trl_fused_grpo.modeling.output_projection import output_projection
 from trl_fused_grpo.ops.kernels import why_not_triton
@@ -317,16 +315,13 @@ class _Lines:
         return SummaryLine(name, "sequences are exchanged" if reason is None else "none", reason, change)
 
     def layers(self) -> SummaryLine:
-        name, off, cls = "fast layers", "the model's own operations", peft_compat.lora_linear_class()
-        lora = ""
-        if cls is not None and any(type(module) is cls for module in self.model.modules()):
-            lora = ", LoRA in one product" if self.options.fused_lora else ", LoRA by PEFT's own products"
-        if self.options.fused_compile and layers_to_compile(self.model)[1] is None:
-            return SummaryLine(name, f"compiled{lora}")
-        if not self.options.fused_kernels:
-            return SummaryLine(name, off + lora, "fused_kernels=False", "leave fused_kernels out")
-        reason = None if self.is_elsewhere else why_no_kernels(self.model, self.device)
-        return SummaryLine(name, (off if reason else "a kernel each for norms, MLPs, rotary embeddings") + lora, reason)
+        name, asked = "compiled layers", self.options.fused_compile
+        if asked is False:
+            return SummaryLine(name, "as they are", "fused_compile=False", "leave fused_compile out")
+        reason = None if self.is_elsewhere else why_not_compiled(asked, self.device)
+        change = "fused_compile=True, with a C++ compiler" if reason and self.device.type == "cpu" else None
+        reason = reason or layers_to_compile(self.model)[1]
+        return SummaryLine(name, "as they are" if reason else "one code for all layers of a kind", reason, change)
 
     def check(self) -> Iterator[SummaryLine]:
         """The comparison with TRL's own path, if the log-probs are ours."""
@@ -337,8 +332,5 @@ class _Lines:
 
     def not_asked_for(self) -> list[str]:
         """Options for more speed that are off by default and would act here."""
-        acts = {
-            "fused_compile": layers_to_compile(self.model)[1] is None,
-            "fused_memory": why_no_memory_budget(self.trainer) is None,
-        }
-        return [name for name, does in acts.items() if does and not getattr(self.options, name)]
+        reason = "asked for" if self.options.fused_memory else why_no_memory_budget(self.trainer)
+        return ["fused_memory"] if reason is None else []

@@ -1,6 +1,5 @@
 """
 The two functions that read a chunk of logits: in Triton for CUDA (`triton`), in torch for every other device (`torch`).
-`layers` has the kernels of norms, gated activations, rotary embeddings and casts, which `launching` launches.
 """
 
 import functools
