@@ -44,7 +44,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "beta": {"beta": 0.04},
     "sequence ratios, two iterations": {"importance_sampling_level": "sequence", "num_iterations": 2},
     "LoRA": LORA,
-    "LoRA, PEFT's own products": {**LORA, "fused_lora": False},
     "fused_compile": {"fused_compile": True},
     "fused_compile, LoRA": {"fused_compile": True, **LORA},
 }

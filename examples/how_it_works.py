@@ -15,7 +15,7 @@ completion token. So this trainer overrides TRL's log-probability method and not
 The model is tiny and made here, on a CPU, in float32. Loss and gradients are stock's within 1e-5.
 
 The package does more, which is left out here: prompts that stand once for all of their completions, micro-batches that
-share a forward, FlashAttention, kernels for layers, LoRA, images, layers that carry a state, old and reference
+share a forward, FlashAttention, compiled layers, LoRA, images, layers that carry a state, old and reference
 log-probabilities, forecasts of every loss type, several processes, and a look at your own code before any of it.
 """
 

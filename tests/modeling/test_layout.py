@@ -11,7 +11,7 @@ from tests.layout_pairs import log_probs
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling import checkpointing, layout
+from trl_fused_grpo.modeling import layout
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 from trl_fused_grpo.training import engine
 from trl_fused_grpo.training.partitioning import balanced_partitions
@@ -59,10 +59,11 @@ def test_each_layout_trains_what_stock_trains(tmp_path, name, old_logps):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_layout_under_gradient_checkpointing(tmp_path, name, monkeypatch):
     trainer = make_trainer(tmp_path, fused_layout=name, gradient_checkpointing=True)
-    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     calls = []
-    original = checkpointing._checkpoint
-    monkeypatch.setattr(checkpointing, "_checkpoint", lambda *args: calls.append(args) or original(*args))
+    checkpointed = torch.utils.checkpoint.checkpoint
+    counted = lambda *args, **kwargs: calls.append(args) or checkpointed(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", counted)
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_same(trainer, make_trainer(tmp_path, GRPOTrainer), every_length())
     assert len(calls) == trainer.model.config.num_hidden_layers
 

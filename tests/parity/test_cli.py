@@ -113,7 +113,7 @@ def test_models_are_listed_apart(parity):
 
 def test_cases_of_models_show_the_layout(parity, tmp_path):
     file = tmp_path / "parity.json"
-    names = {"qwen2": "packed", "mamba2": "packed", "head-lora": "packed"}
+    names = {"qwen2": "packed", "head-lora": "packed"}
     result = parity("--models", *(word for name in names for word in ("--case", name)), "--json", str(file))
     assert result.exit_code == 0, result.output
     assert "layout" in result.output

@@ -45,12 +45,7 @@ def test_more_tokens_fit_when_backward_begins_and_when_it_ends():
     gradients = GradientMemory(free=1000, inputs=6, working=4)
     assert gradients.most_tokens == gradients.tokens(padded=100) == 100  # of 10 bytes each, when it begins
     assert gradients.tokens(padded=10) == 15  # when it ends they need 60 bytes, which inputs of TRL's tokens had
-    assert GradientMemory().tokens(7) == GradientMemory().left(7, 7) == 0
-
-
-def test_what_tokens_leave_of_the_memory_goes_to_attention():
-    gradients = GradientMemory(free=1000, inputs=6, working=4)
-    assert [gradients.left(tokens, padded=50) for tokens in (20, 50, 80, 150, 151)] == [1000, 1000, 700, 0, 0]
+    assert GradientMemory().tokens(7) == 0
 
 
 def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(tmp_path):

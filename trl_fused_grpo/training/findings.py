@@ -3,7 +3,7 @@ What was found of code that is not the libraries' own, and the one level of the 
 
 - `window`: trainer and model are the libraries' own code, nothing hooked or replaced. Everything is done.
 - `rows`: something may see a micro-batch, a generation batch, a gradient or the moment when weights move. Packed rows,
-  fused head, fast layers; each micro-batch in its own forward and backward; old and reference log-probs where TRL
+  fused head, compiled layers; each micro-batch in its own forward and backward; old and reference log-probs where TRL
   computes them; nothing exchanged.
 - `head`: any of the model's code is not a library's, or it changes buffers in its forward, or mixes rows. TRL's padded
   rows in TRL's order, only the head fused.
@@ -64,8 +64,8 @@ class Reason(NamedTuple):
 
 
 WHAT_IS_DONE = {
-    Level.WINDOW: "everything is fused: packed rows, fused head, fast layers, forwards that micro-batches share",
-    Level.ROWS: "packed rows, fused head and fast layers; each micro-batch has a forward and a backward of its own",
+    Level.WINDOW: "everything is fused: packed rows, fused head, compiled layers, forwards that micro-batches share",
+    Level.ROWS: "packed rows, fused head and compiled layers; each micro-batch has a forward and a backward of its own",
     Level.HEAD: "rows keep TRL's padding and order, only the head is fused",
     Level.STOCK: "TRL's own log-prob method runs",
 }
