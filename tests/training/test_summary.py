@@ -78,7 +78,7 @@ OLD, REFERENCE = "old log-probs of the training forward", "shared reference forw
             "leave",
         ),
         ({"beta": 0.1}, REFERENCE, "those of the policy", None, None),
-        ({}, LAYERS, "as they are", "the device is cpu", "fused_compile=True"),
+        ({}, LAYERS, "as they are", "Triton's kernels are for CUDA", "fused_compile=True"),
         ({"fused_compile": False}, LAYERS, "as they are", "fused_compile=False", "leave"),
         ({"fused_compile": True}, LAYERS, "one code for all layers of a kind", None, None),
         ({}, "check", "log-probs of the first step beside TRL's", None, None),

@@ -73,9 +73,7 @@ def why_not_compiled(asked: bool | None, device: torch.device) -> str | None:
     """
     if asked is False:
         return "fused_compile=False"
-    if asked or device.type != "cuda":
-        return None if asked else f"the device is {device.type}"
-    return why_not_triton(device)
+    return None if asked else why_not_triton(device)
 
 
 def layers_to_compile(model: nn.Module) -> tuple[list[tuple[int, Any]], str | None]:
