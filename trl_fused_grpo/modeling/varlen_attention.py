@@ -53,7 +53,7 @@ class SharedPrefixKV(NamedTuple):
     Args:
         index (`Tensor`): `[K]`: position in the row of `S` tokens.
         first (`Tensor`): `[S]`: where in `index` each position stands first; anything for one that does not.
-        shared (`Tensor`): `[P]`: the positions that stand there more than once, or not at all.
+        shared (`Tensor`): `[P]`: the positions that stand there more than once, or not at all, and the first two.
         copies (`Tensor`): `[C]`: for each of these in turn, where in `index` it stands.
         starts (`Tensor`): `[P + 1]`: where in `copies` each of them begins.
     """
@@ -72,6 +72,7 @@ class SharedPrefixKV(NamedTuple):
         first = copies[starts[:-1].clamp(max=len(copies) - 1)]
         counts = starts.diff()
         is_shared = counts != 1
+        is_shared[:2] = True  # for sizes of 0 and 1 torch compiles a code of their own
         shared = is_shared.nonzero().squeeze(1)
         return cls(index, first, shared, copies[is_shared[positions]], F.pad(counts[shared].cumsum(0), (1, 0)))
 
