@@ -30,7 +30,6 @@ STEP_ARMS = {
 STEP_CASES = {
     "0.6b": "Qwen3-0.6B",
     "1.7b": "Qwen3-1.7B",
-    "4b": "Qwen3-4B",
     "1.7b-lora-beta": "1.7B, LoRA,\nbeta 0.04",
     "1.7b-lora-bf16": "1.7B, LoRA,\nbfloat16",
 }
@@ -246,7 +245,7 @@ def main(folder: Annotated[Path, typer.Option(help="where the figures go")] = HE
         "loss": draw_loss("loss-h200.json"),
         "curve": draw_curve("curve-h200.json"),
         "window": draw_windows(WINDOWS),
-        "step": draw_step("step-h100.json"),
+        "step": draw_step("step-compiled-h200.json"),
         "micro-batches": draw_micro_batches("micro-batches-cpu.json"),
         "memory": draw_memory(load("memory-h200.json")),
         "learning": draw_learning("learning-h100.json"),
