@@ -193,14 +193,15 @@ def compiled_with(budget: float) -> Generator[None, None, None]:
     """
     from torch._dynamo import config
     from torch._functorch import config as functorch_config
-    from torch.fx.experimental import _config as shapes_config
+    from torch.fx.experimental import _config
 
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # torch < 2.7
     # A module's number, as an epsilon, would become a tensor on the CPU: for it C++ is compiled, and all of it twice
     changes: dict[str, Any] = {"optimize_ddp": False, "specialize_float": True, limit: MOST_VARIANTS}
+    shapes: Any = _config
     memory = functorch_config.patch(activation_memory_budget=budget)
     # Else sizes that are equal once, as of sequences and of shared tokens, must be equal always
-    with config.patch(changes), memory, shapes_config.patch(use_duck_shape=False):
+    with config.patch(changes), memory, shapes.patch(use_duck_shape=False):
         yield
 
 
