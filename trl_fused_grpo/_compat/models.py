@@ -214,14 +214,6 @@ def is_transformers_own(function: Any) -> bool:
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
 
 
-def is_plain_library_function(function: Any) -> bool:
-    """
-    Return `True` if transformers, or torch for its own layers, defined a function in Python, and nobody wrapped it.
-    """
-    home = getattr(function, "__globals__", {}).get("__name__", "")
-    return inspect.isfunction(function) and home.startswith(("transformers.", "torch.nn."))
-
-
 # What transformers' attention through SDPA may be called with by position, after the mask. Those that say more than
 # dropout, scale and causality came with transformers 5 (`position_bias`, a paged cache)
 SDPA_ARGUMENTS = [
