@@ -89,7 +89,7 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
             Compile the decoder layers of the text model with `torch.compile`, one code for all layers of a kind and
             all lengths, in this trainer's forwards of packed rows. torch's partitioner decides what they keep for
             backward, in place of checkpointing. By default on CUDA, where Triton is installed; `True` needs a C++
-            compiler on the CPU. The first step takes some 10 to 30 s longer. Layers that cannot be compiled run as
+            compiler on the CPU. The first step takes some 10 to 40 s longer. Layers that cannot be compiled run as
             they are, which is logged once.
         fused_memory (`float`, *optional*):
             Fraction of the device's memory that this process may take, for larger shared forwards, as soon as the

@@ -207,7 +207,7 @@ def test_a_window_of_one_forward_trains_what_stock_trains(
     def compute_logps(request, options, call, images):
         if torch.is_grad_enabled():
             seen.append(len(call.input_ids))
-            begins.append(request.begins_window)  # FSDP2 holds gradients where no weight shows them
+            begins.append(made[0]._fused.window.begins)  # FSDP2 holds gradients where no weight shows them
             if any(parameter.grad is not None for parameter in call.model.parameters()):
                 padded = request.micro_batch * call.input_ids.shape[1] if request.micro_batch else 10_000
                 beside_gradients.append(tokens_of_forward(made[0]._fused.engine, request, call) <= padded)

@@ -92,6 +92,10 @@ def test_each_line_has_the_reason_and_what_to_change(tmp_path, options, name, va
     assert (change in line.change) if change else (line.change is None)
 
 
+def test_rows_with_padding_have_no_line_of_what_packed_rows_alone_have(tmp_path):
+    assert not {LAYERS, "fast attention"} & lines_of(make_trainer(tmp_path, fused_layout="padded")).keys()
+
+
 def test_the_reasons_are_those_of_the_predicates(tmp_path):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=4)
     trainer.accelerator.backward = lambda *args, **kwargs: None

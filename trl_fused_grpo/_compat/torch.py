@@ -64,7 +64,6 @@ Dropout, BatchNorm, InstanceNorm = dropout._DropoutNd, batchnorm._BatchNorm, ins
 # What `torch.nn.utils.parametrizations.spectral_norm` puts on a weight. It changes its buffers in each forward
 SpectralNorm = parametrizations._SpectralNorm
 
-
 # The attributes in which a module keeps its hooks, and the hooks of every module
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
@@ -131,7 +130,7 @@ def has_optimizer_in_backward(parameter: Tensor) -> bool:
 
 def without_compiler(module: Any) -> Any:
     """The module inside the one that `torch.compile` has made of it, or the module itself."""
-    return getattr(module, "_orig_mod", module)
+    return module._modules.get("_orig_mod", module)  # of thousands of modules
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -156,7 +155,7 @@ def is_fsdp2(module: nn.Module) -> bool:
 
 def let_share_code(layer: nn.Module) -> None:
     """Let torch compile one code for all layers of a kind: it makes one for each module that FSDP2 has marked."""
-    if is_fsdp2(layer):
+    if "_is_fsdp_managed_module" in vars(layer):  # at its first call
         for module in modules_of(layer):
             vars(module).pop("_is_fsdp_managed_module", None)
 
@@ -193,15 +192,15 @@ def compiled_with(budget: float) -> Generator[None, None, None]:
     """
     from torch._dynamo import config
     from torch._functorch import config as functorch_config
-    from torch.fx.experimental import _config
+    from torch.fx.experimental import _config as shapes
 
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # torch < 2.7
     # A module's number, as an epsilon, would become a tensor on the CPU: for it C++ is compiled, and all of it twice
     changes: dict[str, Any] = {"optimize_ddp": False, "specialize_float": True, limit: MOST_VARIANTS}
-    shapes: Any = _config
     memory = functorch_config.patch(activation_memory_budget=budget)
     # Else sizes that are equal once, as of sequences and of shared tokens, must be equal always
-    with config.patch(changes), memory, shapes.patch(use_duck_shape=False):
+    own_sizes = shapes.patch(use_duck_shape=False)  # ty: ignore[missing-attribute] - torch adds it
+    with config.patch(changes), memory, own_sizes:
         yield
 
 

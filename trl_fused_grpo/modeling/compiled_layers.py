@@ -107,11 +107,12 @@ def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
     if not isinstance(layer, model_compat.GradientCheckpointingLayer):
         return f"{type(layer).__name__} is no layer that transformers checkpoints"
     for module in torch_compat.modules_of(layer):
+        own = vars(module)  # of thousands of modules, in every forward
         if module in apart:
             return f"{type(module).__name__} runs on rows of its own"
-        if module is not layer and any(getattr(module, hooks) for hooks in torch_compat.HOOKS):
+        if module is not layer and any(map(own.get, torch_compat.HOOKS)):
             return f"a hook on {type(module).__name__} runs inside of {type(layer).__name__}"
-        if "forward" in vars(module):  # as Accelerate's for weights that wait on another device
+        if "forward" in own:  # as Accelerate's for weights that wait on another device
             return f"{type(module).__name__} has a forward of its own"
     gathers = torch_compat.is_fsdp2(layer)  # before its forward is called
     for weight in torch_compat.parameters_of(layer):

@@ -6,12 +6,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.ops.lm_head import LMHead, LowRank
 
@@ -74,7 +74,7 @@ def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
             f"it out of quantization and offloading, or {_ADVICE}."
         )
     # Between forwards FSDP2 keeps its shards in DTensors too
-    if isinstance(weight, DTensor) and not any(isinstance(m, FSDPModule) for m in causal_lm.modules()):
+    if isinstance(weight, DTensor) and not any(map(torch_compat.is_fsdp2, causal_lm.modules())):
         raise ValueError(
             f"the output projection of {name} is sharded by tensor parallelism, which is not supported: leave it out "
             f"of the plan, or {_ADVICE}."

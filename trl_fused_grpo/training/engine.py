@@ -177,9 +177,9 @@ class LogpsEngine:
             stack.enter_context(accelerator.autocast())
             if findings.level >= Level.ROWS and findings.knows_model:
                 stack.enter_context(self._compiled_layers(unwrapped))
-            if self.memory is not None and torch.is_grad_enabled():
-                tokens = tokens_of_forward(self, logps_request, call)
-                self.memory.begin(self.trainer.state.global_step, tokens, unwrapped.parameters())
+                if self.memory is not None and torch.is_grad_enabled():
+                    tokens = tokens_of_forward(self, logps_request, call)
+                    self.memory.begin(self.trainer.state.global_step, tokens, unwrapped.parameters())
             while True:
                 options = self._logps_options(logps_request, call, findings, shape)
                 if images is not None and causal_lm in self._unshared_with_images:

@@ -34,7 +34,6 @@ class LogpsRequest:
             `[B]`, bool: the sequences that are left out of the model if they can receive no gradient.
         reads_padding (`bool`): whether TRL's objective reads padding, so that every row keeps it.
         micro_batch (`int`, *optional*): sequences in each of the micro-batches that are joined here.
-        begins_window (`bool`): whether an accumulation window begins with this forward.
         head_grad (`bool`, *optional*): of a reference, whether the policy's head has a gradient.
     """
 
@@ -45,7 +44,6 @@ class LogpsRequest:
     skippable: Tensor | None = None
     reads_padding: bool = False
     micro_batch: int | None = None
-    begins_window: bool = False
     head_grad: bool | None = None
 
     @classmethod

@@ -8,7 +8,6 @@ loss asks for) and `engine.py` (how log-probs are computed).
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -288,7 +287,6 @@ class FusedState:
 
         def compute(group: list[dict[str, Any]]) -> PerTokenLogps:
             logps_request = LogpsRequest.joined([requests[id(batch)] for batch in group])
-            logps_request = replace(logps_request, begins_window=self.window.begins)
             is_alone = len(group) == 1 and group[0] is micro_batch
             joined = call if is_alone else call.with_batches(group)
             with reducing_gradients(call.model) if 1 < len(group) == self.window.steps_left else nullcontext():

@@ -219,6 +219,7 @@ class _Lines:
         yield self.rows()
         if self.packed:
             yield self.attention()
+            yield self.layers()
         if self.trainer.args.gradient_accumulation_steps > 1:
             yield self.forwards()
         if has_old_logps(self.trainer):
@@ -227,7 +228,6 @@ class _Lines:
             yield self.reference()
         if self.trainer.accelerator.num_processes > 1:
             yield self.exchange()
-        yield self.layers()
 
     def head(self) -> SummaryLine:
         name, asked, no_forecast = "fused head", self.options.fused_backward, why_no_forecast(self.trainer)
@@ -315,12 +315,15 @@ class _Lines:
         return SummaryLine(name, "sequences are exchanged" if reason is None else "none", reason, change)
 
     def layers(self) -> SummaryLine:
-        name, asked = "compiled layers", self.options.fused_compile
-        if asked is False:
-            return SummaryLine(name, "as they are", "fused_compile=False", "leave fused_compile out")
-        reason = None if self.is_elsewhere else why_not_compiled(asked, self.device)
-        change = "fused_compile=True, with a C++ compiler" if reason and self.device.type == "cpu" else None
-        reason = reason or layers_to_compile(self.model)[1]
+        name, asked, change = "compiled layers", self.options.fused_compile, None
+        # A GPU that is not here has Triton
+        reason = None if self.is_elsewhere and asked is None else why_not_compiled(asked, self.device)
+        if reason is None:
+            reason = layers_to_compile(self.model)[1]
+        elif asked is False:
+            change = "leave fused_compile out"
+        elif self.device.type == "cpu":
+            change = "fused_compile=True, with a C++ compiler"
         return SummaryLine(name, "as they are" if reason else "one code for all layers of a kind", reason, change)
 
     def check(self) -> Iterator[SummaryLine]:
@@ -332,5 +335,5 @@ class _Lines:
 
     def not_asked_for(self) -> list[str]:
         """Options for more speed that are off by default and would act here."""
-        reason = "asked for" if self.options.fused_memory else why_no_memory_budget(self.trainer)
-        return ["fused_memory"] if reason is None else []
+        would_act = not self.options.fused_memory and why_no_memory_budget(self.trainer) is None
+        return ["fused_memory"] if would_act else []
