@@ -26,8 +26,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from trl_fused_grpo._compat import architecture as architecture_compat
-from trl_fused_grpo.modeling import layout_choice
-from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
+from trl_fused_grpo.modeling.layers.unpacked import unpacked_layers
+from trl_fused_grpo.modeling.rows import layout_choice
 
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo.modeling import compiled_layers
-from trl_fused_grpo.modeling.compiled_layers import _CompiledLayer
+from trl_fused_grpo.modeling.layers import compiled as compiled_layers
+from trl_fused_grpo.modeling.layers.compiled import _CompiledLayer
 
 
 @contextmanager

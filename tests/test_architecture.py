@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "trl_fused_grpo"
 NAME = PACKAGE.name
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LONGEST_MODULE, LONGEST_FUNCTION, LONGEST_TRAINER = 600, 60, 200
+MOST_MODULES = 14
 
 # What each part of the package may import of the others, beside itself
 MAY_IMPORT = {
@@ -33,6 +34,13 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "api": {"config", "trainer", "rloo", "patching", "fusing", "loss", "modeling", "ops", "_compat"},
     "": {"api"},
+}
+# The same for the rooms of `modeling`
+ROOMS = {
+    "attention": set(),
+    "layers": {"attention"},
+    "rows": {"attention", "layers"},
+    "head": {"attention", "layers"},
 }
 # Libraries that a part may know of, beside Python's own; a part that is not listed may know of all
 LIBRARIES = {
@@ -72,9 +80,10 @@ def imports_of(path: Path) -> set[str]:
 
 
 PARTS = [path for path in sorted(PACKAGE.iterdir()) if (path / "__init__.py").exists()]
+FOLDERS = [*PARTS, PACKAGE / "ops" / "kernels", *(PACKAGE / "modeling" / room for room in ROOMS)]
 
 
-@pytest.mark.parametrize("folder", [*PARTS, PACKAGE / "ops" / "kernels"], ids=name_of)
+@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
 def test_the_map_of_a_folder_names_all_of_its_modules(folder):
     told = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
     named = set(re.findall(r"`(\w+)(?:\.py|/)?`", told or ""))
@@ -88,6 +97,13 @@ def test_a_part_imports_only_what_lies_below_it(path):
     part = "" if here == ("__init__",) else here[0]
     own = {part_of(name) for name in imports_of(path) if name.split(".")[0] == NAME}
     assert own - {part} <= MAY_IMPORT[part]
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parts[-3] == "modeling"], ids=name_of)
+def test_a_room_of_modeling_imports_only_those_above_it(path):
+    room, modeling = path.parent.name, f"{NAME}.modeling."
+    rooms = {name.removeprefix(modeling).split(".")[0] for name in imports_of(path) if name.startswith(modeling)}
+    assert rooms - {room} <= ROOMS[room]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -112,37 +128,3 @@ def test_a_function_fits_on_a_screen(path):
             if ast.get_docstring(node):
                 length -= node.body[0].end_lineno - node.body[0].lineno + 1
             assert length <= LONGEST_FUNCTION, f"{node.name} has {length} lines"
-
-
-# Words of earlier drafts, each with the field's in its place
-REPLACED_WORDS = {
-    "hosts?": "TRL, stock, CPU or padded",
-    "seams?": "log-prob method",
-    "scorers?|HostCall|ask_for_loss": "LogpsEngine, LogpsArgs, build_loss_request",
-    "prepa(y|id|ys)|unpaid|settle[sd]?|settlement": "precomputed_grads",
-    "deal(s|t|ing)|hands? over": "partition",
-    "borders?": "cu_seqlens",
-    "live rows|dead (rows|sequences)": "rows that need a gradient, zero-grad",
-    "questions?|folds?|pays|owes|theatre": "request, sum, takes",
-    "sheltered|_Forgotten|keeps_sequence|is_uncertain|vespo_phi|where_counted|live_first": "see CONTRIBUTING.md",
-    "fused_way|fused_pass_tokens|fused_skip_dead_sequences": "the options in docs/options.md",
-}
-PROSE = [
-    *MODULES,
-    *(path for folder in ("tests", "benchmarks", "examples") for path in (PACKAGE.parent / folder).rglob("*.py")),
-    *(path for folder in ("docs", "benchmarks") for path in (PACKAGE.parent / folder).glob("*.md")),
-    *(PACKAGE.parent / name for name in ("README.md", "CONTRIBUTING.md")),
-]
-
-
-@pytest.mark.parametrize("words", REPLACED_WORDS, ids=REPLACED_WORDS.get)
-def test_replaced_words_do_not_come_back(words):
-    pattern = re.compile(rf"\b({words})\b", re.IGNORECASE)
-    found = [
-        f"{path.relative_to(PACKAGE.parent)}:{number}: {line.strip()}"
-        for path in PROSE
-        if path != Path(__file__)
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if pattern.search(line)
-    ]
-    assert not found, f"say {REPLACED_WORDS[words]}: {found}"

@@ -16,8 +16,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 import trl_fused_grpo
 from trl_fused_grpo import FusedGRPOTrainer, FusedRLOOTrainer, fuse
 from trl_fused_grpo._compat.models import is_transformers_own
-from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninstall_fused_forward
-from trl_fused_grpo.modeling.packed_attention import uninstall_attention
+from trl_fused_grpo.modeling.attention.packed import uninstall_attention
+from trl_fused_grpo.modeling.head.fused_forward import install_fused_forward, uninstall_fused_forward
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
 from trl_fused_grpo.training import engine, state
 from trl_fused_grpo.training.findings import Level, replaced_around_head

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_fused_grpo.modeling.output_projection import output_projection
+from trl_fused_grpo.modeling.head.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
 from trl_fused_grpo.training.logps_request import LogpsArgs
 from trl_fused_grpo.training.overrides import has_objective_in_front, replaced_behind

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from trl_fused_grpo.modeling.attention_watch import PACKED_ARGUMENTS
+from trl_fused_grpo.modeling.attention.watch import PACKED_ARGUMENTS
 from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, PAD_ID
 from trl_fused_grpo.parity.tiny.families import FAMILIES, IMAGE_ID
 from trl_fused_grpo.parity.tiny.images import image_inputs, with_images

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import tokenizer
 
 from .engines import launcher_options, plain_sgd, whole_parameters

@@ -29,7 +29,7 @@ from trl.trainer.grpo_trainer import get_peft_model
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, FusedRLOOConfig, FusedRLOOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
 
 from .adapters import dense_log_probs
 from .engines import launcher_options, parameter_kind, plain_sgd, whole_parameters

@@ -17,7 +17,7 @@ from trl import GRPOConfig
 
 from trl_fused_grpo import fuse
 from trl_fused_grpo._compat.trainers import trl_class
-from trl_fused_grpo.modeling import fused_forward
+from trl_fused_grpo.modeling.head import fused_forward
 from trl_fused_grpo.parity.case import SkippedError, Trainer
 from trl_fused_grpo.parity.run_case import Outcome
 from trl_fused_grpo.parity.tiny import batches

@@ -8,8 +8,8 @@ import torch
 
 from tests.attention_oracle import packed_attention
 from tests.oracle import relative_error
-from trl_fused_grpo.modeling.eager_attention import EagerLayer
-from trl_fused_grpo.modeling.varlen_attention import SharedPrefixKV, cu_seqlens_arguments
+from trl_fused_grpo.modeling.attention.eager import EagerLayer
+from trl_fused_grpo.modeling.attention.varlen import SharedPrefixKV, cu_seqlens_arguments
 
 
 # Lengths of queries and of keys of the sequences, and the place of each key in the row. In the second case the second

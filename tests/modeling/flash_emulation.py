@@ -5,8 +5,8 @@ import torch
 
 from tests.attention_oracle import visible
 from tests.oracle import relative_error
-from trl_fused_grpo.modeling.attention_kernels import Boundaries
-from trl_fused_grpo.modeling.varlen_attention import SharedPrefixKV, cu_seqlens_arguments
+from trl_fused_grpo.modeling.attention.kernels import Boundaries
+from trl_fused_grpo.modeling.attention.varlen import SharedPrefixKV, cu_seqlens_arguments
 
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16

@@ -26,9 +26,10 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo.modeling import attention_kernels, eager_attention
-from trl_fused_grpo.modeling.flex_kernel import why_no_flex
-from trl_fused_grpo.modeling.varlen_attention import chunked, cu_seqlens_arguments, varlen_attention
+from trl_fused_grpo.modeling.attention import eager as eager_attention
+from trl_fused_grpo.modeling.attention import kernels as attention_kernels
+from trl_fused_grpo.modeling.attention.flex import why_no_flex
+from trl_fused_grpo.modeling.attention.varlen import chunked, cu_seqlens_arguments, varlen_attention
 
 
 pytestmark = [
@@ -51,7 +52,7 @@ def kernels_only(monkeypatch):
     """Fails where sequences would be computed one after the other."""
     monkeypatch.setattr(eager_attention, "_sequence_by_sequence", refuse)
     monkeypatch.setattr(eager_attention, "why_no_flex", refuse_with_reason)
-    monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention._one_sequence", refuse)
+    monkeypatch.setattr("trl_fused_grpo.modeling.attention.varlen._one_sequence", refuse)
 
 
 @pytest.mark.parametrize("width", [64, 128])

@@ -21,8 +21,8 @@ from tests.modeling.flash_emulation import (
     random_tensors,
 )
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo.modeling.sink_attention import sink_attention
-from trl_fused_grpo.modeling.varlen_attention import chunked, gathered_keys, varlen_attention
+from trl_fused_grpo.modeling.attention.sinks import sink_attention
+from trl_fused_grpo.modeling.attention.varlen import chunked, gathered_keys, varlen_attention
 
 
 @pytest.fixture(params=[False, True], ids=["lse-by-token", "lse-by-sequence"])
@@ -51,7 +51,7 @@ def test_sinks_on_flash_attention_s_log_sum_exp(emulated_flash, sequences, windo
 @SEQUENCES
 def test_flash_attention(emulated_flash, monkeypatch, sequences, window, widths):
     """A window counts the query among its tokens, FlashAttention those on its left."""
-    monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention.flash_takes", lambda query, value: True)
+    monkeypatch.setattr("trl_fused_grpo.modeling.attention.varlen.flash_takes", lambda query, value: True)
     inputs = random_tensors(20, *widths)
     output = varlen_attention(None, *inputs, **arguments(*sequences, 20), scaling=0.3, sliding_window=window)
     expected = packed_attention(*inputs, *sequences, scaling=0.3, window=window)
@@ -62,7 +62,7 @@ def test_flash_attention(emulated_flash, monkeypatch, sequences, window, widths)
 def test_flash_attention_under_autocast_casts_its_inputs_and_their_gradients_back(
     emulated_flash, monkeypatch, sequences
 ):
-    monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention.flash_takes", lambda query, value: True)
+    monkeypatch.setattr("trl_fused_grpo.modeling.attention.varlen.flash_takes", lambda query, value: True)
     query, key, value = random_tensors(20, dtype=torch.float32)
     frozen = value.detach().bfloat16()
     options = {**arguments(*sequences, 20), "scaling": 0.3}
@@ -119,7 +119,7 @@ def emulated_efficient_backward(
 @WINDOWS
 @SEQUENCES
 def test_memory_efficient_attention(monkeypatch, sequences, window, widths):
-    monkeypatch.setattr("trl_fused_grpo.modeling.varlen_attention.efficient_takes", lambda query: True)
+    monkeypatch.setattr("trl_fused_grpo.modeling.attention.varlen.efficient_takes", lambda query: True)
     monkeypatch.setattr(torch_compat, "efficient_attention", emulated_efficient)
     monkeypatch.setattr(torch_compat, "efficient_attention_backward", emulated_efficient_backward)
     inputs = random_tensors(20, *widths)

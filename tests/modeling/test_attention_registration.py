@@ -11,8 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 from tests.layout_pairs import SHAPE, assert_trains_as_stock, from_config, log_probs, make_pair, short_rows
-from trl_fused_grpo.modeling.attention_watch import WatchedCall
-from trl_fused_grpo.modeling.packed_attention import uninstall_attention, watched_call
+from trl_fused_grpo.modeling.attention.packed import uninstall_attention, watched_call
+from trl_fused_grpo.modeling.attention.watch import WatchedCall
 from trl_fused_grpo.parity.tiny import tiny_model
 
 

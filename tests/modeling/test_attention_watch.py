@@ -8,9 +8,9 @@ import torch
 from transformers import masking_utils
 
 from trl_fused_grpo._compat import models as model_compat
-from trl_fused_grpo.modeling import attention_kernels
-from trl_fused_grpo.modeling.attention_watch import Chunk, WatchedCall
-from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off
+from trl_fused_grpo.modeling.attention import kernels as attention_kernels
+from trl_fused_grpo.modeling.attention.packed import cudnn_attention_off
+from trl_fused_grpo.modeling.attention.watch import Chunk, WatchedCall
 
 
 QUERY = torch.zeros(1, 1, 3, 4)

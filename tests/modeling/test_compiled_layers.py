@@ -12,14 +12,14 @@ from tests.modeling.built import built
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo.modeling import compiled_layers
-from trl_fused_grpo.modeling.compiled_layers import layers_to_compile
-from trl_fused_grpo.modeling.varlen_attention import (
+from trl_fused_grpo.modeling.attention.varlen import (
     SharedPrefixKV,
     cu_seqlens_arguments,
     traced_attention,
     varlen_attention,
 )
+from trl_fused_grpo.modeling.layers import compiled as compiled_layers
+from trl_fused_grpo.modeling.layers.compiled import layers_to_compile
 
 
 pytestmark = pytest.mark.ends

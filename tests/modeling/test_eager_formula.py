@@ -9,9 +9,9 @@ import torch
 from tests.modeling.flash_emulation import HEADS, SHARED, arguments, emulated_forward, random_tensors
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo.modeling import eager_attention as eager
-from trl_fused_grpo.modeling import eager_formula, flex_kernel
-from trl_fused_grpo.modeling.flex_kernel import not_compiled
+from trl_fused_grpo.modeling.attention import eager, eager_formula
+from trl_fused_grpo.modeling.attention import flex as flex_kernel
+from trl_fused_grpo.modeling.attention.flex import not_compiled
 
 
 def own_function(family):

@@ -10,8 +10,8 @@ from transformers.models.llama import modeling_llama
 
 from tests.layout_pairs import SHAPE, assert_trains_as_stock, from_config, log_probs, make_pair, short_rows
 from tests.modeling.test_layout_refusals import NO_AUX_LOSS, SLIDING, WINDOW, config_of
-from trl_fused_grpo.modeling.attention_watch import WatchedCall
-from trl_fused_grpo.modeling.packed_attention import uninstall_attention, watched_call
+from trl_fused_grpo.modeling.attention.packed import uninstall_attention, watched_call
+from trl_fused_grpo.modeling.attention.watch import WatchedCall
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -10,8 +10,8 @@ from tests.layout_pairs import assert_trains_as_stock, from_config, make_pair, s
 from tests.modeling import flash_attn_stand_in
 from tests.modeling.test_layout_refusals import NO_AUX_LOSS, SLIDING, WINDOW, config_of
 from trl_fused_grpo._compat import models as model_compat
-from trl_fused_grpo.modeling.attention_watch import WatchedCall
-from trl_fused_grpo.modeling.packed_attention import uninstall_attention, watched_call
+from trl_fused_grpo.modeling.attention.packed import uninstall_attention, watched_call
+from trl_fused_grpo.modeling.attention.watch import WatchedCall
 
 
 SLIDES = {"head_dim": 16, "sliding_window": WINDOW, "layer_types": SLIDING}

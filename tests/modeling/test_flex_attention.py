@@ -11,9 +11,9 @@ from tests.attention_oracle import packed_attention
 from tests.modeling.flash_emulation import HEADS, SHARED, arguments, boundaries_of, random_tensors
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo.modeling import flex_kernel
-from trl_fused_grpo.modeling.flex_kernel import build_block_mask, flex_attention, not_compiled, why_no_flex
-from trl_fused_grpo.modeling.varlen_attention import gathered_keys
+from trl_fused_grpo.modeling.attention import flex as flex_kernel
+from trl_fused_grpo.modeling.attention.flex import build_block_mask, flex_attention, not_compiled, why_no_flex
+from trl_fused_grpo.modeling.attention.varlen import gathered_keys
 
 
 LONG_SHARED = ([300, 1, 150], [300, 201, 150], [*range(300), *range(200), *range(300, 451)])

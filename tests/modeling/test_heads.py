@@ -9,7 +9,7 @@ from tests.modeling.heads import QuantizedLinear, lora
 from tests.oracle import relative_error
 from trl_fused_grpo import fused_linear_logps, read_lm_head
 from trl_fused_grpo._compat.trl import LOGPS_FROM_LOGITS
-from trl_fused_grpo.modeling.output_projection import layer_before_head, output_projection
+from trl_fused_grpo.modeling.head.output_projection import layer_before_head, output_projection
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config, tiny_model
 
 

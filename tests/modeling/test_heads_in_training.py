@@ -12,7 +12,7 @@ from tests.modeling.heads import QuantizedLinear, lora
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
-from trl_fused_grpo.modeling import fused_forward
+from trl_fused_grpo.modeling.head import fused_forward
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
 

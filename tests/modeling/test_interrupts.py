@@ -8,8 +8,11 @@ import pytest
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from trl_fused_grpo._utils import temporary_attr
-from trl_fused_grpo.modeling import compiled_layers, layer_memo, packed_attention, unpacked_layers
-from trl_fused_grpo.modeling.attention_watch import WatchedCall, running_call
+from trl_fused_grpo.modeling.attention import packed as packed_attention
+from trl_fused_grpo.modeling.attention.watch import WatchedCall, running_call
+from trl_fused_grpo.modeling.layers import compiled as compiled_layers
+from trl_fused_grpo.modeling.layers import memo as layer_memo
+from trl_fused_grpo.modeling.layers import unpacked as unpacked_layers
 
 from .built import built
 

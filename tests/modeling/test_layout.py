@@ -11,7 +11,7 @@ from tests.layout_pairs import log_probs
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling import layout
+from trl_fused_grpo.modeling.rows import layout
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 from trl_fused_grpo.training import engine
 from trl_fused_grpo.training.partitioning import balanced_partitions

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from tests.layout_pairs import assert_trains_as_stock, make_pair, seeded, short_rows
 from trl_fused_grpo._compat.models import PADDING_MATTERS
-from trl_fused_grpo.modeling.attention_watch import PACKED_ARGUMENTS
+from trl_fused_grpo.modeling.attention.watch import PACKED_ARGUMENTS
 from trl_fused_grpo.parity.tiny import tiny_model
 from trl_fused_grpo.training import findings
 

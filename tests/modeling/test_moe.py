@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling.moe import load_balancing_loss
+from trl_fused_grpo.modeling.head.moe import load_balancing_loss
 from trl_fused_grpo.parity.tiny import model_config
 
 

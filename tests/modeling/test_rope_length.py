@@ -8,7 +8,7 @@ from tests.layout_pairs import SHAPE, assert_trains_as_stock, from_config, log_p
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling import layout
+from trl_fused_grpo.modeling.rows import layout
 
 
 def longrope():

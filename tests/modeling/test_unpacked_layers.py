@@ -16,8 +16,8 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.architecture import tokens_looked_back
 from trl_fused_grpo._compat.models import PADDING_MATTERS
 from trl_fused_grpo._compat.required import OLDEST_TRL, TRL
-from trl_fused_grpo.modeling.sequence_rows import ALIGNMENT, SequenceRows, SpacedRow, length_groups
-from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
+from trl_fused_grpo.modeling.layers.sequence_rows import ALIGNMENT, SequenceRows, SpacedRow, length_groups
+from trl_fused_grpo.modeling.layers.unpacked import unpacked_layers
 from trl_fused_grpo.parity.tiny import tiny_model
 
 

@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
-from trl_fused_grpo.modeling.output_projection import output_projection, vocab_size_of
+from trl_fused_grpo.modeling.head.output_projection import output_projection, vocab_size_of
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 
 

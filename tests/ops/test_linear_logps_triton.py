@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.oracle import KnownGradients, KnownGroups
-from trl_fused_grpo.modeling.fused_forward import as_complex
+from trl_fused_grpo.modeling.head.fused_forward import as_complex
 from trl_fused_grpo.ops import kernels
 from trl_fused_grpo.ops.linear_logps import FusedStats, fused_linear_logps
 from trl_fused_grpo.ops.lm_head import LMHead

@@ -134,7 +134,7 @@ def test_a_head_read_wrongly_exits_1(parity, monkeypatch, name, broken):
     def misread(*args, **kwargs):
         return dataclasses.replace(read_lm_head(*args, **kwargs), **broken)
 
-    monkeypatch.setattr("trl_fused_grpo.modeling.fused_forward.read_lm_head", misread)
+    monkeypatch.setattr("trl_fused_grpo.modeling.head.fused_forward.read_lm_head", misread)
     result = parity("--models", "--case", name)
     assert result.exit_code == 1
     assert "1 different" in result.output

@@ -17,7 +17,7 @@ from tests.tiny_training import make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling import fused_forward
+from trl_fused_grpo.modeling.head import fused_forward
 from trl_fused_grpo.ops.precomputed_grads import PrecomputedGrads
 from trl_fused_grpo.parity.tiny import tiny_model
 from trl_fused_grpo.training import check, engine

@@ -17,7 +17,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.required import TRANSFORMERS
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
 from trl_fused_grpo.ops import linear_logps
 from trl_fused_grpo.parity.tiny import save_checkpoint
 from trl_fused_grpo.training import deferral

@@ -22,7 +22,7 @@ from tests.code_of import as_code_of
 from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
-from trl_fused_grpo.modeling.packed_attention import _living
+from trl_fused_grpo.modeling.attention.packed import _living
 from trl_fused_grpo.training.findings import Level
 
 from .sampler import use_sampler

@@ -8,7 +8,7 @@ from trl import GRPOTrainer
 
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
-from trl_fused_grpo.modeling.varlen_attention import SharedPrefixKV, cu_seqlens_arguments, varlen_attention
+from trl_fused_grpo.modeling.attention.varlen import SharedPrefixKV, cu_seqlens_arguments, varlen_attention
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 from trl_fused_grpo.training.check import BOUNDS
 

@@ -8,7 +8,7 @@ from trl import GRPOTrainer
 
 from tests.tiny_training import make_trainer
 from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS, multimodal_model_inputs
-from trl_fused_grpo.modeling.multimodal import MultimodalInputs
+from trl_fused_grpo.modeling.rows.multimodal import MultimodalInputs
 from trl_fused_grpo.parity.tiny.images import FORMATS, IMAGES, image_inputs, with_images
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOConfig
-from trl_fused_grpo.modeling import fused_forward
+from trl_fused_grpo.modeling.head import fused_forward
 from trl_fused_grpo.training import engine, memory
 from trl_fused_grpo.training.memory import DeviceMemory, MemoryBudget
 

@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
 
 from .sampler import use_sampler
 

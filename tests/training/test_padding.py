@@ -16,7 +16,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat.required import TRANSFORMERS
-from trl_fused_grpo.modeling import padded_attention
+from trl_fused_grpo.modeling.attention import padded as padded_attention
 from trl_fused_grpo.training.check import Check
 from trl_fused_grpo.training.plan import why_padding_is_mixed_in
 

@@ -12,7 +12,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
+from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 from trl_fused_grpo.training.plan import (
     why_forwards_are_not_shared,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tiny_training import make_trainer
-from trl_fused_grpo.modeling import packed_attention
+from trl_fused_grpo.modeling.attention import packed as packed_attention
 
 
 pytestmark = pytest.mark.ends

@@ -1,7 +1,7 @@
 """
 The architectures of transformers whose rows were looked at without TRL's padding, by the names of their classes: those
 of the census (`benchmarks/results/census.json`) and those that `parity --models` trains beside stock. What each gets,
-`modeling/layout_choice.py` says. Rows of any other class keep TRL's padding.
+`modeling/rows/layout_choice.py` says. Rows of any other class keep TRL's padding.
 """
 
 from packaging.version import Version

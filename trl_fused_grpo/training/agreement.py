@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
-from trl_fused_grpo.modeling.layout_choice import depends_on_width
+from trl_fused_grpo.modeling.rows.layout_choice import depends_on_width
 
 
 def of_all_processes(accelerator: Any, what: str, values: list[int] | list[bool]) -> Tensor:

@@ -25,7 +25,7 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
-from trl_fused_grpo.modeling.output_projection import has_adapter, output_projection
+from trl_fused_grpo.modeling.head.output_projection import has_adapter, output_projection
 
 from .agreement import on_any_process
 from .checks import log_no_effect

@@ -14,8 +14,8 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss.batch import check_shapes
-from trl_fused_grpo.modeling.moe import why_no_aux_loss
-from trl_fused_grpo.modeling.output_projection import has_adapter, why_not_sharded
+from trl_fused_grpo.modeling.head.moe import why_no_aux_loss
+from trl_fused_grpo.modeling.head.output_projection import has_adapter, why_not_sharded
 
 from .kl import estimator_in_force
 from .loss_request import objective_of

@@ -17,7 +17,7 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling.output_projection import output_projection
+from trl_fused_grpo.modeling.head.output_projection import output_projection
 
 from .agreement import on_any_process
 from .checks import check_on_policy

@@ -17,17 +17,17 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.modeling.compiled_layers import compiling, layers_to_compile, why_not_compiled
-from trl_fused_grpo.modeling.fused_forward import install_fused_forward, uninstall_fused_forward
-from trl_fused_grpo.modeling.layer_memo import layers_as_they_are
-from trl_fused_grpo.modeling.layout_choice import (
+from trl_fused_grpo.modeling.head.fused_forward import install_fused_forward, uninstall_fused_forward
+from trl_fused_grpo.modeling.head.output_projection import LogitScaling, logit_scaling, output_projection, vocab_size_of
+from trl_fused_grpo.modeling.layers.compiled import compiling, layers_to_compile, why_not_compiled
+from trl_fused_grpo.modeling.layers.memo import layers_as_they_are
+from trl_fused_grpo.modeling.layers.unpacked import install_unpacking, uninstall_unpacking
+from trl_fused_grpo.modeling.rows.layout_choice import (
     traits,
     why_not_packed,
     why_prompts_are_not_shared,
     why_wide_rows_differ,
 )
-from trl_fused_grpo.modeling.output_projection import LogitScaling, logit_scaling, output_projection, vocab_size_of
-from trl_fused_grpo.modeling.unpacked_layers import install_unpacking, uninstall_unpacking
 
 from .agreement import widest_batch
 from .checks import check_token_ids, log_no_effect

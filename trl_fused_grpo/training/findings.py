@@ -37,7 +37,7 @@ from trl_fused_grpo._compat.libraries import (
 )
 from trl_fused_grpo._compat.restated import unknown_source
 from trl_fused_grpo._compat.tried_architectures import is_tried
-from trl_fused_grpo.modeling.output_projection import layer_before_head
+from trl_fused_grpo.modeling.head.output_projection import layer_before_head
 
 from .agreement import of_all_processes
 from .overrides import computed_option, replaced_behind, replaced_method

@@ -10,13 +10,13 @@ from transformers.utils import logging
 
 from trl_fused_grpo._compat.trl_images import multimodal_model_inputs
 from trl_fused_grpo.loss.forecast import grad_rows_first
-from trl_fused_grpo.modeling import layout as layouts
-from trl_fused_grpo.modeling.attention_watch import WatchedCall, carry_arguments
-from trl_fused_grpo.modeling.fused_forward import FusedRequest
-from trl_fused_grpo.modeling.layout import HolesError, Layout
-from trl_fused_grpo.modeling.multimodal import MultimodalInputs
-from trl_fused_grpo.modeling.packed_attention import watched_call
-from trl_fused_grpo.modeling.padded_attention import padded_call
+from trl_fused_grpo.modeling.attention.packed import watched_call
+from trl_fused_grpo.modeling.attention.padded import padded_call
+from trl_fused_grpo.modeling.attention.watch import WatchedCall, carry_arguments
+from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
+from trl_fused_grpo.modeling.rows import layout as layouts
+from trl_fused_grpo.modeling.rows.layout import HolesError, Layout
+from trl_fused_grpo.modeling.rows.multimodal import MultimodalInputs
 from trl_fused_grpo.ops.forecast import Forecast
 from trl_fused_grpo.ops.linear_logps import FusedStats
 

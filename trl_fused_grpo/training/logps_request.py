@@ -12,7 +12,7 @@ from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
 from trl_fused_grpo.loss.forecast import BatchForecast
 from trl_fused_grpo.loss.sequence_forecast import SequenceForecast
-from trl_fused_grpo.modeling.output_projection import LogitScaling
+from trl_fused_grpo.modeling.head.output_projection import LogitScaling
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
 

@@ -20,8 +20,8 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat.architecture import text_model
-from trl_fused_grpo.modeling.layer_memo import LayerMemo, layers_as_they_are, layers_of
-from trl_fused_grpo.modeling.unpacked_layers import unpacked_layers
+from trl_fused_grpo.modeling.layers.memo import LayerMemo, layers_as_they_are, layers_of
+from trl_fused_grpo.modeling.layers.unpacked import unpacked_layers
 
 from .agreement import of_all_processes
 

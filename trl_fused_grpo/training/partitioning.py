@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_fused_grpo.modeling.layout import Rows
+from trl_fused_grpo.modeling.rows.layout import Rows
 
 from .logps_request import LogpsArgs, LogpsRequest, can_join_images
 

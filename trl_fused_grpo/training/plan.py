@@ -11,8 +11,8 @@ from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.modeling.layer_memo import LayerMemo
-from trl_fused_grpo.modeling.layout_choice import depends_on_width, traits
+from trl_fused_grpo.modeling.layers.memo import LayerMemo
+from trl_fused_grpo.modeling.rows.layout_choice import depends_on_width, traits
 
 from .findings import Level
 from .loss_request import objective_of, padding_counts

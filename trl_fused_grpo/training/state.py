@@ -21,8 +21,8 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.repeated_hooks import forget_repeated_hooks
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.modeling.output_projection import output_projection
-from trl_fused_grpo.modeling.packed_attention import cudnn_attention_off, uninstall_attention
+from trl_fused_grpo.modeling.attention.packed import cudnn_attention_off, uninstall_attention
+from trl_fused_grpo.modeling.head.output_projection import output_projection
 
 from . import checks
 from .check import Check

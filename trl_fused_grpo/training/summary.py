@@ -21,10 +21,10 @@ from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
 from trl_fused_grpo._compat.tried_architectures import NEWEST_TRANSFORMERS
-from trl_fused_grpo.modeling.attention_kernels import efficient_takes, flash_takes
-from trl_fused_grpo.modeling.compiled_layers import layers_to_compile, why_not_compiled
-from trl_fused_grpo.modeling.layout_choice import why_not_packed, why_prompts_are_not_shared
-from trl_fused_grpo.modeling.output_projection import output_projection
+from trl_fused_grpo.modeling.attention.kernels import efficient_takes, flash_takes
+from trl_fused_grpo.modeling.head.output_projection import output_projection
+from trl_fused_grpo.modeling.layers.compiled import layers_to_compile, why_not_compiled
+from trl_fused_grpo.modeling.rows.layout_choice import why_not_packed, why_prompts_are_not_shared
 from trl_fused_grpo.ops.kernels import why_not_triton
 from trl_fused_grpo.ops.linear_logps import choose_backward
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .attention_kernels import Boundaries, autocast_dtype, flash_takes, kernels_take
-from .attention_watch import PACKED_ARGUMENTS
 from .eager_formula import eager_formula, sinks_of
-from .flex_kernel import build_block_mask, flex_attention, why_no_flex
-from .sink_attention import sink_attention
-from .varlen_attention import by_token, causal_mask, gathered_keys, varlen_attention
+from .flex import build_block_mask, flex_attention, why_no_flex
+from .kernels import Boundaries, autocast_dtype, flash_takes, kernels_take
+from .sinks import sink_attention
+from .varlen import by_token, causal_mask, gathered_keys, varlen_attention
+from .watch import PACKED_ARGUMENTS
 
 
 logger = logging.get_logger(__name__)

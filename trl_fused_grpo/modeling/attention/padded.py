@@ -15,8 +15,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from .attention_watch import WatchedCall
-from .packed_attention import watched_call
+from .packed import watched_call
+from .watch import WatchedCall
 
 
 # Models whose masks were seen to come from transformers

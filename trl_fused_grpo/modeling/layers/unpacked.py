@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._utils import temporary_value
+from trl_fused_grpo.modeling.attention.masks import build_mask
+from trl_fused_grpo.modeling.attention.watch import PACKED_ARGUMENTS, KeptMask, WatchedCall, running_call
 
-from .attention_watch import PACKED_ARGUMENTS, KeptMask, WatchedCall, running_call
 from .forward_override import override_forward, restore_forward
-from .layer_memo import LayerMemo
-from .sequence_masks import build_mask
+from .memo import LayerMemo
 from .sequence_rows import SequenceRows, SpacedRow
 
 

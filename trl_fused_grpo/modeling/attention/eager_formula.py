@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .varlen_attention import causal_mask
+from .varlen import causal_mask
 
 
 _HEADS, _KEY_HEADS, _LENGTH, _KEYS, _WIDTH = 4, 2, 5, 7, 8

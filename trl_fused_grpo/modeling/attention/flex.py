@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trl_fused_grpo._compat import torch as torch_compat
 
-from .attention_kernels import Boundaries, own_keys
+from .kernels import Boundaries, own_keys
 
 
 _BLOCK = 128

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 
-from .attention_kernels import (
+from .kernels import (
     Boundaries,
     FlashCall,
     autocast_dtype,

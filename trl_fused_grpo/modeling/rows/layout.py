@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .varlen_attention import SharedPrefixKV, cu_seqlens_arguments
+from trl_fused_grpo.modeling.attention.varlen import SharedPrefixKV, cu_seqlens_arguments
 
 
 _HASH_BASE = 6364136223846793005  # any odd number of 64 bits

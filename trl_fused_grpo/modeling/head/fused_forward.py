@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._utils import temporary_attr
+from trl_fused_grpo.modeling.attention.packed import text_model_alone
+from trl_fused_grpo.modeling.attention.watch import PACKED_ARGUMENTS
+from trl_fused_grpo.modeling.layers.compiled import compiled_layers
+from trl_fused_grpo.modeling.layers.forward_override import override_forward, restore_forward
+from trl_fused_grpo.modeling.layers.unpacked import unpacking
 from trl_fused_grpo.ops.chunk_size import default_group_mib
 from trl_fused_grpo.ops.forecast import Forecast, RowGroups, groups_of
 from trl_fused_grpo.ops.linear_logps import FusedStats, fused_linear_logps
 from trl_fused_grpo.ops.lm_head import LMHead
 
-from .attention_watch import PACKED_ARGUMENTS
-from .compiled_layers import compiled_layers
-from .forward_override import override_forward, restore_forward
 from .moe import load_balancing_loss
 from .output_projection import LogitScaling, head_parameter_modules, read_lm_head
-from .packed_attention import text_model_alone
-from .unpacked_layers import unpacking
 
 
 def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> Any:

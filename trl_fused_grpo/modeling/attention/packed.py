@@ -24,11 +24,11 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._utils import temporary_value
 
-from .attention_places import InFile, InTable
-from .attention_watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
-from .eager_attention import EagerLayer, eager_attention
-from .sequence_masks import are_sequence_masks, attend_with_masks, build_sequence_masks, mask_device
-from .varlen_attention import chunked, gathered_keys, traced_attention, varlen_attention
+from .eager import EagerLayer, eager_attention
+from .masks import are_sequence_masks, attend_with_masks, build_sequence_masks, mask_device
+from .places import InFile, InTable
+from .varlen import chunked, gathered_keys, traced_attention, varlen_attention
+from .watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
 
 
 # The watched calls that are alive. One lives as long as something refers to it: the forward that it watches, or a

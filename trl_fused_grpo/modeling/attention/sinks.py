@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_kernels import Boundaries, FlashCall, of_one_width
+from .kernels import Boundaries, FlashCall, of_one_width
 
 
 def sink_attention(

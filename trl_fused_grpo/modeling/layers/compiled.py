@@ -19,12 +19,12 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._utils import temporary_attr, temporary_value
+from trl_fused_grpo.modeling.attention.varlen import chunked
+from trl_fused_grpo.modeling.attention.watch import Chunk, WatchedCall
 from trl_fused_grpo.ops.kernels import why_not_triton
 
-from .attention_watch import Chunk, WatchedCall
-from .layer_memo import layers_of
-from .unpacked_layers import unpacked_layers
-from .varlen_attention import chunked
+from .memo import layers_of
+from .unpacked import unpacked_layers
 
 
 logger = logging.get_logger(__name__)

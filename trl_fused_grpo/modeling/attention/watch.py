@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trl_fused_grpo._compat import models as model_compat
 
-from .sequence_masks import are_sequence_masks
+from .masks import are_sequence_masks
 
 
 # The keyword arguments that tell the layers of a model about packed sequences

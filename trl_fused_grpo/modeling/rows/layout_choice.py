@@ -8,10 +8,9 @@ from transformers import PreTrainedModel
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
-
-from .layer_memo import LayerMemo
-from .packed_attention import why_replaced
-from .unpacked_layers import unpacked_layers
+from trl_fused_grpo.modeling.attention.packed import why_replaced
+from trl_fused_grpo.modeling.layers.memo import LayerMemo
+from trl_fused_grpo.modeling.layers.unpacked import unpacked_layers
 
 
 # Kinds of layers whose tokens attend to those before them, and kinds that see one token at a time
