@@ -23,7 +23,7 @@ WRONG = [
     ("fused_compile", 1, "None, True or False, not 1"),
     ("fused_share_prompts", 1, "True or False, not 1"),
     ("fused_share_prompts", None, "True or False, not None"),
-    ("fused_balance", "auto", "None, True or False, not 'auto'"),
+    ("fused_skip_old_logps", "auto", "None, True or False, not 'auto'"),
     ("fused_skip_old_logps", 0, "None, True or False, not 0"),
     ("fused_max_tokens_per_forward", "auto", "None or a whole number from 0 on, not 'auto'"),
     ("fused_max_tokens_per_forward", 1.5, "None or a whole number from 0 on, not 1.5"),
@@ -57,7 +57,7 @@ def test_a_value_that_an_option_cannot_have_is_refused(tmp_path, option, value, 
     "options",
     [
         {"fused_memory": 1, "fused_logits_mib": 75, "fused_verify": 3, "fused_max_tokens_per_forward": 0},
-        {"fused_memory": 0.5, "fused_logits_mib": 0.5, "fused_balance": False, "fused_backward": "recompute"},
+        {"fused_memory": 0.5, "fused_logits_mib": 0.5, "fused_skip_old_logps": False, "fused_backward": "recompute"},
         dict.fromkeys(name for name, default in vars(FusedOptions()).items() if default is None),
     ],
     ids=["whole numbers", "others", "None"],
@@ -70,7 +70,7 @@ def test_a_value_that_an_option_may_have_is_kept(tmp_path, options):
 
 @pytest.mark.parametrize(
     ("line", "value"),
-    [("fused_compile: 'false'", False), ("fused_balance: null", None), ("fused_memory: '0.5'", 0.5)],
+    [("fused_compile: 'false'", False), ("fused_skip_old_logps: null", None), ("fused_memory: '0.5'", 0.5)],
 )
 def test_yaml_gives_the_types(tmp_path, line, value):
     file = tmp_path / "grpo.yaml"

@@ -219,7 +219,7 @@ def test_patches_rest_where_stock_is_needed():
         *(("fused_share_prompts", text, False) for text in ("false", "no", "0")),
         ("fused_memory", "0.5", 0.5),
         ("fused_max_tokens_per_forward", "0", 0),
-        ("fused_balance", "none", None),
+        ("fused_skip_old_logps", "none", None),
     ],
 )
 def test_an_option_is_read_from_text(name, text, value):

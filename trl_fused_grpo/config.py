@@ -130,11 +130,6 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
             metric then covers the others only, and so do `sampling/...` where vLLM's ratio comes from the training
             forward.
-        fused_balance (`bool`, *optional*):
-            By default processes exchange sequences after generation, so that all have about the same work, where loss
-            and metrics stay the same (TRL 1.13 and later). `True` also exchanges under earlier releases of TRL, whose
-            logged means then change and whose gradient does not, and logs once why nothing can be exchanged where that
-            is so. `False` leaves every sequence where it is.
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed forward through the model once. Has no effect in models
             with layers that carry a state, or whose attention knows no packed rows.

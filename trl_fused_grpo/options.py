@@ -70,9 +70,6 @@ class FusedOptions:
         False, "Raise where steps are not on-policy, or old log-probs need a forward of their own."
     )
     fused_skip_zero_grad_sequences: bool = _option(False, "Leave sequences that receive no gradient out of the model.")
-    fused_balance: bool | None = _option(
-        None, "Exchange sequences between processes, so that all have about the same work. By default where possible."
-    )
     fused_share_prompts: bool = _option(
         True, "Run a prompt through the model once for its completions in a packed forward."
     )

@@ -113,9 +113,7 @@ class FusedTrainerMixin(_Trainer):
         if not self.use_liger_loss or not is_training:
             return inputs
         if self._buffered_inputs is not before:
-            batches: Any = self._buffered_inputs
-            self._buffered_inputs = batches = self._fused.plan(batches)
-            inputs = batches[self._step % trl_compat.steps_per_generation(self)]
+            self._fused.plan(self._buffered_inputs)
         self._fused.micro_batch = inputs
         return inputs
 

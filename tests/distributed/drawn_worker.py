@@ -94,7 +94,6 @@ def draw(index: int) -> dict[str, Any]:
         drawing.maybe(0.7, "vllm_importance_sampling_mode", *modes)
         drawing.maybe(0.2, "off_policy_mask_threshold", 0.1)
     drawing.maybe(0.7, "fused_max_tokens_per_forward", 0, 60, 1000)
-    drawing.maybe(0.2, "fused_balance", True)
     drawing.maybe(0.2, "fused_layout", "padded")
     drawing.maybe(0.2, "fused_backward", "recompute")
     drawing.maybe(0.2, "fused_skip_old_logps", True, False)

@@ -43,7 +43,7 @@ def prepared(folder: Path) -> Path:
     for model in ("llama", "tied"):
         save_checkpoint(model, folder, torch.float32).rename(folder / model)
         torch.save(batches.make(folder / model), folder / f"{model}.pt")
-    torch.save(batches.make(folder / "llama", lengths=((2, 5), (9, 16))), folder / "exchanged.pt")
+    torch.save(batches.make(folder / "llama", lengths=((2, 5), (9, 16))), folder / "unequal.pt")
     for case, model in ARCHITECTURES.items():
         if not (folder / model).exists():
             save_checkpoint(model, folder, torch.float32).rename(folder / model)

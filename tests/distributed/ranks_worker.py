@@ -34,8 +34,8 @@ class Run(runs.Run):
         case (`str`): a name of [`micro_batches`], and behind a dash `"lora"` or `"reference"`, see [`runs.Run`].
         trainer (`str`):
             `"stock"`; `"fused"`: each micro-batch has a forward of its own; `"shared"`: micro-batches share forwards;
-            `"exchanged"`: processes exchange sequences; `"skipping"`: shared, without the sequences that get no
-            gradient; `"misled"`: shared, and rank 1 alone is given a wrong forecast.
+            `"skipping"`: shared, without the sequences that get no gradient; `"misled"`: shared, and rank 1 alone is
+            given a wrong forecast.
     """
 
     processes = RANKS
@@ -57,10 +57,6 @@ class Run(runs.Run):
         return 0 if self.trainer == "fused" else 1000
 
     @property
-    def exchanges(self) -> bool:
-        return self.trainer == "exchanged"
-
-    @property
     def adapted(self) -> str:
         return "lora" if self.case.endswith("-lora") else ""
 
@@ -71,11 +67,11 @@ class Run(runs.Run):
 
 def _runs(backend: str) -> list[Run]:
     trainers = {
-        "masked": ("stock", "fused", "shared", "exchanged"),
+        "masked": ("stock", "fused", "shared"),
         "masked-lora": ("stock", "shared"),
         "masked-reference": ("stock", "fused"),
         "tools": ("stock", "fused", "shared"),
-        "lengths": ("stock", "shared", "exchanged", "misled"),
+        "lengths": ("stock", "shared", "misled"),
         "lengths-lora": ("stock", "shared"),
         "still": ("stock", "shared", "skipping"),
     }

@@ -22,7 +22,6 @@ from tests.compiler import traced_layers
 from tests.training.sampler import expect_sampler
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, VOCAB_SIZE, tokenizer
-from trl_fused_grpo.training.deferred_ratio import GENERATED_BY
 
 from .adapters import adapter
 from .engines import launcher_options, whole_parameters
@@ -77,10 +76,8 @@ SHARED = {"fused_max_tokens_per_forward": 1000}
 CASES = {
     # the first micro-batch has run the forward of both, and its loss waits for the backward
     "window": Case({}, {**SHARED, "fused_verify": 2}, checkpoint=2, killed=(3, 1)),
-    # vLLM's ratio comes from the training forward, processes exchange sequences
-    "generation": Case(
-        {"steps_per_generation": 4}, {**SHARED, "fused_balance": True}, checkpoint=2, killed=(3, 1), samples=True
-    ),
+    # vLLM's ratio comes from the training forward
+    "generation": Case({"steps_per_generation": 4}, SHARED, checkpoint=2, killed=(3, 1), samples=True),
     # an accumulation window has micro-batches of two generation batches
     "straddling": Case({"steps_per_generation": 3}, SHARED, checkpoint=3, killed=(4, 1), samples=True),
     "on-policy": Case({}, SHARED, checkpoint=3, killed=(3, 1), samples=True),
@@ -144,9 +141,7 @@ class Killed(GRPOTrainer):
     def floating_point_ops(self, inputs: Any) -> int:
         self.done = self.done % ACCUMULATION + 1
         if self.killed == (self.state.global_step, self.done):
-            merger = self._fused.merger
-            is_exchanged = any(GENERATED_BY in batch for batch in self._buffered_inputs)
-            self.left_behind.write_text(json.dumps({"waits": merger.is_waiting, "is_exchanged": is_exchanged}))
+            self.left_behind.write_text(json.dumps({"waits": self._fused.merger.is_waiting}))
             os.kill(os.getpid(), signal.SIGKILL)
         return super().floating_point_ops(inputs)
 

@@ -38,8 +38,8 @@ class Run:
             old and reference log-probs; `"bf16"`: the same under mixed precision; `"shared-forward"`: TRL splits the
             generation batch, and the micro-batches of an accumulation window share a forward, with one importance ratio
             a sequence; `"shared-twice"`: the four micro-batches of a window have two forwards, because of the limit of
-            tokens; `"exchanged"`: completions are much longer on one rank, and processes exchange sequences. Or one of
-            [`adapters.HEADS`], [`adapters.TOGETHER`] and `ARCHITECTURES`.
+            tokens; `"unequal"`: completions are much longer on one rank. Or one of [`adapters.HEADS`],
+            [`adapters.TOGETHER`] and `ARCHITECTURES`.
         trainer (`str`):
             `"stock"`, `"dense"`: stock on log-probs from the model's own logits, `"fused"`, `"misled"`: fused, and
             rank 1 alone is given a wrong forecast, `"compiled"`: fused, with `fused_compile`, or `"verified"`: fused,
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def shares_forwards(self) -> bool:
-        return self.case in (SHARED, TWICE, "exchanged", "wide")
+        return self.case in (SHARED, TWICE, "unequal", "wide")
 
     @property
     def accumulation(self) -> int:
@@ -77,11 +77,6 @@ class Run:
         return TOKENS_OF_TWO if self.case == TWICE else 1000
 
     @property
-    def exchanges(self) -> bool:
-        """Whether processes exchange sequences."""
-        return self.case == "exchanged"
-
-    @property
     def adapted(self) -> str:
         """Which adapter is trained, see [`adapters.adapter`]."""
         return self.case
@@ -89,7 +84,7 @@ class Run:
     @property
     def data(self) -> str:
         """Name of the micro-batches."""
-        return self.case if self.architecture or self.case in ("exchanged", TWICE) else self.model
+        return self.case if self.architecture or self.case in ("unequal", TWICE) else self.model
 
     @property
     def model(self) -> str:
@@ -133,11 +128,11 @@ REFUSED = [
 # DDP first: Accelerate leaves in the environment that FSDP was used
 LAUNCHES = {
     "torch": [
-        *_runs("ddp", "untied", "tied", "lora", SHARED, "exchanged", misled=("untied",)),
+        *_runs("ddp", "untied", "tied", "lora", SHARED, "unequal", misled=("untied",)),
         *_fused("ddp", "lora-head", "saved-head"),
         *_compiled("ddp", "untied"),
         *_verified("ddp", "lora", "shared-forward"),
-        *_runs("fsdp2", "untied", "tied", "reference", "lora", SHARED, "exchanged", misled=("untied", "tied")),
+        *_runs("fsdp2", "untied", "tied", "reference", "lora", SHARED, "unequal", misled=("untied", "tied")),
         *_fused("fsdp2", "lora-head", "lora-head-tied", "saved-head"),
         *_compiled("fsdp2", "reference", "lora"),
         *_verified("fsdp2", "shared-forward"),

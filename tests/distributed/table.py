@@ -86,7 +86,7 @@ FEATURES = {
     "two-iterations": Feature(options={"num_iterations": 2}),
     "sequence-ratios": Feature(options={"num_iterations": 2, "importance_sampling_level": "sequence"}),
     "own-forwards": Feature(fused_options={"fused_max_tokens_per_forward": 0}, forwards=2),
-    "balanced": Feature(fused_options={"fused_balance": True, "fused_max_tokens_per_forward": 10_000}),
+    "shared": Feature(fused_options={"fused_max_tokens_per_forward": 10_000}),
     "checkpointed": Feature(options={"gradient_checkpointing": True}),
     "tools": Feature(tools=True, options={"max_completion_length": 120}),
     "images": Feature("images"),
@@ -170,7 +170,7 @@ LAUNCHES = {
     "torch": _table("ddp", "fsdp2", "fsdp1"),
     "deepspeed": _table("zero3", "zero2"),
     "nodes": [
-        *(Training("ddp", feature, processes=4) for feature in ("full", "balanced", *LOSSES)),
+        *(Training("ddp", feature, processes=4) for feature in ("full", "shared", *LOSSES)),
         Training("ddp", "full", processes=4, micro_batches=6),
         *(Training("fsdp2", feature, processes=4) for feature in ("full", "lora", "tools")),
     ],

@@ -179,30 +179,6 @@ def test_gradients_are_reduced_and_weights_gathered_no_more_often_than_in_stock(
         assert fused["c10d::allreduce_"] == stock["c10d::allreduce_"] + 1
 
 
-@each_run(("fused",), "exchanged")
-def test_processes_with_unequal_lengths_exchange_sequences_and_train_and_log_what_stock_does(run: Run, outcome):
-    fused, stock = outcome(run), outcome(run, "stock")
-    distances = distances_between(fused.moved, stock.moved)
-    assert max(distances.values()) <= TOLERANCE, distances
-    losses, expected_losses = (torch.tensor(result.each_rank("losses")).mean(0).tolist() for result in (fused, stock))
-    assert losses == close_to(expected_losses)
-    for mine, stocks in zip(fused.ranks, stock.ranks, strict=True):
-        for my_log, stock_log in zip(mine["logs"], stocks["logs"], strict=True):
-            assert my_log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=TOLERANCE)
-            expected = {name: value for name, value in stock_log.items() if name != "step_time"}
-            assert "entropy" in expected
-            assert {name: my_log[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    processes = torch.tensor(fused.each_rank("generated_by")).flatten(1)
-    if not trl_compat.METRICS_COUNT_ALL_PROCESSES:
-        assert processes.numel() == 0
-        return
-    assert [row.unique().tolist() for row in processes] == [[*range(RANKS)]] * RANKS
-    tokens = torch.tensor(fused.each_rank("tokens")).view(RANKS, STEPS, ACCUMULATION).sum(2)
-    before = torch.tensor(stock.each_rank("tokens")).view(RANKS, STEPS, ACCUMULATION).sum(2)
-    assert before.sum(0).tolist() == tokens.sum(0).tolist()
-    assert (tokens[0] - tokens[1]).abs().max() < 0.2 * (before[0] - before[1]).abs().max()
-
-
 @each_run(("fused",), *HEADS)
 def test_a_head_with_an_adapter_trains_as_in_one_process(run: Run, outcome, one_process):
     """PEFT's modules around the head gather what they hold, whichever of them the engine has wrapped."""

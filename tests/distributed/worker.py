@@ -28,7 +28,6 @@ from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.tiny import tokenizer
 from trl_fused_grpo.training import findings
-from trl_fused_grpo.training.deferred_ratio import GENERATED_BY
 
 from .adapters import adapter, adapters_disabled, dense_log_probs
 from .architectures import deafen, limit_width
@@ -53,8 +52,6 @@ class Fed(GRPOTrainer):
         self.recomputed: list[tuple[int, int]] = []
         self.waited: list[bool] = []
         self.layouts: list[str] = []
-        self.generated_by: list[list[int]] = []
-        self.tokens: list[int] = []
         self.collectives: dict[str, int] = {}  # of the last accumulation window, where TRL splits batches
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
@@ -94,10 +91,6 @@ class Fed(GRPOTrainer):
             self.waited.append(self._fused.merger.is_waiting)
             self.recomputed.append((self.fused_stats.recomputed, self.fused_stats.rows))
             self.layouts.append(self.fused_stats.layout)
-        if self.is_split_by_trl:
-            batch = self._buffered_inputs[(self._step - 1) % self.accumulation]
-            self.generated_by.append(batch[GENERATED_BY].tolist() if GENERATED_BY in batch else [])
-            self.tokens.append(int(batch["completion_mask"].sum()))
         return loss
 
 
@@ -120,7 +113,6 @@ def build(run: Run, folder: Path, batches: list[Batch], **options: Any) -> Fed:
     """
     shares_forwards = run.shares_forwards and run.trainer not in ("stock", "dense")
     options |= {"fused_max_tokens_per_forward": run.most_tokens} if shares_forwards else {}
-    options |= {"fused_balance": False} if shares_forwards and not run.exchanges else {}
     options |= {"importance_sampling_level": "sequence"} if run.case == "shared-forward" else {}
     options |= {"fused_compile": True} if run.trainer == "compiled" else {}
     options |= {"fused_verify": 2} if run.trainer == "verified" else {}
@@ -177,8 +169,6 @@ def train(trainer: Fed) -> tuple[dict[str, Any], Batch]:
         "recomputed": trainer.recomputed,
         "waited": trainer.waited,
         "layouts": trainer.layouts,
-        "generated_by": trainer.generated_by,
-        "tokens": trainer.tokens,
         "collectives": trainer.collectives,
     }
     return seen, moved

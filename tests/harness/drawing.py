@@ -12,7 +12,6 @@ Options: TypeAlias = dict[str, Any]
 # Options of `FusedGRPOConfig` that are not drawn, with the reason
 NOT_DRAWN = {
     "use_liger_loss": "it is what is compared: on in the fused trainer, and stock trains without it",
-    "fused_balance": "it acts between processes, and a drawn case has one",
 }
 # With a KL term stock has the first alone; without one each must train what stock does
 KL_ESTIMATORS = ("k3", "k1", "k2", "k4")

@@ -1,12 +1,11 @@
 """Which micro-batches share a forward: as many as the limit of tokens allows."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_training import make_inputs
-from trl_fused_grpo.training.partitioning import plan_merges, prompt_group_ids, window_starts
+from trl_fused_grpo.training.partitioning import plan_merges, prompt_group_ids
 
 
 @settings(deadline=None, max_examples=60)
@@ -36,18 +35,3 @@ def test_shared_forwards_hold_as_many_micro_batches_as_the_limits_allow(shape, l
             assert start <= end < count
             assert end == start or tokens(start, end) <= limit
             assert end == count - 1 or tokens(start, end + 1) > limit
-
-
-@pytest.mark.parametrize(
-    ("count", "steps_left", "steps", "starts"),
-    [
-        (4, 4, 4, [0]),  # a window is a generation batch
-        (6, 2, 2, [0, 2, 4]),
-        (2, 2, 4, []),  # the second half of a window
-        (4, 1, 2, [1, 3]),
-        (4, 0, 2, [2]),  # a loop of the user's own, which may be anywhere
-        (3, 1, 1, [0, 1, 2]),
-    ],
-)
-def test_accumulation_windows_begin_where_weights_have_moved(count, steps_left, steps, starts):
-    assert window_starts(count, steps_left, steps) == starts

@@ -16,7 +16,6 @@ from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 from trl_fused_grpo.training.plan import (
     why_forwards_are_not_shared,
-    why_not_exchanged,
     why_old_logps_are_needed,
     why_reference_is_not_regrouped,
 )
@@ -98,18 +97,6 @@ def test_ratios_keep_both_bounds_and_are_one_for_tokens_without_a_sampling_log_p
         else:
             expected.append(low if too_low else high if too_high else value)
     assert ratio.tolist() == [pytest.approx(expected)]
-
-
-def test_sequences_stay_where_a_hook_sees_the_gradient_of_each_micro_batch(tmp_path):
-    trainer = make_trainer(tmp_path)
-    weight = trainer.model.get_input_embeddings().weight
-    hook = weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    with mock.patch.object(type(trainer.accelerator), "num_processes", 2):
-        trainer._fused.ladder.look()
-        assert "the gradient of model.embed_tokens.weight" in str(why_not_exchanged(trainer, trainer.model, True))
-        hook.remove()
-        trainer._fused.ladder.look()
-        assert why_not_exchanged(trainer, trainer.model, True, counts_means=False) is None
 
 
 def test_one_reason_below_the_highest_level_leaves_everything_that_defers_or_shares(tmp_path):

@@ -39,10 +39,10 @@ def test_metrics_of_the_sampler_are_those_of_all_processes():
     for process, sampling in sampled.items():
         metrics[process] = SamplingMetrics()
         ratio = correction.ratio(logps, sampling, mask)
-        metrics[process].add(0, correction, logps, sampling, mask, ratio, torch.tensor([process]))
-    table = metrics[1].sequences[0]
-    accelerator = SimpleNamespace(num_processes=2, gather=lambda mine: torch.cat([mine, table]))
-    values = metrics[0].gathered(accelerator)
+        metrics[process].add(0, correction, logps, sampling, mask, ratio)
+    others = []
+    metrics[1].gathered(SimpleNamespace(gather=lambda mine: others.append(mine) or mine))
+    values = metrics[0].gathered(SimpleNamespace(gather=lambda mine: torch.cat([mine, *others])))
     differences = [(logps - sampling).abs() for sampling in sampled.values()]
     ratios = [correction.ratio(logps, sampling, mask) for sampling in sampled.values()]
     expected = [
@@ -52,7 +52,7 @@ def test_metrics_of_the_sampler_are_those_of_all_processes():
     assert values == pytest.approx(dict(zip(SAMPLING_METRICS, map(float, expected), strict=True)))
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, (5 + 9) / 2), (30.0, 15.0)], ids=["exchanged", "given"])
+@pytest.mark.parametrize(("given", "expected"), [(None, (5 + 9) / 2), (30.0, 15.0)], ids=["counted", "given"])
 def test_tokens_of_a_step_are_those_of_all_processes_over_their_number(given, expected, monkeypatch):
     for name, value in (("is_available", True), ("is_initialized", True), ("get_world_size", 2)):
         monkeypatch.setattr(reduction.dist, name, lambda value=value: value)

@@ -2,12 +2,9 @@
 The trainers of TRL that have a fused subclass here, how they differ, and what is known of TRL's own subclasses of them.
 """
 
-import inspect
 from typing import Any
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
-from . import trl as trl_compat
 
 
 # The trainers of TRL whose methods the fused trainers override, and the classes of their arguments
@@ -59,17 +56,6 @@ def loss_type(trainer: Any) -> str:
 def beta_of_loss(trainer: Any) -> float:
     """Coefficient of the KL term in the loss."""
     return 0.0 if is_rloo(trainer) else trainer.beta
-
-
-_RLOO_COUNTS_ALL_PROCESSES = "entropy_stats" in inspect.unwrap(RLOOTrainer._compute_loss).__code__.co_varnames
-
-
-def metrics_count_all_processes(trainer: Any) -> bool:
-    """
-    Return `True` if metrics do not depend on which process has which sequences of a micro-batch. RLOO's: from some TRL
-    on that is newer than 1.8, at the latest 1.13.
-    """
-    return _RLOO_COUNTS_ALL_PROCESSES if is_rloo(trainer) else trl_compat.METRICS_COUNT_ALL_PROCESSES
 
 
 def corrects_sampling(trainer: Any) -> bool:

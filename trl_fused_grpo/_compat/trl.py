@@ -161,10 +161,6 @@ OBJECTIVE_METHODS = tuple(
     if name != "_get_per_token_logps_and_entropies" and inspect.isfunction(getattr(GRPOTrainer, name, None))
 )
 
-_LOCALS_OF_LOSS = inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_varnames
-# TRL >= 1.13: metrics of a micro-batch are means over its tokens on all processes, before means of each process's mean
-METRICS_COUNT_ALL_PROCESSES = {"global_masked_mean", "masked_seq_mean"} <= {*_LOCALS_OF_LOSS}
-
 # TRL < 1.15: log-probs come from the logits of the model's own forward
 LOGPS_FROM_LOGITS = not _HAS_FUSED_HEAD
 

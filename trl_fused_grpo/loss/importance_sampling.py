@@ -77,8 +77,8 @@ class SamplingMetrics:
 
     Args:
         sequences (`dict[int, Tensor]`):
-            For each sequence `[B, 8]`: sum, number and greatest of the absolute differences of its log-probabilities,
-            in nats; sum, number, greatest and negative least of its importance ratios; the process that generated it.
+            For each sequence `[B, 7]`: sum, number and greatest of the absolute differences of its log-probabilities,
+            in nats; sum, number, greatest and negative least of its importance ratios.
     """
 
     sequences: dict[int, Tensor] = field(default_factory=dict)
@@ -91,12 +91,10 @@ class SamplingMetrics:
         sampling_logps: Tensor,
         mask: Tensor,
         ratio: Tensor,
-        generated_by: Tensor,
         left_out: Tensor | None = None,
     ) -> None:
         """
-        Store the values of the micro-batch at `place`; shapes as in [`SamplingCorrection.ratio`]. `generated_by` `[B]`
-        has the process that generated each sequence: TRL's means are over what each has generated. Sequences of
+        Store the values of the micro-batch at `place`; shapes as in [`SamplingCorrection.ratio`]. Sequences of
         `left_out` `[B]`, bool, do not count.
         """
         difference, counts = (logps - sampling_logps).abs(), mask.bool()
@@ -105,13 +103,12 @@ class SamplingMetrics:
             counts, has_ratio = (those & ~left_out.unsqueeze(1) for those in (counts, has_ratio))
         is_known = counts & ~difference.isnan() if correction.nan_ratio_is_one else counts
         columns = [*_summary(difference, is_known), *_summary(ratio, has_ratio), _greatest(-ratio, has_ratio)]
-        self.sequences[place] = torch.stack([*columns, generated_by.to(ratio)], dim=1)
+        self.sequences[place] = torch.stack(columns, dim=1)
 
     def gathered(self, accelerator) -> dict[str, float]:
         """The metrics of the generation batch over all processes, which must all call this, under TRL's names."""
-        table = accelerator.gather(torch.cat([*self.sequences.values()])).double().cpu()  # [sequences, 8]
-        of_each = [_of_process(table[table[:, -1] == process]) for process in range(accelerator.num_processes)]
-        rows = torch.stack(of_each)  # [processes, 5]
+        mine = _of_process(torch.cat([*self.sequences.values()]).double())  # [5]
+        rows = accelerator.gather(mine.unsqueeze(0)).cpu()  # [processes, 5]
         low = torch.where(rows[:, 2].isnan(), float("inf"), rows[:, 2]).min()
         high = torch.where(rows[:, 4].isnan(), -float("inf"), rows[:, 4]).max()
         means = [rows[:, 0].mean(), rows[:, 1].max(), low, rows[:, 3].nanmean(), high]
@@ -129,7 +126,7 @@ def _greatest(values: Tensor, counts: Tensor) -> Tensor:
 
 def _of_process(sequences: Tensor) -> Tensor:
     """Mean and greatest difference, least, mean and greatest ratio of sequences; zero where there is none."""
-    total, number, greatest, ratios, with_ratio, greatest_ratio, least_ratio, _ = sequences.T
+    total, number, greatest, ratios, with_ratio, greatest_ratio, least_ratio = sequences.T
     difference = [total.sum() / number.sum(), greatest.max()] if number.any() else [number.sum()] * 2
     ratio = [-least_ratio.max(), ratios.sum() / with_ratio.sum(), greatest_ratio.max()]
     return torch.stack([*difference, *(ratio if with_ratio.any() else [with_ratio.sum()] * 3)])

@@ -10,7 +10,7 @@ than stock does it. A map of the folder, in the order in which a training comes 
 - `deferral` leaves log-probs out of the generation; `deferred_ratio` computes their importance ratios in training.
 - `merging` has micro-batches share forwards; `partitioning` decides which of them, and which sequences go together.
   `window` knows where in an accumulation window a training is.
-- `exchange` moves sequences between processes; `agreement` has processes choose alike.
+- `agreement` has processes choose alike.
 - `loss_request` says which positions a loss needs, with which gradients. `logps_request` has the types in between:
   request, arguments, options, result.
 - `engine` chooses the layout and computes log-probs; `logps` runs a batch.

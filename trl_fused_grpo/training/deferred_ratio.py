@@ -19,8 +19,6 @@ from .logps_request import LossCall, PerTokenLogps, images_of, prompts_and_compl
 
 # Marks micro-batches whose old log-probs, and what follows from them, generation left to the training
 DEFERRED = "old_logps_from_training"
-# Of each sequence of a micro-batch that was exchanged, `[B]`: the process that generated it
-GENERATED_BY = "generated_by_process"
 
 
 def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
@@ -136,8 +134,7 @@ class DeferredRatio:
         values = logps, inputs["sampling_per_token_logps"], trl_compat.loss_mask(self.trainer, inputs)
         ratio = self.correction.ratio(*values)
         if place is not None:
-            process = torch.full((len(logps),), self.trainer.accelerator.process_index, device=logps.device)
-            self._metrics.add(place, self.correction, *values, ratio, inputs.get(GENERATED_BY, process), left_out)
+            self._metrics.add(place, self.correction, *values, ratio, left_out)
         return ratio
 
     def _log_when_complete(self) -> None:

@@ -4,7 +4,7 @@ What was found of code that is not the libraries' own, and the one level of the 
 - `window`: trainer and model are the libraries' own code, nothing hooked or replaced. Everything is done.
 - `rows`: something may see a micro-batch, a generation batch, a gradient or the moment when weights move. Packed rows,
   fused head, compiled layers; each micro-batch in its own forward and backward; old and reference log-probs where TRL
-  computes them; nothing exchanged.
+  computes them.
 - `head`: any of the model's code is not a library's, or it changes buffers in its forward, or mixes rows. TRL's padded
   rows in TRL's order, only the head fused.
 - `stock`: the log-prob method, the head, or what stands between hidden states and head was replaced. TRL's own code.

@@ -113,7 +113,7 @@ class LogpsArgs:
         """The same arguments for the sequences of several micro-batches, one after the other."""
         ids, mask = (torch.cat(tensors) for tensors in zip(*map(prompts_and_completions, micro_batches), strict=True))
         images = {name: _joined([batch[name] for batch in micro_batches]) for name in self.multimodal}
-        width = micro_batches[0]["completion_ids"].shape[1]  # wider than this process generated, after an exchange
+        width = micro_batches[0]["completion_ids"].shape[1]
         return replace(self, input_ids=ids, attention_mask=mask, logits_to_keep=width, multimodal=images)
 
 

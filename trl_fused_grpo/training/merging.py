@@ -19,10 +19,9 @@ from trl_fused_grpo._utils import temporary_attr
 from .agreement import images_anywhere, of_all_processes
 from .checks import log_no_effect
 from .engine import LogpsEngine
-from .exchange import exchanged
 from .logps_request import PerTokenLogps, images_of
 from .memory import free_memory, limits_in_budget, token_limits, why_memory_is_taken
-from .partitioning import plan_merges, window_starts
+from .partitioning import plan_merges
 from .plan import why_forwards_are_not_shared
 from .randomness import RandomStates
 
@@ -73,17 +72,8 @@ class MicroBatchMerger:
         finally:
             self.reset()  # an exception leaves losses that wait; their graphs keep memory, and attention replaced
 
-    def plan_generation(self, batches: list[dict[str, Any]], steps_left: int) -> list[dict[str, Any]]:
-        """
-        Decide which micro-batches of a new generation batch share forwards.
-
-        Args:
-            batches (`list[dict]`): as TRL has split them.
-            steps_left (`int`): micro-batches until the current accumulation window ends.
-
-        Returns:
-            `list[dict]`: the micro-batches, as they were or with sequences of other processes.
-        """
+    def plan_generation(self, batches: list[dict[str, Any]]) -> None:
+        """Decide which micro-batches of a new generation batch, as TRL has split it, share forwards."""
         trainer, options = self.trainer, self.engine.options
         causal_lm = self.engine.causal_lm(trainer.model)
         has_images = images_anywhere(trainer.accelerator, causal_lm, any(map(images_of, batches)))
@@ -92,8 +82,6 @@ class MicroBatchMerger:
         asked_for = "fused_max_tokens_per_forward" if options.fused_max_tokens_per_forward else None
         log_no_effect(asked_for, reason := why_forwards_are_not_shared(trainer, packed))
         limits_of = token_limits(self.engine, has_images) if reason is None else None
-        windows = window_starts(len(batches), steps_left, trainer.args.gradient_accumulation_steps)
-        batches = exchanged(self.engine, batches, packed, windows, limits_of, has_images)
         ends = ends_of_first = []
         if limits_of is not None:
             padded = batches[0]["prompt_ids"].numel() + batches[0]["completion_ids"].numel()
@@ -103,7 +91,6 @@ class MicroBatchMerger:
             agreed = of_all_processes(trainer.accelerator, "shared forwards", sum(plans, [])).amin(0)  # noqa: RUF017 - two lists
             ends_of_first, ends = agreed.view(2, -1).tolist()
         self.set_plan(batches, ends, ends_of_first)
-        return batches
 
     def set_plan(self, batches: list[dict[str, Any]], ends: list[int], ends_of_first: list[int] | None = None) -> None:
         """

@@ -109,18 +109,6 @@ def split_rows(
     ]
 
 
-def window_starts(count: int, steps_left: int, steps: int) -> list[int]:
-    """
-    The numbers of the micro-batches of a generation batch with which an accumulation window begins.
-
-    Args:
-        count (`int`): of micro-batches.
-        steps_left (`int`): micro-batches until the current accumulation window ends, 0 where that is not known.
-        steps (`int`): micro-batches of a window.
-    """
-    return [*([0] if steps_left == steps else []), *range(steps_left or steps, count, steps)]
-
-
 def plan_merges(batches: list[dict[str, Any]], limits: Iterable[int], share_prompts: bool) -> list[list[int]]:
     """
     Decide which micro-batches of a generation batch may share a forward of packed rows. None do where a row has holes

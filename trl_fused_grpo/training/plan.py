@@ -12,7 +12,6 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.layers.memo import LayerMemo
-from trl_fused_grpo.modeling.rows.layout_choice import depends_on_width, traits
 
 from .findings import Level
 from .loss_request import objective_of, padding_counts
@@ -120,41 +119,6 @@ def why_reference_is_not_regrouped(trainer: Any, packed: bool) -> str | None:
         # TRL shuffles the sequences of a generation batch after the reference's forwards, which draw for each row
         reason = why_forwards_differ(trainer.model, with_adapters=False)
     return reason
-
-
-def why_not_exchanged(
-    trainer: Any, causal_lm: PreTrainedModel, packed: bool, counts_means: bool = True, has_images: bool = False
-) -> str | None:
-    """
-    Why processes may not exchange sequences of the same micro-batch, or `None` where the loss and every metric over all
-    processes stay the same.
-
-    Args:
-        trainer (`GRPOTrainer`): whose micro-batches they are.
-        causal_lm (`PreTrainedModel`): its model, without wrappers.
-        packed (`bool`): whether the policy's rows are packed.
-        counts_means (`bool`): whether logged means must stay the same too.
-        has_images (`bool`): whether a micro-batch of any process has images.
-    """
-    loss_type = trainers.loss_type(trainer)
-    has_token_ratios = trainers.corrects_sampling(trainer) and trainer.vllm_importance_sampling_mode.startswith("token")
-    reasons = {
-        "there is one process": trainer.accelerator.num_processes == 1,
-        trainer._fused.ladder.findings.why_below(Level.WINDOW): trainer._fused.ladder.level < Level.WINDOW,
-        "a generation batch has images": has_images,
-        "only packed rows are as long as their sequences": not packed,
-        "several processes train on the same sequences": trl_compat.shares_sequences(trainer),
-        "what the model computes depends on the padding of each process": traits(causal_lm).needs_last_column
-        or depends_on_width(causal_lm),
-        "bnpo divides by the tokens of each micro-batch": loss_type == "bnpo",
-        "this TRL's luspo counts padding": loss_type == "luspo" and trl_compat.LUSPO_COUNTS_PADDING,
-        "vespo counts the importance ratios of padding": loss_type == "vespo" and has_token_ratios,
-        "the entropy bonus is a mean over each micro-batch": trl_compat.has_entropy_bonus(trainer),
-        "the auxiliary loss is computed in each micro-batch": trl_compat.has_aux_loss(trainer),
-        "this version of TRL logs the means of each process": counts_means
-        and not trainers.metrics_count_all_processes(trainer),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def why_no_forecast(trainer: Any) -> str | None:

@@ -151,15 +151,14 @@ class FusedState:
             yield sampling_correction(self.trainer) if trainers.corrects_sampling(self.trainer) else None
         forget_repeated_hooks(self.trainer.model)
 
-    def plan(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Prepare the micro-batches of a new generation batch, and return those to train on."""
+    def plan(self, batches: list[dict[str, Any]]) -> None:
+        """Prepare the micro-batches of a new generation batch."""
         self.ladder.look(together=True)  # reward functions are the user's
-        batches = self.merger.plan_generation(batches, self.window.steps_left)
+        self.merger.plan_generation(batches)
         groups = self.merger.groups(self.window.steps_left, self.window.begins)
         self.deferral.compute_reference(groups, self.request_of)
         for place, logps in self.deferral.old_logps(groups, self.request_of):
             self.ratio.take(batches[place], place, logps)
-        return batches
 
     # A training step
 

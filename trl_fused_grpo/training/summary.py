@@ -37,7 +37,6 @@ from .plan import (
     has_old_logps,
     why_forwards_are_not_shared,
     why_no_forecast,
-    why_not_exchanged,
     why_old_logps_are_needed,
     why_reference_is_not_regrouped,
 )
@@ -226,8 +225,6 @@ class _Lines:
             yield self.old_logps()
         if self.trainer.beta != 0.0:
             yield self.reference()
-        if self.trainer.accelerator.num_processes > 1:
-            yield self.exchange()
 
     def head(self) -> SummaryLine:
         name, asked, no_forecast = "fused head", self.options.fused_backward, why_no_forecast(self.trainer)
@@ -305,14 +302,6 @@ class _Lines:
     def reference(self) -> SummaryLine:
         name, reason = "shared reference forwards", why_reference_is_not_regrouped(self.trainer, self.packed)
         return SummaryLine(name, "those of the policy" if reason is None else "in generation, as TRL has it", reason)
-
-    def exchange(self) -> SummaryLine:
-        name, means = "equal work of processes", not self.options.fused_balance
-        reason = why_not_exchanged(self.trainer, self.causal_lm, self.packed, counts_means=means)
-        change = None
-        if self.options.fused_balance is False:
-            reason, change = "fused_balance=False", "leave fused_balance out"
-        return SummaryLine(name, "sequences are exchanged" if reason is None else "none", reason, change)
 
     def layers(self) -> SummaryLine:
         name, asked, change = "compiled layers", self.options.fused_compile, None
