@@ -179,7 +179,7 @@ def test_a_stopwatch_keeps_no_faster_path_from_a_trainer(benchmark_module, tmp_p
     try:
         benchmark_module("_accumulation").Stopwatch(trainer, "cpu")
         assert "_get_per_token_logps_and_entropies" in vars(trainer)
-        assert trainer._fused.ladder.look().level == Level.WINDOW
+        assert trainer._fused.look().level == Level.WINDOW
         assert [name for name in importers if not isinstance(sys.modules[name].replaced_method, mock.Mock)] == []
     finally:
         mock.patch.stopall()

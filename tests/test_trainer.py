@@ -21,7 +21,7 @@ from trl_fused_grpo.modeling.head.fused_forward import install_fused_forward, un
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
 from trl_fused_grpo.training import engine, state
 from trl_fused_grpo.training.findings import Level, replaced_around_head
-from trl_fused_grpo.training.loss_request import build_loss_request
+from trl_fused_grpo.training.requests import build_loss_request
 
 from .oracle import relative_error
 from .tiny_training import dense_log_probs, loss_and_gradients, make_inputs, make_trainer

@@ -10,8 +10,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
-from trl_fused_grpo.training.logps_request import LogpsArgs
-from trl_fused_grpo.training.overrides import has_objective_in_front, replaced_behind
+from trl_fused_grpo.training.findings import has_objective_in_front, replaced_behind
+from trl_fused_grpo.training.requests import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
 from trl_fused_grpo.training.summary import Summary, summary_of
 
@@ -86,7 +86,7 @@ class FusedTrainerMixin(_Trainer):
 
     def fused_layout(self) -> str:
         """The layout that the policy's rows get: `"packed"` or `"padded"`."""
-        return "packed" if self._fused.engine.packs(self.model) else "padded"
+        return "packed" if self._fused.engine.packs(self.model, self._fused.ladder.findings) else "padded"
 
     def fused_summary(self) -> Summary:
         """What a training does, and why not a faster way: lines of [`SummaryLine`], and as a string a table."""
@@ -122,8 +122,8 @@ class FusedTrainerMixin(_Trainer):
             return super()._generate_and_score_completions(inputs)
         with self._fused.generation() as correction:
             output = super()._generate_and_score_completions(inputs)
-            if self._fused.deferral.has_left_out_old:
-                self._fused.ratio.mark(output, correction)
+            if self._fused.deferred.has_left_out_old:
+                self._fused.old_logps.mark(output, correction)
             return output
 
     @trl_compat.profiling_decorator

@@ -141,7 +141,7 @@ class Killed(GRPOTrainer):
     def floating_point_ops(self, inputs: Any) -> int:
         self.done = self.done % ACCUMULATION + 1
         if self.killed == (self.state.global_step, self.done):
-            self.left_behind.write_text(json.dumps({"waits": self._fused.merger.is_waiting}))
+            self.left_behind.write_text(json.dumps({"waits": self._fused.forwards.is_waiting}))
             os.kill(os.getpid(), signal.SIGKILL)
         return super().floating_point_ops(inputs)
 

@@ -88,7 +88,7 @@ class Fed(GRPOTrainer):
                 self.collectives[event.key] = self.collectives.get(event.key, 0) + event.count
         self.losses.append(loss.item())
         if isinstance(self, FusedGRPOTrainer):
-            self.waited.append(self._fused.merger.is_waiting)
+            self.waited.append(self._fused.forwards.is_waiting)
             self.recomputed.append((self.fused_stats.recomputed, self.fused_stats.rows))
             self.layouts.append(self.fused_stats.layout)
         return loss

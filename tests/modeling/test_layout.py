@@ -14,7 +14,7 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.rows import layout
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 from trl_fused_grpo.training import engine
-from trl_fused_grpo.training.partitioning import balanced_partitions
+from trl_fused_grpo.training.logps import balanced_partitions
 
 
 LAYOUTS = ["packed", "padded"]

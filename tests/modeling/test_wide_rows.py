@@ -12,7 +12,7 @@ from tests.layout_pairs import assert_trains_as_stock, make_pair, seeded, short_
 from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
 from trl_fused_grpo.parity.tiny import PAD_ID, images, tiny_model
-from trl_fused_grpo.training.logps_request import LogpsArgs, LogpsRequest, images_of
+from trl_fused_grpo.training.requests import LogpsArgs, LogpsRequest, images_of
 
 
 COLUMNS, ROWS = 11, 9  # of the batch

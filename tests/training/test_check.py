@@ -128,7 +128,7 @@ def test_a_comparison_finds_rounding_and_leaves_the_training_as_it_was(tmp_path,
     assert found.keys() == state.keys()
     assert [name for name, tensor in state.items() if not torch.equal(found[name], tensor)] == []
     assert found_others == others
-    assert trainer._fused.ladder.look() == Findings()
+    assert trainer._fused.look() == Findings()
     frozen_or_drawn = "peft_config" in options or name in DRAWS
     for entry, plain, is_verified in zip(log, expected_log, (every > 0, False, every > 0), strict=True):
         errors = [entry.pop(name) for name in ERRORS if name in entry]

@@ -36,8 +36,7 @@ from trl_fused_grpo._compat.restated import source_digest
 from trl_fused_grpo._compat.torch import modules_of, parameters_of
 from trl_fused_grpo._compat.trainers import STEP_METHODS
 from trl_fused_grpo.parity.tiny import tiny_model
-from trl_fused_grpo.training.findings import Findings, Level, Reason
-from trl_fused_grpo.training.overrides import replaced_objective
+from trl_fused_grpo.training.findings import Findings, Level, Reason, replaced_objective
 from trl_fused_grpo.training.plan import why_forwards_are_not_shared
 
 from .sampler import use_sampler
@@ -96,13 +95,13 @@ def test_a_function_counts_as_a_librarys_when_all_that_it_wraps_does(function, e
 
 
 def reasons_of(trainer):
-    findings = trainer._fused.ladder.look()
+    findings = trainer._fused.look()
     return findings.level, " | ".join(reason.text for reason in findings.reasons)
 
 
 @pytest.mark.parametrize("name", sorted({*STEP_METHODS, *trl_compat.OBJECTIVE_METHODS, "train"}))
 def test_a_replaced_step_method_is_found_in_a_subclass_on_the_instance_and_in_trls_class(trainer, monkeypatch, name):
-    assert trainer._fused.ladder.look() == Findings()
+    assert trainer._fused.look() == Findings()
     monkeypatch.setattr(trainer, "__class__", type("Mine", (FusedGRPOTrainer,), {name: users_function}))
     assert reasons_of(trainer) == (METHOD, f"Mine.{name} may see micro-batches")
     monkeypatch.undo()
@@ -115,7 +114,7 @@ def test_a_replaced_step_method_is_found_in_a_subclass_on_the_instance_and_in_tr
         assert level == (STOCK if name == "_get_per_token_logps_and_entropies" else METHOD)
         assert f"GRPOTrainer.{name}" in text
     monkeypatch.undo()
-    assert trainer._fused.ladder.look() == Findings()
+    assert trainer._fused.look() == Findings()
 
 
 @pytest.mark.parametrize("name", ["_get_per_token_logps_and_entropies", "_compute_loss", "training_step"])
@@ -519,9 +518,9 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_replaced_once_gives_the_level_and_its_reason(trainer, monkeypatch, stack, name):
     change, level, text = CHANGES[name]
-    assert trainer._fused.ladder.look() == Findings()
+    assert trainer._fused.look() == Findings()
     change(trainer, monkeypatch, stack)
-    findings = trainer._fused.ladder.look()
+    findings = trainer._fused.look()
     stack.close()
     assert findings.level == level, findings
     assert any(reason.level == level and text in reason.text for reason in findings.reasons), findings
@@ -538,16 +537,16 @@ REFERENCE_CHANGES = {
 def test_what_is_replaced_in_the_reference_counts_as_in_the_policy(tmp_path, name):
     change, level = REFERENCE_CHANGES[name]
     trainer = make_trainer(tmp_path, beta=0.1)
-    assert trainer._fused.ladder.look() == Findings()
+    assert trainer._fused.look() == Findings()
     change(trainer.ref_model)
-    assert trainer._fused.ladder.look().level == level
+    assert trainer._fused.look().level == level
 
 
 def test_the_lowest_level_of_all_reasons_counts(trainer):
     trainer.add_callback(Substep)
-    assert trainer._fused.ladder.look().level == ROWS
+    assert trainer._fused.look().level == ROWS
     layer_of(trainer).register_forward_hook(see)
-    findings = trainer._fused.ladder.look()
+    findings = trainer._fused.look()
     assert findings.level == HEAD
     assert "a hook on LlamaDecoderLayer" in findings.why_below(WINDOW)
     assert findings.why_below(ROWS) == findings.why_below(WINDOW)
@@ -557,7 +556,7 @@ def test_the_lowest_level_of_all_reasons_counts(trainer):
 def test_a_level_that_a_training_fell_to_stays(trainer):
     trainer._fused.ladder.fall(Reason(HEAD, "rows were refused"))
     assert trainer._fused.ladder.level == HEAD
-    assert trainer._fused.ladder.look().level == HEAD
+    assert trainer._fused.look().level == HEAD
 
 
 # What libraries do
@@ -628,7 +627,7 @@ def test_what_libraries_do_and_what_no_training_step_runs_gives_no_reason(tmp_pa
     trainer = make_trainer(tmp_path, **options)
     if change is not None:
         change(trainer, stack)
-    assert trainer._fused.ladder.look() == Findings()
+    assert trainer._fused.look() == Findings()
 
 
 @pytest.mark.parametrize(
@@ -645,7 +644,7 @@ def test_a_training_of_libraries_code_stays_at_the_highest_level(tmp_path, caplo
     options = {key: value() if key == "peft_config" else value for key, value in options.items()}
     trainer = make_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2, **options)
     trainer.train()
-    assert trainer._fused.ladder.look() == Findings()
+    assert trainer._fused.look() == Findings()
     assert not [record.message for record in caplog.records if record.message.startswith("Level ")]
 
 
@@ -653,7 +652,7 @@ def test_gmpo_gives_no_reason(tmp_path):
     pytest.importorskip("trl.experimental.gmpo")
     from trl.experimental.gmpo import GMPOTrainer
 
-    assert make_trainer(tmp_path, fuse(GMPOTrainer))._fused.ladder.look() == Findings()
+    assert make_trainer(tmp_path, fuse(GMPOTrainer))._fused.look() == Findings()
 
 
 # The user's word
@@ -666,7 +665,7 @@ def test_unknown_code_in_a_layout_that_was_asked_for_shares_nothing_and_is_told(
     (reason,) = trainer._fused.ladder.findings.reasons
     assert reason.level == ROWS
     assert trainer.fused_layout() == "packed"
-    assert "OwnModule" in why_forwards_are_not_shared(trainer, True)
+    assert "OwnModule" in why_forwards_are_not_shared(trainer, trainer._fused.ladder.findings, True)
     trainer.train()
     # The summary tells it too
     told = [record.message for record in caplog.records if record.message.startswith("Level ")]

@@ -17,7 +17,6 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.training import engine, memory
 from trl_fused_grpo.training.memory import GradientMemory, gradient_memory, why_not_in_memory_of_gradients
-from trl_fused_grpo.training.partitioning import tokens_of_forward
 
 
 # Its attention is outside transformers' interface, or eager, by the version; from 5.24 on it is as others'
@@ -210,7 +209,9 @@ def test_a_window_of_one_forward_trains_what_stock_trains(
             begins.append(made[0]._fused.window.begins)  # FSDP2 holds gradients where no weight shows them
             if any(parameter.grad is not None for parameter in call.model.parameters()):
                 padded = request.micro_batch * call.input_ids.shape[1] if request.micro_batch else 10_000
-                beside_gradients.append(tokens_of_forward(made[0]._fused.engine, request, call) <= padded)
+                beside_gradients.append(
+                    made[0]._fused.engine.tokens_of_forward(request, call, made[0]._fused.ladder.findings) <= padded
+                )
         return original(request, options, call, images)
 
     monkeypatch.setattr(engine, "compute_logps", compute_logps)

@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 from tests.tiny_training import make_trainer
 from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOTrainer
-from trl_fused_grpo.training import memory, merging
+from trl_fused_grpo.training import memory, state
 
 
 def test_short_rows_of_a_window_do_not_take_more_than_stock_when_backward_ends(tmp_path):
@@ -103,6 +103,6 @@ def test_peak_memory_is_at_most_stock_s(tmp_path, monkeypatch, dtype, shape, lon
 
     stock = trained(GRPOTrainer)
     limits, original = [], memory.limits_in_budget
-    monkeypatch.setattr(merging, "limits_in_budget", lambda *args: limits.append(original(*args)) or limits[-1])
+    monkeypatch.setattr(state, "limits_in_budget", lambda *args: limits.append(original(*args)) or limits[-1])
     assert trained(FusedGRPOTrainer) <= stock
     assert all(first > others for first, others in limits) and limits

@@ -18,10 +18,9 @@ from trl_fused_grpo._compat.trainers import STEP_METHODS, trl_class
 from trl_fused_grpo.parity.case import Batch, Case
 from trl_fused_grpo.parity.run_case import make_data, run_case
 from trl_fused_grpo.parity.trainers import Settings, fused_trainer, stock_trainer
-from trl_fused_grpo.training.findings import Findings
-from trl_fused_grpo.training.logps_request import LogpsArgs
-from trl_fused_grpo.training.overrides import loss_type_of, replaced_method, replaced_objective
+from trl_fused_grpo.training.findings import Findings, loss_type_of, replaced_method, replaced_objective
 from trl_fused_grpo.training.plan import why_forwards_are_not_shared
+from trl_fused_grpo.training.requests import LogpsArgs
 
 
 class Plain(GRPOTrainer):
@@ -95,7 +94,9 @@ def test_an_argument_of_the_users_constructor_and_the_options_arrive(tmp_path):
     config = fuse_config(PlainConfig)
     trainer = make_trainer(tmp_path, functools.partial(FusedPlain, weight=0.5), config=config, fused_layout="padded")
     assert (trainer.weight, trainer.epsilon_low, trainer.fused_layout()) == (0.5, 0.4, "padded")
-    assert why_forwards_are_not_shared(trainer, True) is None  # a constructor sees no micro-batch
+    assert (
+        why_forwards_are_not_shared(trainer, trainer._fused.ladder.findings, True) is None
+    )  # a constructor sees no micro-batch
 
 
 def test_without_the_fused_loss_it_is_the_users_class(tmp_path):
@@ -129,7 +130,7 @@ def test_an_own_liger_loss_runs_as_in_a_subclass_of_the_fused_trainer(tmp_path):
     (loss, gradients), expected, (half, _) = (loss_and_gradients(one, make_inputs()) for one in (own, of_fused, plain))
     torch.testing.assert_close((loss, gradients), expected, rtol=0, atol=0)
     torch.testing.assert_close(loss, 2 * half)
-    assert own._fused.ladder.look().level == of_fused._fused.ladder.look().level
+    assert own._fused.look().level == of_fused._fused.look().level
     assert own.fused_stats.rows == plain.fused_stats.rows > 0
 
 
@@ -177,7 +178,9 @@ class EveryAttribute(GRPOTrainer):
 )
 def test_micro_batches_share_no_forward_where_an_option_is_computed_at_each_access(tmp_path, cls, reader):
     trainer = make_trainer(tmp_path, fuse(cls))
-    assert why_forwards_are_not_shared(trainer, True) == f"{reader} may see micro-batches"
+    assert (
+        why_forwards_are_not_shared(trainer, trainer._fused.ladder.findings, True) == f"{reader} may see micro-batches"
+    )
 
 
 def test_arguments_of_the_log_prob_method_arrive_by_position_and_by_name():
@@ -210,9 +213,9 @@ def test_gmpo_counts_as_trls_own_in_either_order_of_bases(tmp_path, gmpo):
         trainer = make_trainer(tmp_path, cls)
         assert loss_type_of(trainer) == "gmpo"
         assert replaced_method(trainer, (*STEP_METHODS, *trl_compat.OBJECTIVE_METHODS)) is None
-        assert trainer._fused.ladder.look() == Findings()
+        assert trainer._fused.look() == Findings()
         assert replaced_objective(trainer) is None
-        assert why_forwards_are_not_shared(trainer, True) is None
+        assert why_forwards_are_not_shared(trainer, trainer._fused.ladder.findings, True) is None
 
 
 def test_gmpo_takes_none_of_grpos_other_options_and_its_forecast_holds(tmp_path, gmpo):

@@ -55,9 +55,9 @@ def test_copies_of_trls_micro_batches_share_no_forward(tmp_path):
 
 def test_an_auxiliary_loss_is_computed_in_each_micro_batch(tmp_path):
     trainer = make_trainer(tmp_path)
-    assert why_forwards_are_not_shared(trainer, True) is None
+    assert why_forwards_are_not_shared(trainer, trainer._fused.ladder.findings, True) is None
     trainer.aux_loss_enabled = True
-    assert "auxiliary loss" in str(why_forwards_are_not_shared(trainer, True))
+    assert "auxiliary loss" in str(why_forwards_are_not_shared(trainer, trainer._fused.ladder.findings, True))
 
 
 def test_negative_tokens_are_refused(tmp_path):

@@ -148,7 +148,7 @@ def test_weights_that_do_not_move_have_a_ratio_of_exactly_one_in_bfloat16(tmp_pa
         for weight in trainer.model.parameters():
             weight += 0.3 * torch.randn_like(weight)  # new weights are so small that little is rounded
     differences: list[float] = []
-    fill = trainer._fused.ratio.fill
+    fill = trainer._fused.old_logps.fill
 
     def filled(loss_call, result, counts=True):
         fill(loss_call, result, counts)
@@ -156,7 +156,7 @@ def test_weights_that_do_not_move_have_a_ratio_of_exactly_one_in_bfloat16(tmp_pa
         mask = loss_call.inputs["completion_mask"].bool()
         differences.append(0.0 if old is None else float((old - result.logps.detach())[mask].abs().amax()))
 
-    with mock.patch.object(trainer._fused.ratio, "fill", filled):
+    with mock.patch.object(trainer._fused.old_logps, "fill", filled):
         trainer.train()
     assert trainer.model.dtype == torch.bfloat16
     assert len(differences) == trainer._step

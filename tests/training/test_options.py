@@ -12,8 +12,8 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer, patch
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.training.checks import log_what_has_no_effect
 from trl_fused_grpo.training.plan import why_no_forecast
+from trl_fused_grpo.training.refusals import log_what_has_no_effect
 
 from .sampler import use_sampler
 
@@ -175,12 +175,12 @@ def test_old_log_probs_of_any_schedule_are_skipped_until_something_replaced_may_
 ):
     trainer = trainer_of(tmp_path, "dapo", window, "token_truncate")
     trainer.args.fused_skip_old_logps = True
-    before = warnings_logged()
-    log_what_has_no_effect(trainer)
+    before, engine = warnings_logged(), trainer._fused.engine
+    log_what_has_no_effect(trainer, engine.options_asked_for(), trainer._fused.look(), packed=True)
     assert warnings_logged() == before
     trainer.accelerator.backward = lambda *args, **kwargs: None
-    trainer._fused.ladder.look()  # as every window begins
-    log_what_has_no_effect(trainer)
+    findings = trainer._fused.look()  # as every window begins
+    log_what_has_no_effect(trainer, engine.options_asked_for(), findings, packed=True)
     assert "fused_skip_old_logps=True has no effect, because Accelerator.backward may see" in warnings_logged()[-1]
     assert "the moment when weights move" in warnings_logged()[-1]
 

@@ -16,10 +16,10 @@ from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
 from trl_fused_grpo.training.plan import (
     why_forwards_are_not_shared,
+    why_forwards_differ,
     why_old_logps_are_needed,
     why_reference_is_not_regrouped,
 )
-from trl_fused_grpo.training.randomness import why_forwards_differ
 
 from .sampler import use_sampler
 
@@ -102,14 +102,14 @@ def test_ratios_keep_both_bounds_and_are_one_for_tokens_without_a_sampling_log_p
 def test_one_reason_below_the_highest_level_leaves_everything_that_defers_or_shares(tmp_path):
     trainer = make_trainer(tmp_path, beta=0.1, num_iterations=2, gradient_accumulation_steps=2)
     asked = (
-        lambda: why_forwards_are_not_shared(trainer, True),
-        lambda: why_old_logps_are_needed(trainer),
-        lambda: why_reference_is_not_regrouped(trainer, True),
+        lambda: why_forwards_are_not_shared(trainer, trainer._fused.ladder.findings, True),
+        lambda: why_old_logps_are_needed(trainer, trainer._fused.ladder.findings),
+        lambda: why_reference_is_not_regrouped(trainer, trainer._fused.ladder.findings, True),
     )
     trainer.model.train()
     assert [ask() for ask in asked] == [None] * 3
     trainer.accelerator.backward = lambda loss, **kwargs: loss.backward()
-    trainer._fused.ladder.look()
+    trainer._fused.look()
     (reason,) = {ask() for ask in asked}
     assert "Accelerator.backward" in reason
 
@@ -151,11 +151,11 @@ def test_old_log_probs_are_computed_where_two_forwards_draw_different_random_num
     trainer.model.train()
     if noise == "neftune":
         trainer.model.get_input_embeddings().neftune_noise_alpha = 5.0
-    assert "makes two forwards differ" in why_old_logps_are_needed(trainer)
+    assert "makes two forwards differ" in why_old_logps_are_needed(trainer, trainer._fused.ladder.findings)
     plain = make_trainer(tmp_path)
     plain.use_vllm = True
     plain.model.train()
-    assert why_old_logps_are_needed(plain) is None
+    assert why_old_logps_are_needed(plain, plain._fused.ladder.findings) is None
 
 
 @pytest.mark.parametrize(
@@ -205,11 +205,11 @@ def test_a_disabled_adapter_draws_nothing_but_the_model_may(tmp_path):
     trainer.model.train()
     assert "dropout" in why_forwards_differ(trainer.model)
     assert why_forwards_differ(trainer.model, with_adapters=False) is None
-    assert why_reference_is_not_regrouped(trainer, True) is None
+    assert why_reference_is_not_regrouped(trainer, trainer._fused.ladder.findings, True) is None
     trainer.model.config.attention_dropout = 0.1
-    assert "attention_dropout" in why_reference_is_not_regrouped(trainer, True)
+    assert "attention_dropout" in why_reference_is_not_regrouped(trainer, trainer._fused.ladder.findings, True)
     trainer.ref_model = make_trainer(tmp_path).model  # it evaluates, and so draws nothing
-    assert why_reference_is_not_regrouped(trainer, True) is None
+    assert why_reference_is_not_regrouped(trainer, trainer._fused.ladder.findings, True) is None
 
 
 def test_dropout_of_heads_that_a_model_lacks_does_not_make_forwards_differ():

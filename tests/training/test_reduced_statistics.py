@@ -12,8 +12,8 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss import reduction
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
-from trl_fused_grpo.training.loss_request import build_loss_request
-from trl_fused_grpo.training.window import AccumulationWindow
+from trl_fused_grpo.training.forward import AccumulationWindow
+from trl_fused_grpo.training.requests import build_loss_request
 
 
 def test_recomputed_rows_are_counted_over_all_processes():

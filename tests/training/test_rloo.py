@@ -18,9 +18,8 @@ from trl_fused_grpo.loss.forecast import grad_rows_first
 from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
 from trl_fused_grpo.parity.case import Batch, Case
 from trl_fused_grpo.parity.run_case import make_data
-from trl_fused_grpo.training.deferred_ratio import DEFERRED
-from trl_fused_grpo.training.findings import Findings, Level
-from trl_fused_grpo.training.overrides import replaced_objective
+from trl_fused_grpo.training.findings import Findings, Level, replaced_objective
+from trl_fused_grpo.training.requests import DEFERRED
 
 
 TIMES = ("runtime", "per_second", "step_time")
@@ -176,7 +175,7 @@ def test_a_training_that_goes_on_computes_the_old_logps_that_were_left_out(tmp_p
     batches = trainer._buffered_inputs
     assert all(DEFERRED in batch and "old_logps" not in batch for batch in batches)
     trainer._step += 1
-    trainer._fused.ratio.resolve()
+    trainer._fused.old_logps.resolve()
     assert DEFERRED not in batches[1]
     assert batches[1]["old_logps"].shape == (4,)
     assert (batches[1]["old_logps"] < -1).all()
@@ -206,7 +205,7 @@ def test_a_loss_of_the_users_is_seen(tmp_path):
     assert trl_class(fuse(Twice)) is RLOOTrainer
     trainer = make_trainer(tmp_path, fuse(Twice), config=FusedRLOOConfig, beta=0.0)
     assert replaced_objective(trainer) == "Twice._compute_loss"
-    assert trainer._fused.ladder.look().level == (Level.HEAD if COMPUTES_LOGPS_OF_PADDING else Level.ROWS)
+    assert trainer._fused.look().level == (Level.HEAD if COMPUTES_LOGPS_OF_PADDING else Level.ROWS)
     plain = make_trainer(tmp_path, FusedRLOOTrainer, config=FusedRLOOConfig, beta=0.0)
     assert replaced_objective(plain) is None
-    assert plain._fused.ladder.look() == Findings()
+    assert plain._fused.look() == Findings()

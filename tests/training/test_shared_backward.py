@@ -96,7 +96,7 @@ def test_the_same_trainer_trains_again_what_it_would_have_trained(tmp_path, memo
                 trainer.train()
             memory.limit = 10_000
             trainer.model.zero_grad()
-            assert not trainer._fused.merger.is_waiting
+            assert not trainer._fused.forwards.is_waiting
         torch.manual_seed(2)
         trainer._buffered_inputs = None
         trainer._step = 0

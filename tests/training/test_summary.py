@@ -99,9 +99,9 @@ def test_rows_with_padding_have_no_line_of_what_packed_rows_alone_have(tmp_path)
 def test_the_reasons_are_those_of_the_predicates(tmp_path):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=4)
     trainer.accelerator.backward = lambda *args, **kwargs: None
-    trainer._fused.ladder.look()
+    trainer._fused.look()
     lines = lines_of(trainer)
-    assert lines[FORWARDS].reason == why_forwards_are_not_shared(trainer, True)
+    assert lines[FORWARDS].reason == why_forwards_are_not_shared(trainer, trainer._fused.ladder.findings, True)
 
 
 def test_adapters_and_vllms_ratio_have_a_line(tmp_path):
@@ -117,7 +117,7 @@ def test_a_backward_that_may_move_weights_is_the_reason_for_old_log_probs(tmp_pa
     use_sampler(trainer)
     assert lines_of(trainer)[OLD].reason is None
     trainer.accelerator.backward = lambda *args, **kwargs: None
-    trainer._fused.ladder.look()
+    trainer._fused.look()
     line = lines_of(trainer)[OLD]
     assert line.value.startswith("a forward of their own")
     assert "the moment when weights move" in line.reason and line.change is None

@@ -12,7 +12,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS
-from trl_fused_grpo.training.deferred_ratio import DEFERRED
+from trl_fused_grpo.training.requests import DEFERRED
 
 
 def with_zero_advantages(**extra):

@@ -106,6 +106,11 @@ def steps_per_generation(trainer: Any) -> int:
     return int(trainer.args.steps_per_generation or 1)
 
 
+def steps_of_generation_batch(trainer: Any) -> int:
+    """Training steps that use a generation batch: its micro-batches times `num_iterations`."""
+    return steps_per_generation(trainer) * trainer.num_iterations
+
+
 def has_aux_loss(trainer: Any) -> bool:
     """Return `True` if the loss has the auxiliary loss of a Mixture-of-Experts model (TRL >= 1.7)."""
     return getattr(trainer, "aux_loss_enabled", False)

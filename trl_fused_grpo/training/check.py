@@ -10,7 +10,7 @@ run twice.
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +27,12 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.head.output_projection import has_adapter, output_projection
 
-from .agreement import on_any_process
-from .checks import log_no_effect
-from .findings import Level, Reason
-from .logps_request import LogpsArgs
+from .collectives import on_any_process
+from .findings import Findings, Level, Reason, replaced_method, replaced_objective
 from .memory import free_memory
-from .overrides import replaced_method, replaced_objective
-from .randomness import random_states_kept, why_forwards_differ
+from .plan import why_forwards_differ
+from .refusals import log_no_effect
+from .requests import LogpsArgs, LogpsRequest
 
 
 if TYPE_CHECKING:
@@ -49,19 +48,20 @@ TF32_BOUND = BOUNDS[torch.float16]  # as many bits
 _ROWS_AT_ONCE = 4096  # of a gradient, in float64
 
 
-def why_not_checked(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
+def why_not_checked(trainer: Any, findings: Findings, causal_lm: PreTrainedModel) -> str | None:
     """
     Why log-probs cannot be compared with TRL's own, or `None`.
 
     Args:
         trainer (`GRPOTrainer`): whose log-probs they are.
+        findings ([`Findings`]): those that count.
         causal_lm (`PreTrainedModel`): its causal language model, in no wrapper.
     """
     if trl_compat.shares_sequences(trainer):
         return "sequences are split over processes"
-    if (reason := trainer._fused.ladder.findings.why_below(Level.HEAD)) is not None:
+    if (reason := findings.why_below(Level.HEAD)) is not None:
         return f"TRL's own log-prob method is called anyway: {reason}"
-    if not trainer._fused.ladder.findings.knows_model:
+    if not findings.knows_model:
         return "code of the model that is not known is not run twice"
     if has_adapter(causal_lm.get_output_embeddings()) and trl_compat.REFUSES_ADAPTER_ON_HEAD:
         return "this version of TRL leaves out an adapter on the output projection"
@@ -73,7 +73,9 @@ def why_not_checked(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
     return None
 
 
-def why_gradients_are_not_checked(trainer: Any, model: nn.Module, head: list[nn.Parameter]) -> str | None:
+def why_gradients_are_not_checked(
+    trainer: Any, findings: Findings, model: nn.Module, head: list[nn.Parameter]
+) -> str | None:
     """
     Why the gradient in the trained weights of the output projection, `head`, cannot be compared with that of TRL's own
     path, or `None`.
@@ -84,7 +86,7 @@ def why_gradients_are_not_checked(trainer: Any, model: nn.Module, head: list[nn.
         return "weights are split over processes"
     if (method := replaced_objective(trainer)) is not None:
         return f"{method} was replaced, and TRL's own path is another"
-    if (reason := trainer._fused.ladder.findings.why_below(Level.ROWS)) is not None:
+    if (reason := findings.why_below(Level.ROWS)) is not None:
         return reason
     if (
         method := replaced_method(trainer, ["compute_loss_context_manager", "autocast_smart_context_manager"])
@@ -101,15 +103,18 @@ class Check:
     Args:
         trainer (`GRPOTrainer`): whose micro-batches they are.
         engine ([`LogpsEngine`]): knows options and model.
+        build_request (`Callable`): the request of a micro-batch's loss.
 
     Attributes:
         is_running (`bool`): whether a micro-batch is computed for comparison.
         asks_trl (`bool`): whether it is computed by TRL's own path.
     """
 
-    def __init__(self, trainer: GRPOTrainer, engine: "LogpsEngine"):
+    def __init__(
+        self, trainer: GRPOTrainer, engine: "LogpsEngine", build_request: Callable[[dict[str, Any]], LogpsRequest]
+    ):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
-        self.engine = engine
+        self.engine, self.ladder, self.build_request = engine, engine.ladder, build_request
         self.is_running = self.asks_trl = False
         self.reset()
 
@@ -145,7 +150,7 @@ class Check:
             return
         trainer, self._last_step = self.trainer, self.trainer.state.global_step
         self._awaits_gradients = self._is_asked_for
-        reason = why_not_checked(trainer, self.engine.causal_lm(trainer.model))
+        reason = why_not_checked(trainer, self.ladder.findings, self.engine.causal_lm(trainer.model))
         log_no_effect(self._asked_for, reason)
         if on_any_process(trainer.accelerator, "check", reason is not None):
             self._awaits_gradients = False
@@ -180,7 +185,7 @@ class Check:
         modules = torch_compat.modules_of(call.model)
         in_training = [module for module in modules if module.training and model_compat.may_evaluate(module)]
         running = temporary_attr(self, "is_running", True)
-        with random_states_kept(call.input_ids), running:
+        with _random_states_kept(call.input_ids), running:
             for module in in_training:  # nobody's `train()` is called
                 module.training = False
             try:
@@ -189,7 +194,7 @@ class Check:
                 rows = 1 if alone else call.batch_size
                 expected, *_ = trl_compat.call_trl_logps(trl_method, **vars(replace(call, batch_size=rows)))
                 trl_compat.forget_order_of_modules(call.model)  # which the next forward would take for complete
-                result = self.engine.compute(trainer._fused.request_of(inputs), call, trl_method)
+                result = self.engine.compute(self.build_request(inputs), call, trl_method)
             finally:
                 for module in in_training:
                     module.training = True
@@ -226,7 +231,7 @@ class Check:
         trainer, engine = self.trainer, self.engine
         model, causal_lm = engine.unwrapped(trainer.model), engine.causal_lm(trainer.model)
         head = [weight for weight in output_projection(causal_lm).parameters() if weight.requires_grad]
-        reason = why_gradients_are_not_checked(trainer, model, head)
+        reason = why_gradients_are_not_checked(trainer, self.ladder.findings, model, head)
         log_no_effect(f"{self._asked_for} for gradients", reason)
         cannot = reason is not None or loss is None or not loss[0]["advantages"].any()  # all would be rounding
         if on_any_process(trainer.accelerator, "check of gradients", cannot) or loss is None:
@@ -255,7 +260,7 @@ class Check:
         running, no_budget = temporary_attr(self, "is_running", True), temporary_attr(self.engine, "memory", None)
         try:
             vars(trainer).update(control)
-            random_states = random_states_kept(micro_batch["completion_ids"])
+            random_states = _random_states_kept(micro_batch["completion_ids"])
             with random_states, running, no_budget, trainer.compute_loss_context_manager():
                 yield
         finally:
@@ -279,7 +284,7 @@ class Check:
         if not error <= bound:
             reason = f"in optimizer step {self._last_step} {text.format(f'{error:.1e}')}"
             reason = f"{reason}, more than rounding in {precision} explains ({bound:.0e}): please report it"
-            self.trainer._fused.ladder.fall(Reason(Level.HEAD, reason))
+            self.ladder.fall(Reason(Level.HEAD, reason))
 
     def _precision(self, causal_lm: PreTrainedModel) -> tuple[str, float]:
         """In what the products of both paths are computed, in words, and the bound for it."""
@@ -288,6 +293,11 @@ class Check:
         if dtype == torch.float32 and accelerator.device.type == "cuda" and torch_compat.matmuls_are_tf32():
             return "TF32", TF32_BOUND
         return str(dtype).removeprefix("torch."), BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
+
+
+def _random_states_kept(like: Tensor) -> AbstractContextManager[None]:
+    """Afterwards random numbers, of the CPU and of a tensor's device, go on as if nothing had been drawn."""
+    return torch.random.fork_rng([like.device] if like.is_cuda else [])
 
 
 def _relative_error(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -29,16 +29,13 @@ from trl_fused_grpo.modeling.rows.layout_choice import (
     why_wide_rows_differ,
 )
 
-from .agreement import widest_batch
-from .checks import check_token_ids, log_no_effect
-from .findings import Findings, Level, Reason
+from .collectives import widest_batch
+from .findings import Findings, Ladder, Level, Reason
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, keep_padding, multimodal_inputs
-from .logps_request import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps
-from .loss_request import padding_counts
 from .memory import MemoryBudget, memory_budget
-from .partitioning import tokens_of_forward
-from .plan import why_padding_is_mixed_in
-from .randomness import RandomStates
+from .plan import token_counter, why_padding_is_mixed_in
+from .refusals import check_token_ids, log_no_effect
+from .requests import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps, padding_counts
 
 
 logger = logging.get_logger(__name__)
@@ -59,10 +56,12 @@ class LogpsEngine:
     Args:
         trainer (`GRPOTrainer`): whose models and options they are.
         defaults ([`FusedOptions`]): the options that its arguments do not have.
+        ladder ([`Ladder`]): what was found; it falls where a model refuses rows.
     """
 
-    def __init__(self, trainer: GRPOTrainer, defaults: FusedOptions):
+    def __init__(self, trainer: GRPOTrainer, defaults: FusedOptions, ladder: Ladder):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
+        self.ladder = ladder
         self.options = self._defaults = defaults
         self._head_options: WeakKeyDictionary[PreTrainedModel, _HeadOptions] = WeakKeyDictionary()
         self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
@@ -114,25 +113,24 @@ class LogpsEngine:
         made_with = self._head_options.get(causal_lm, now)
         return now._replace(fp32=made_with.fp32) if trl_compat.LOGPS_FROM_LOGITS else made_with
 
-    def packs(self, model: nn.Module, reads_padding: bool | None = None, findings: Findings | None = None) -> bool:
+    def packs(self, model: nn.Module, findings: Findings, reads_padding: bool | None = None) -> bool:
         """
         Whether a model's rows are packed: where nothing else was asked for, and level and model allow it.
 
         Args:
             model (`nn.Module`): the model, in its wrappers or bare.
+            findings ([`Findings`]): those that count.
             reads_padding (`bool`, *optional*):
                 Whether TRL's objective reads padding. By default the trainer's objective is asked.
-            findings ([`Findings`], *optional*): those that count. By default the training's.
 
         Raises:
             `ValueError`: when packed rows were asked for and are not allowed, with the reason.
         """
-        findings = self.trainer._fused.ladder.findings if findings is None else findings
         if reads_padding is None:
             reads_padding = padding_counts(self.trainer)
         policy = self.trainer.model
         is_reference = model is self.trainer.ref_model and model is not policy
-        if is_reference and not self.packs(policy, reads_padding):
+        if is_reference and not self.packs(policy, self.ladder.findings, reads_padding):
             return False  # equal weights are to give equal bits
         if findings.level < Level.ROWS or self.options.fused_layout == "padded":
             return False
@@ -164,7 +162,7 @@ class LogpsEngine:
             trl_method (`Callable`): TRL's own method for it, which knows how images belong to rows.
             findings ([`Findings`], *optional*): those that count for the call. By default the training's.
         """
-        findings = self.trainer._fused.ladder.findings if findings is None else findings
+        findings = self.ladder.findings if findings is None else findings
         unwrapped, accelerator = self.unwrapped(call.model), self.trainer.accelerator
         causal_lm = self.causal_lm(unwrapped)
         self.install(unwrapped)
@@ -178,7 +176,7 @@ class LogpsEngine:
             if findings.level >= Level.ROWS and findings.knows_model:
                 stack.enter_context(self._compiled_layers(unwrapped))
                 if self.memory is not None and torch.is_grad_enabled():
-                    tokens = tokens_of_forward(self, logps_request, call)
+                    tokens = self.tokens_of_forward(logps_request, call, findings)
                     self.memory.begin(self.trainer.state.global_step, tokens, unwrapped.parameters())
             while True:
                 options = self._logps_options(logps_request, call, findings, shape)
@@ -200,6 +198,14 @@ class LogpsEngine:
                     stack.enter_context(accelerator.autocast())
                 before.restore()
 
+    def tokens_of_forward(self, logps_request: LogpsRequest, call: LogpsArgs, findings: Findings) -> int:
+        """Tokens that the model runs in a forward, padding included, counted as the plan counts them."""
+        if not self.packs(call.model, findings, logps_request.reads_padding):
+            return call.input_ids.numel()
+        batches = call.as_micro_batches(logps_request.micro_batch)
+        tokens_from = token_counter(batches, self.shares_prompts(call.model))
+        return call.input_ids.numel() if tokens_from is None else [*tokens_from(0)][-1]
+
     def _compiled_layers(self, model: nn.Module) -> AbstractContextManager[None]:
         """While it lasts, a model's layers run compiled, where they can."""
         reason = why_not_compiled(self.options.fused_compile, self.trainer.accelerator.device)
@@ -220,14 +226,14 @@ class LogpsEngine:
         if self.options.forces_rows:
             raise ValueError(f"fused_layout='packed' does not fit this model: {error}. Leave it out.") from error
         reason = Reason(Level.HEAD, str(error))
-        self.trainer._fused.ladder.fall(reason)
+        self.ladder.fall(reason)
         return Findings((*findings.reasons, reason))
 
     def _logps_options(
         self, logps_request: LogpsRequest, call: LogpsArgs, findings: Findings, shape: tuple[int, int]
     ) -> LogpsOptions:
         causal_lm = self.causal_lm(call.model)
-        packed = self.packs(call.model, logps_request.reads_padding, findings)
+        packed = self.packs(call.model, findings, logps_request.reads_padding)
         needs_last_column = traits(causal_lm).needs_last_column
         if needs_last_column and call.compute_aux_loss:
             packed = False  # the auxiliary loss counts every token, also one that stands for the last column
@@ -249,3 +255,23 @@ class LogpsEngine:
             is_known=findings.knows_model,
             opens_masks=not packed and findings.knows_model and why_padding_is_mixed_in(causal_lm) is None,
         )
+
+
+class RandomStates:
+    """
+    States of the random number generators of the CPU and of a tensor's device.
+
+    Args:
+        like (`Tensor`): on the device.
+    """
+
+    def __init__(self, like: Tensor):
+        self._device = like.device
+        self._cpu_state = torch.get_rng_state()
+        self._device_state = torch.cuda.get_rng_state(self._device) if like.is_cuda else None
+
+    def restore(self) -> None:
+        """Set the generators to what they were."""
+        torch.set_rng_state(self._cpu_state)
+        if self._device_state is not None:
+            torch.cuda.set_rng_state(self._device_state, self._device)

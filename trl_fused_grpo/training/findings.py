@@ -39,8 +39,7 @@ from trl_fused_grpo._compat.restated import unknown_source
 from trl_fused_grpo._compat.tried_architectures import is_tried
 from trl_fused_grpo.modeling.head.output_projection import layer_before_head
 
-from .agreement import of_all_processes
-from .overrides import computed_option, replaced_behind, replaced_method
+from .collectives import of_all_processes
 
 
 logger = logging.get_logger(__name__)
@@ -127,15 +126,18 @@ class Ladder:
         self.findings = Findings((*self.findings.reasons, reason))
         self._tell()
 
-    def look(self, together: bool = False) -> Findings:
+    def look(self, engine: Any, *more: Reason, is_in_train: bool = False, together: bool = False) -> Findings:
         """
         Gather the findings anew.
 
         Args:
+            engine ([`LogpsEngine`]): knows models and options.
+            more ([`Reason`]): found by others.
+            is_in_train (`bool`): whether TRL's `train` runs, which has called an overridden one then.
             together (`bool`): whether all processes look, and the lowest level of any counts on each.
         """
-        engine, trainer = self.trainer._fused.engine, self.trainer
-        reasons = [*reasons_of_trainer(trainer), *self._for_good]
+        trainer = self.trainer
+        reasons = [*reasons_of_trainer(trainer, is_in_train), *more, *self._for_good]
         for model in {id(m): m for m in (trainer.model_wrapped, trainer.ref_model) if m is not None}.values():
             reasons += reasons_of_model(model, engine.causal_lm(model), engine.options.forces_rows)
         findings = Findings(tuple(dict.fromkeys(reasons)))
@@ -148,11 +150,10 @@ class Ladder:
         self._tell()
         return findings
 
-    def of_call(self, model: nn.Module) -> Findings:
+    def of_call(self, engine: Any, model: nn.Module) -> Findings:
         """The findings for a call of the log-prob method with a model, which may be neither policy nor reference."""
         if model in (self.trainer.model, self.trainer.model_wrapped, self.trainer.ref_model):
             return self.findings
-        engine = self.trainer._fused.engine
         reasons = reasons_of_model(model, engine.causal_lm(model), engine.options.forces_rows)
         return Findings((*self.findings.reasons, *reasons))
 
@@ -163,10 +164,96 @@ class Ladder:
                 logger.warning(f"Level {level.name.lower()} ({WHAT_IS_DONE[level]}), because {text}.")
 
 
+# Whose methods a trainer runs
+
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def _is_fused_trainer(cls: type) -> bool:
+    return cls.__module__ in (f"{_PACKAGE}.trainer", f"{_PACKAGE}.rloo")
+
+
+def _is_trls(trainer: Any, cls: type, name: str) -> bool:
+    """
+    Return `True` if a method of this class is TRL's own and known here: a trainer's, or an objective of its subclasses.
+    """
+    if cls in trainers.trl_class(type(trainer)).__mro__:
+        return True
+    return name == "_compute_loss" and trainers.experimental_objective(vars(cls)[name]) is not None
+
+
+def loss_type_of(trainer: Any) -> str:
+    """The loss type that the trainer's `_compute_loss` computes: its own option, or the one of TRL's subclass."""
+    for cls in type(trainer).__mro__:
+        if "_compute_loss" in vars(cls) and not _is_fused_trainer(cls):
+            return trainers.experimental_objective(vars(cls)["_compute_loss"]) or trainers.loss_type(trainer)
+    return trainers.loss_type(trainer)
+
+
+def has_objective_in_front(trainer: Any) -> bool:
+    """
+    Return `True` if an objective of one of TRL's subclasses comes before `FusedGRPOTrainer` in the resolution order.
+    """
+    method = type(trainer)._compute_loss
+    return trainers.experimental_objective(method) is not None and replaced_method(trainer, ["_compute_loss"]) is None
+
+
+def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
+    """
+    The first of these methods of a trainer that is not TRL's or this package's, as `Class.method`, or `None`. It may
+    have been replaced in a subclass, on the instance, or in TRL's own class.
+    """
+    for name in names:
+        if name in vars(trainer):
+            return f"the instance's {name}"
+        for cls in type(trainer).__mro__:
+            method = vars(cls).get(name)
+            if method is None:
+                continue
+            is_known = _is_fused_trainer(cls) or _is_trls(trainer, cls, name)
+            if not is_known or not is_library_function(getattr(method, "__func__", method)):
+                return f"{cls.__name__}.{name}"
+    return None
+
+
+def replaced_behind(trainer: Any, name: str) -> str | None:
+    """
+    What `super()` finds for a method of the fused trainer, as `Class.method`, if that is not TRL's; `None` if it is.
+    Either TRL's own class was patched, or a class of the user's comes between the two in the method resolution order.
+    """
+    classes = type(trainer).__mro__
+    fused = max((place for place, cls in enumerate(classes) if _is_fused_trainer(cls)), default=-1)
+    cls = next(cls for cls in classes[fused + 1 :] if name in vars(cls))
+    is_known = _is_trls(trainer, cls, name) and is_library_function(vars(cls)[name])
+    return None if is_known else f"{cls.__name__}.{name}"
+
+
+def replaced_objective(trainer: Any) -> str | None:
+    """
+    The first method of TRL's objective that the user replaced, as `Class.method`; `None` where all are TRL's. Only
+    TRL's own are known to read nothing else of a micro-batch than `GRPOObjective` does.
+    """
+    return replaced_method(trainer, ("_compute_loss", *trl_compat.OBJECTIVE_METHODS))
+
+
+def computed_option(trainer: Any) -> str | None:
+    """
+    An attribute that a class of the user's computes at each access, as `Class.option`, or `None`: one that log-probs
+    are computed with, or any by `__getattribute__`.
+    """
+    for cls in type(trainer).__mro__:
+        if cls not in trainers.trl_class(type(trainer)).__mro__:
+            for name in ("__getattribute__", "temperature", "args"):
+                if hasattr(type(vars(cls).get(name)), "__get__"):
+                    return f"{cls.__name__}.{name}"
+    return None
+
+
 # The trainer
 
 
-def reasons_of_trainer(trainer: Any) -> Iterator[Reason]:
+def reasons_of_trainer(trainer: Any, is_in_train: bool) -> Iterator[Reason]:
     """What of the user's runs in or around a training step."""
     behind = replaced_behind(trainer, "_get_per_token_logps_and_entropies")
     if behind is not None:
@@ -174,7 +261,7 @@ def reasons_of_trainer(trainer: Any) -> Iterator[Reason]:
     method = (
         replaced_method(trainer, (*trainers.STEP_METHODS, *trl_compat.OBJECTIVE_METHODS))
         or replaced_behind(trainer, "train")
-        or (None if trainer._fused.is_in_train else replaced_method(trainer, ["train"]))
+        or (None if is_in_train else replaced_method(trainer, ["train"]))
         or computed_option(trainer)
     )
     if method is not None:
@@ -193,8 +280,6 @@ def reasons_of_trainer(trainer: Any) -> Iterator[Reason]:
         ):
             yield Reason(Level.ROWS, f"a hook on the gradient of {name} may see that of each micro-batch")
             break
-    if trainer._fused.deferral.leaves_evaluation:
-        yield Reason(Level.ROWS, "a generation has left the model in evaluation, until the training step behind it")
 
 
 def _watchers(trainer: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:

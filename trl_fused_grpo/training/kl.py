@@ -16,8 +16,8 @@ from trl_fused_grpo.loss.batch import GRPOBatch, as_columns
 from trl_fused_grpo.loss.objective import GRPOObjective, token_terms
 from trl_fused_grpo.loss.reduction import token_weights
 
-from .loss_request import objective_of, padding_counts
-from .overrides import replaced_objective
+from .findings import replaced_objective
+from .requests import objective_of, padding_counts
 
 
 def replaces_kl(trainer: GRPOTrainer) -> bool:

@@ -23,7 +23,7 @@ from trl_fused_grpo._compat.architecture import text_model
 from trl_fused_grpo.modeling.layers.memo import LayerMemo, layers_as_they_are, layers_of
 from trl_fused_grpo.modeling.layers.unpacked import unpacked_layers
 
-from .agreement import of_all_processes
+from .collectives import of_all_processes
 
 
 logger = logging.get_logger(__name__)

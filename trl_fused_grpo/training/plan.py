@@ -1,27 +1,167 @@
 """
-What a generation batch and its micro-batches get at the level `window`: facts of the options and of library code, which
-are no levels. Each function returns the reason why not as words that follow "because", or `None`.
+The plan of a generation batch, made once when TRL has made the batch: which micro-batches share a forward, and where
+their old and reference log-probs come from. And why it is not more: facts of the options and of library code, which are
+no levels. Each of these functions returns the reason as words that follow "because", or `None`.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import models as model_compat
+from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.layers.memo import LayerMemo
+from trl_fused_grpo.modeling.rows.layout import Rows
 
-from .findings import Level
-from .loss_request import objective_of, padding_counts
-from .overrides import replaced_objective
-from .randomness import why_forwards_differ, why_rows_depend_on_others
+from .findings import Findings, Level, replaced_objective
+from .logps import prompt_group_ids
+from .requests import can_join_images, objective_of, padding_counts
 
 
-def why_forwards_are_not_shared(trainer: Any, packed: bool) -> str | None:
+@dataclass(frozen=True)
+class Forward:
+    """
+    A forward that micro-batches share.
+
+    Args:
+        places (`range`): of its micro-batches, see [`Plan`].
+        needs_free_gradients (`bool`): whether it fits the memory of TRL's padding only while no weight has a gradient.
+    """
+
+    places: range
+    needs_free_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    What is done with a generation batch.
+
+    Args:
+        micro_batches (`tuple[dict, ...]`): as TRL keeps them.
+        forwards (`tuple[Forward, ...]`):
+            From the place of the first micro-batch that is trained on to the end, without a gap. Places count on
+            through the iterations: a batch of four micro-batches and `num_iterations=2` has eight.
+    """
+
+    micro_batches: tuple[dict[str, Any], ...] = ()
+    forwards: tuple[Forward, ...] = ()
+
+    def micro_batch(self, place: int) -> dict[str, Any]:
+        """The micro-batch at a place."""
+        return self.micro_batches[place % len(self.micro_batches)]
+
+    def forward_at(self, place: int) -> Forward:
+        """The forward that begins at a place; one for its micro-batch alone where none does."""
+        return next(
+            (forward for forward in self.forwards if forward.places[0] == place), Forward(range(place, place + 1))
+        )
+
+    @property
+    def first_iteration(self) -> tuple[Forward, ...]:
+        """The forwards in which each micro-batch is trained on for the first time."""
+        first = self.forwards[0].places[0] if self.forwards else 0
+        return tuple(forward for forward in self.forwards if forward.places[0] < first + len(self.micro_batches))
+
+
+def plan_forwards(
+    ends: list[int], ends_of_first: list[int], places: range, steps_left: int, accumulation: int, begins_window: bool
+) -> tuple[Forward, ...]:
+    """
+    Which micro-batches of a generation batch share a forward. None does beyond an accumulation window or an iteration.
+
+    Args:
+        ends (`list[int]`): for each micro-batch, the number of the last one that fits a forward which begins with it.
+        ends_of_first (`list[int]`): the same where no weight has a gradient yet.
+        places (`range`): those that are planned, see [`Plan`].
+        steps_left (`int`): micro-batches until the current accumulation window ends, 0 where that is not known.
+        accumulation (`int`): micro-batches of a window.
+        begins_window (`bool`): whether a window begins with the first place.
+    """
+    forwards, place, count = [], places.start, len(ends)
+    while place < places.stop:
+        if steps_left == 0:
+            steps_left, begins_window = accumulation, True
+        number = place % count
+        most = (ends_of_first if begins_window else ends)[number] - number + 1
+        size = min(most, steps_left)
+        forwards.append(Forward(range(place, place + size), needs_free_gradients=size > ends[number] - number + 1))
+        place, steps_left, begins_window = place + size, steps_left - size, False
+    return tuple(forwards)
+
+
+def last_that_fit(batches: list[dict[str, Any]], limit: int, share_prompts: bool) -> list[int]:
+    """
+    For each micro-batch of a generation batch, the number of the last one that may share its forward of packed rows.
+    None do where a row has holes in its mask: such rows keep TRL's padding.
+
+    Args:
+        batches (`list[dict]`): the micro-batches, all of one width.
+        limit (`int`): most tokens that several may have together.
+        share_prompts (`bool`): whether a prompt counts once.
+    """
+    tokens_from = token_counter(batches, share_prompts)
+    if tokens_from is None:
+        return list(range(len(batches)))
+
+    def end_of(start: int) -> int:
+        end = start
+        for number, tokens in enumerate(tokens_from(start), start):
+            if tokens > limit or not can_join_images(batches[start : number + 1]):
+                break
+            end = number
+        return end
+
+    return [end_of(start) for start in range(len(batches))]
+
+
+def token_counter(batches: list[dict[str, Any]], share_prompts: bool) -> Callable[[int], Iterator[int]] | None:
+    """
+    A function that yields the tokens of the micro-batches from an index on, up to each of them: a prompt's once if they
+    share it. `None` where a row has holes in its mask.
+    """
+    names = ("prompt_ids", "prompt_mask", "completion_mask")
+    prompt_ids, prompt_mask, completion_mask = (torch.cat([batch[name] for batch in batches]) for name in names)
+    count = len(prompt_ids)
+    prompts = prompt_group_ids(prompt_ids, prompt_mask) if share_prompts else list(range(count))
+    holes = _holes(prompt_mask, completion_mask)
+    prompt_lengths, lengths, has_holes = torch.stack([prompt_mask.sum(1), completion_mask.sum(1), holes]).tolist()
+    if any(has_holes):
+        return None
+    sequences_of = [rows.tolist() for rows in torch.arange(count).split([len(b["prompt_ids"]) for b in batches])]
+
+    def tokens_from(start: int) -> Iterator[int]:
+        total, seen = 0, set()
+        for sequences in sequences_of[start:]:
+            for row in sequences:
+                total += lengths[row] + (0 if prompts[row] in seen else prompt_lengths[row])
+                seen.add(prompts[row])
+            yield total
+
+    return tokens_from
+
+
+def _holes(prompt_mask: Tensor, completion_mask: Tensor) -> Tensor:
+    """Which sequences `[B]`, bool, have holes in their masks `[B, P]` and `[B, T]`."""
+    selected, mask = completion_mask.bool(), torch.cat([prompt_mask, completion_mask], dim=1)
+    in_model = selected.any(1)
+    rows = Rows(mask, mask, completion_mask.shape[1], selected, in_model)  # token ids do not matter
+    return rows.with_holes(mask.bool() & in_model.unsqueeze(1))
+
+
+# Why not more
+
+
+def why_forwards_are_not_shared(trainer: Any, findings: Findings, packed: bool) -> str | None:
     """Why micro-batches whose rows are `packed`, or not, may not share a forward of the model, or `None`."""
-    if (reason := trainer._fused.ladder.findings.why_below(Level.WINDOW)) is not None:
+    if (reason := findings.why_below(Level.WINDOW)) is not None:
         return reason
     if not packed:
         return "rows keep TRL's padding"
@@ -62,18 +202,19 @@ def has_old_logps(trainer: Any) -> bool:
     return why_weights_move(trainer) is not None
 
 
-def why_old_logps_are_needed(trainer: Any) -> str | None:
+def why_old_logps_are_needed(trainer: Any, findings: Findings) -> str | None:
     """
     Why old log-probs must be computed during generation; `None` where, until the weights move, the training forward
     gives the same numbers, and nobody else reads them.
 
     Args:
         trainer (`GRPOTrainer`): before it generates.
+        findings ([`Findings`]): those that count.
     """
     if trainers.is_rloo(trainer) and trainer.beta != 0.0:
         return f"with beta={trainer.beta} RLOO's KL penalty in the reward reads them"
     return (
-        trainer._fused.ladder.findings.why_below(Level.WINDOW)
+        findings.why_below(Level.WINDOW)
         or why_forwards_differ(trainer.model)
         or why_rows_depend_on_others(trainer.model)
     )
@@ -99,13 +240,14 @@ def why_weights_move(trainer: Any, steps_left: int | None = None) -> str | None:
     return "the weights move while a generation batch is in use" if moves else None
 
 
-def why_reference_is_not_regrouped(trainer: Any, packed: bool) -> str | None:
+def why_reference_is_not_regrouped(trainer: Any, findings: Findings, packed: bool) -> str | None:
     """
     Why the reference's log-probs are computed during generation, as TRL does; `None` where they are computed
     afterwards, in the same rows and groups of micro-batches as the policy's.
 
     Args:
         trainer (`GRPOTrainer`): before it generates.
+        findings ([`Findings`]): those that count.
         packed (`bool`): whether the policy's rows are packed.
     """
     if trainer.beta == 0.0:
@@ -114,7 +256,7 @@ def why_reference_is_not_regrouped(trainer: Any, packed: bool) -> str | None:
         return "RLOO's KL penalty in the reward reads its log-probs"
     if not packed:
         return "rows have TRL's padding, in which all micro-batches have one shape"
-    reason = trainer._fused.ladder.findings.why_below(Level.WINDOW) or why_rows_depend_on_others(trainer.model)
+    reason = findings.why_below(Level.WINDOW) or why_rows_depend_on_others(trainer.model)
     if reason is None and trainer.ref_model is None:
         # TRL shuffles the sequences of a generation batch after the reference's forwards, which draw for each row
         reason = why_forwards_differ(trainer.model, with_adapters=False)
@@ -151,4 +293,80 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, packed: bool) -> str |
         return "vespo logs a weight of every sequence"
     if not packed:
         return "rows are not packed: only the head leaves them out"
+    return None
+
+
+# What every module has: parts, weights, hooks, none of them an option
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | None:
+    """
+    Why two forwards of the same rows give different numbers in training, or `None`: library modules draw at random.
+
+    Args:
+        model (`nn.Module`): in its wrappers or bare.
+        with_adapters (`bool`): whether its adapters are on.
+    """
+    modules = torch_compat.modules_of(model)
+    if not with_adapters:
+        not_called = peft_compat.dropouts_of_adapters(modules)
+        modules = [module for module in modules if module not in not_called]
+    for module in modules:
+        if _drops_out(module):
+            return f"dropout ({_name_in(model, module)}) makes two forwards differ"
+        if (noise := model_compat.noise_of(module)) is not None:
+            return f"{noise} makes two forwards differ"
+        if (option := _noise_option(_own(module)) if module.training else None) is not None:
+            return f"dropout ({_name_in(model, module)}.{option}) makes two forwards differ"
+    config = getattr(model, "config", None)
+    option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
+    return f"dropout ({option}) makes two forwards differ" if option else None
+
+
+def why_rows_depend_on_others(model: nn.Module) -> str | None:
+    """
+    Why log-probs of a sequence depend on which are beside it, or `None`: TRL shuffles the sequences of a generation
+    batch after it has computed them.
+    """
+    configs = [module.config for module in torch_compat.modules_of(model) if isinstance(module, PreTrainedModel)]
+    return next(filter(None, map(architecture.why_rows_depend_on_others, configs)), None)
+
+
+def _drops_out(module: nn.Module) -> bool:
+    """
+    Return `True` if a module is a dropout that is on: torch's, or another of that name, as of PEFT's OFT and BOFT.
+    """
+    is_dropout = isinstance(module, torch_compat.Dropout) or "Dropout" in type(module).__name__
+    if not (is_dropout and module.training):  # thousands, of which few have a `p`
+        return False
+    probability = getattr(module, "p", None)
+    return isinstance(probability, (int, float)) and probability > 0
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
+
+def _name_in(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, other in model.named_modules() if other is module)
+
+
+def _noise_option(options: dict[str, Any]) -> str | None:
+    """
+    The first option of a configuration, of one nested in it, or of a module that draws random numbers: a probability of
+    dropout, a strength of router jitter. Attention passes its dropout to a function, each family by its own name.
+    PEFT's LoHa and LoKr keep theirs by the name of the adapter.
+    """
+    for name, value in options.items():
+        if isinstance(value, dict):
+            nested = _noise_option(value)
+            if nested is not None:
+                return nested
+            is_on = any(isinstance(one, float) and one > 0 for one in value.values())
+        else:
+            is_on = isinstance(value, float) and value > 0
+        names_noise = is_on and any(word in str(name) for word in ("drop", "jitter"))
+        if names_noise and name not in architecture.DROPOUTS_OF_OTHER_HEADS:
+            return name
     return None

@@ -31,7 +31,6 @@ from trl_fused_grpo.ops.linear_logps import choose_backward
 from .check import why_not_checked
 from .engine import LogpsEngine
 from .findings import WHAT_IS_DONE, Level
-from .loss_request import padding_counts
 from .memory import why_no_memory_budget
 from .plan import (
     has_old_logps,
@@ -40,6 +39,7 @@ from .plan import (
     why_old_logps_are_needed,
     why_reference_is_not_regrouped,
 )
+from .requests import padding_counts
 
 
 logger = logging.get_logger(__name__)
@@ -160,7 +160,7 @@ def summary_of(engine: LogpsEngine) -> Summary:
     if not trainer.use_liger_loss:
         verdict = SummaryLine(name, "TRL's own loss", "use_liger_loss=False", "leave use_liger_loss out")
         return Summary([verdict, setting])
-    findings = trainer._fused.ladder.findings
+    findings = engine.ladder.findings
     with _in_training(trainer.model):
         lines = _Lines(engine)
         parts, check = list(lines.all()), list(lines.check())
@@ -206,8 +206,9 @@ class _Lines:
     def __init__(self, engine: LogpsEngine):
         self.engine, self.trainer, self.options = engine, engine.trainer, engine.options
         self.model, self.causal_lm = engine.unwrapped(engine.trainer.model), engine.causal_lm(engine.trainer.model)
-        self.packed, self.device = engine.packs(engine.trainer.model), engine.trainer.accelerator.device
-        self.is_elsewhere, self.level = _is_elsewhere(self.device), engine.trainer._fused.ladder.level
+        self.findings, self.device = engine.ladder.findings, engine.trainer.accelerator.device
+        self.packed = engine.packs(engine.trainer.model, self.findings)
+        self.is_elsewhere, self.level = _is_elsewhere(self.device), self.findings.level
 
     def all(self) -> Iterator[SummaryLine]:
         """What is done at the level of the training, in the order of a training."""
@@ -278,7 +279,9 @@ class _Lines:
         name, steps = "shared forwards", self.trainer.args.gradient_accumulation_steps
         tokens, fraction = self.options.fused_max_tokens_per_forward, self.options.fused_memory
         reason = (
-            "fused_max_tokens_per_forward=0" if tokens == 0 else why_forwards_are_not_shared(self.trainer, self.packed)
+            "fused_max_tokens_per_forward=0"
+            if tokens == 0
+            else why_forwards_are_not_shared(self.trainer, self.findings, self.packed)
         )
         if reason is not None:
             return SummaryLine(name, "each micro-batch has its own", reason)
@@ -291,7 +294,7 @@ class _Lines:
         name, computed = "old log-probs of the training forward", "a forward of their own, where TRL has one"
         if self.options.fused_skip_old_logps is False:
             return SummaryLine(name, computed, "fused_skip_old_logps=False", "leave fused_skip_old_logps out")
-        if (reason := why_old_logps_are_needed(self.trainer)) is not None:
+        if (reason := why_old_logps_are_needed(self.trainer, self.findings)) is not None:
             return SummaryLine(name, computed, reason)
         args = self.trainer.args
         if args.gradient_accumulation_steps % args.steps_per_generation == 0:
@@ -300,7 +303,10 @@ class _Lines:
         return SummaryLine(name, "until the weights move", "they move before all is trained on", change)
 
     def reference(self) -> SummaryLine:
-        name, reason = "shared reference forwards", why_reference_is_not_regrouped(self.trainer, self.packed)
+        name, reason = (
+            "shared reference forwards",
+            why_reference_is_not_regrouped(self.trainer, self.findings, self.packed),
+        )
         return SummaryLine(name, "those of the policy" if reason is None else "in generation, as TRL has it", reason)
 
     def layers(self) -> SummaryLine:
@@ -318,7 +324,7 @@ class _Lines:
     def check(self) -> Iterator[SummaryLine]:
         """The comparison with TRL's own path, if the log-probs are ours."""
         if self.level > Level.STOCK:
-            every, reason = self.options.fused_verify, why_not_checked(self.trainer, self.causal_lm)
+            every, reason = self.options.fused_verify, why_not_checked(self.trainer, self.findings, self.causal_lm)
             often = f", then every {every} optimizer steps" if every else ""
             yield SummaryLine("check", "none" if reason else f"log-probs of the first step beside TRL's{often}", reason)
 

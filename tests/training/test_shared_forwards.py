@@ -16,7 +16,8 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.loss.forecast import BatchForecast
-from trl_fused_grpo.training.loss_request import build_loss_request
+from trl_fused_grpo.training.plan import Forward, Plan
+from trl_fused_grpo.training.requests import build_loss_request
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -52,10 +53,12 @@ def test_rows_that_are_not_packed_any_more_share_no_forward(tmp_path):
     batches = [make_inputs(seed=seed) for seed in range(2)]
     with mock.patch.object(type(trainer._fused.window), "steps_left", 2):
         for packed in (True, False):
-            trainer._fused.merger.set_plan(batches, [1, 1])
+            trainer._fused.forwards.follow(Plan(tuple(batches), (Forward(range(2)),)))
             trainer._fused.engine.packs = lambda *_, packed=packed: packed
+            trainer._step = 0
             trainer.compute_loss(trainer.model, batches[0])
-            assert (trainer._fused.merger.take_logps(batches[1]) is not None) == packed
+            trainer._step = 1
+            assert (trainer._fused.forwards.take_logps(batches[1]) is not None) == packed
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +104,10 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
         return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
 
     def merged_loss():
-        fused._fused.merger.set_plan(batches, [2, 2, 2])
+        fused._fused.forwards.follow(Plan(tuple(batches), (Forward(range(3)),)))
         total = 0.0
         for step, batch in enumerate(batches):
-            fused._fused.window._steps_done = step
+            fused._fused.window._steps_done = fused._step = step
             fused.accelerator.gradient_state._set_sync_gradients(step == 2)
             with temporary_attr(fused._fused.window, "is_in_step", True):  # as within `training_step`
                 total = total + fused.compute_loss(fused.model, batch)
@@ -166,15 +169,15 @@ def test_each_micro_batch_has_its_loss_in_its_own_step_whatever_happens_between(
     trainer = make_trainer(tmp_path, **options)
 
     def evaluate():
-        assert trainer._fused.merger.is_waiting
+        assert trainer._fused.forwards.is_waiting
         state = torch.get_rng_state()
         trainer.evaluate()
         torch.set_rng_state(state)
-        assert trainer._fused.merger.is_waiting
+        assert trainer._fused.forwards.is_waiting
 
     losses, gradients = accumulate_two(trainer, evaluate)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)  # each in its own step
-    assert not trainer._fused.merger.is_waiting
+    assert not trainer._fused.forwards.is_waiting
     for gradient, other in zip(gradients, expected, strict=True):
         assert relative_error(gradient, other) < 1e-5
 
@@ -182,7 +185,7 @@ def test_each_micro_batch_has_its_loss_in_its_own_step_whatever_happens_between(
 def test_nothing_waits_from_a_training_that_was_interrupted(tmp_path):
     options = {"gradient_accumulation_steps": 4, "max_steps": 1, "fused_max_tokens_per_forward": PLENTY}
     trainers = [make_trainer(tmp_path, **options) for _ in range(2)]
-    trainers[1]._fused.merger._losses = [sum(p.sum() for p in trainers[1].model.parameters())]
+    trainers[1]._fused.forwards._losses = [sum(p.sum() for p in trainers[1].model.parameters())]
     for trainer in trainers:
         set_seed(0)
         trainer.train()

@@ -13,14 +13,14 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.head.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.head.output_projection import has_adapter, why_not_sharded
 
+from .findings import Findings, replaced_behind, replaced_method, replaced_objective
 from .kl import estimator_in_force
-from .loss_request import objective_of
 from .memory import why_no_memory_budget
-from .overrides import replaced_behind, replaced_method, replaced_objective
 from .plan import (
     has_old_logps,
     why_no_forecast,
@@ -28,6 +28,7 @@ from .plan import (
     why_weights_move,
     why_zero_grad_sequences_are_not_skipped,
 )
+from .requests import objective_of
 
 
 logger = logging.get_logger(__name__)
@@ -52,19 +53,20 @@ def check_backward(trainer: GRPOTrainer, backward: str | None) -> None:
         )
 
 
-def check_on_policy(trainer: Any, steps_left: int | None = None) -> None:
+def check_on_policy(trainer: Any, options: FusedOptions, findings: Findings, steps_left: int | None = None) -> None:
     """
     Raise when `fused_require_on_policy` is asked for and the weights move while a generation batch is in use, or old
     log-probs need a forward of their own.
 
     Args:
         trainer (`GRPOTrainer`): at the end of its construction, or before it generates.
+        options ([`FusedOptions`]): of its arguments now.
+        findings ([`Findings`]): those that count.
         steps_left (`int`, *optional*): micro-batches until the weights move; by default those of a whole window.
 
     Raises:
         `ValueError`: naming the reason, and the options to change.
     """
-    options = trainer._fused.engine.options_asked_for()
     may_skip_all = trainers.is_rloo(trainer) or trainers.corrects_sampling(trainer)
     if not options.fused_require_on_policy or not (may_skip_all or has_old_logps(trainer)):
         return
@@ -74,7 +76,7 @@ def check_on_policy(trainer: Any, steps_left: int | None = None) -> None:
         reason = "fused_skip_old_logps=False" if trainer.use_liger_loss else "use_liger_loss=False"
     else:
         steps = trainer.args.gradient_accumulation_steps if steps_left is None else steps_left
-        reason = why_old_logps_are_needed(trainer) or why_weights_move(trainer, steps)
+        reason = why_old_logps_are_needed(trainer, findings) or why_weights_move(trainer, steps)
     if reason is not None:
         raise ValueError(
             "fused_require_on_policy=True asks for on-policy steps without a forward for old log-probs, and these are "
@@ -83,17 +85,24 @@ def check_on_policy(trainer: Any, steps_left: int | None = None) -> None:
         )
 
 
-def log_what_has_no_effect(trainer: Any) -> None:
-    """Log once which options were asked for and have no effect, with the reason, at the end of construction."""
-    reasons, engine = {}, trainer._fused.engine
-    options = engine.options_asked_for()
+def log_what_has_no_effect(trainer: Any, options: FusedOptions, findings: Findings, packed: bool) -> None:
+    """
+    Log once which options were asked for and have no effect, with the reason, at the end of construction.
+
+    Args:
+        trainer (`GRPOTrainer`): whose options they are.
+        options ([`FusedOptions`]): of its arguments now.
+        findings ([`Findings`]): those that count.
+        packed (`bool`): whether the policy's rows are packed.
+    """
+    reasons: dict[str, str | None] = {}
     if options.fused_skip_old_logps:
         none = "TRL computes none where no weight moves while a generation batch is in use"
-        reasons["fused_skip_old_logps"] = why_old_logps_are_needed(trainer) if has_old_logps(trainer) else none
-    if options.fused_skip_zero_grad_sequences:
-        reasons["fused_skip_zero_grad_sequences"] = why_zero_grad_sequences_are_not_skipped(
-            trainer, engine.packs(trainer.model)
+        reasons["fused_skip_old_logps"] = (
+            why_old_logps_are_needed(trainer, findings) if has_old_logps(trainer) else none
         )
+    if options.fused_skip_zero_grad_sequences:
+        reasons["fused_skip_zero_grad_sequences"] = why_zero_grad_sequences_are_not_skipped(trainer, packed)
     if options.fused_memory is not None:
         reasons["fused_memory"] = why_no_memory_budget(trainer)
     for option, reason in reasons.items():
@@ -106,7 +115,7 @@ def log_no_effect(asked_for: str | None, reason: str | None) -> None:
         logger.warning_once(f"{asked_for} has no effect, because {reason}.")
 
 
-def check_kl_estimator(trainer: Any) -> None:
+def check_kl_estimator(trainer: Any, name: str) -> None:
     """
     Raise when another `kl_estimator` than TRL's `"k3"` is asked for and would not be trained. Log once when there is no
     KL term, and when `use_bias_correction_kl` turns the estimator into another.
@@ -114,7 +123,6 @@ def check_kl_estimator(trainer: Any) -> None:
     Raises:
         `ValueError`: naming the options to change.
     """
-    name = trainer._fused.engine.options_asked_for().kl_estimator
     if name == "k3":
         return
     if trainers.beta_of_loss(trainer) == 0.0:
@@ -143,10 +151,10 @@ def check_kl_estimator(trainer: Any) -> None:
         )
 
 
-def check_options(trainer: Any) -> None:
+def check_options(trainer: Any, options: FusedOptions, findings: Findings) -> None:
     """Raise `ValueError` when an option cannot be, with the fused loss or without, and say what to change."""
-    check_kl_estimator(trainer)
-    check_on_policy(trainer)
+    check_kl_estimator(trainer, options.kl_estimator)
+    check_on_policy(trainer, options, findings)
 
 
 def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:

@@ -44,7 +44,7 @@ def on_any_process(accelerator: Any, what: str, condition: bool) -> bool:
     return bool(of_all_processes(accelerator, what, [condition]).any())
 
 
-def images_anywhere(accelerator: Any, causal_lm: PreTrainedModel, has_images: bool) -> bool:
+def images_on_any_process(accelerator: Any, causal_lm: PreTrainedModel, has_images: bool) -> bool:
     """Return `True` if any process has images."""
     if not architecture.may_take_images(causal_lm):
         return has_images

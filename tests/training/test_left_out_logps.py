@@ -20,7 +20,7 @@ from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
 from trl_fused_grpo.ops import linear_logps
 from trl_fused_grpo.parity.tiny import save_checkpoint
-from trl_fused_grpo.training import deferral
+from trl_fused_grpo.training import old_logps
 from trl_fused_grpo.training.findings import Findings, Level
 
 
@@ -149,7 +149,7 @@ def test_the_log_says_that_a_reward_function_leaves_the_model_in_evaluation(tmp_
 def test_the_log_says_that_a_reward_function_leaves_other_adapters_on(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     messages = []
-    monkeypatch.setattr(deferral.logger, "warning_once", messages.append, raising=False)
+    monkeypatch.setattr(old_logps.logger, "warning_once", messages.append, raising=False)
     model = with_two_adapters(save_checkpoint("llama", tmp_path, torch.float32))
     trainer = make_trainer(tmp_path, model=model, max_steps=1, steps_per_generation=2, gradient_accumulation_steps=1)
     reward_switches_adapter(trainer)
@@ -210,7 +210,7 @@ def test_adapters_that_are_off_for_the_reference_are_not_taken_for_moved_weights
         trainer.model.add_adapter(name, lora())
     trainer.train()
     assert "a reward function has moved weights" not in caplog.text
-    assert trainer._fused.ladder.look() == Findings()
+    assert trainer._fused.look() == Findings()
 
 
 def projected_for_the_reference(trainer) -> tuple[list[int], list[int]]:

@@ -8,7 +8,7 @@ import torch
 
 from tests.modeling.test_wide_rows import limit_width
 from trl_fused_grpo.parity.tiny import tiny_model
-from trl_fused_grpo.training.agreement import images_anywhere, on_any_process, widest_batch
+from trl_fused_grpo.training.collectives import images_on_any_process, on_any_process, widest_batch
 
 
 def beside(values, what=None):
@@ -30,8 +30,8 @@ def alone():
 
 def test_a_batch_has_images_where_any_process_has_some():
     model = tiny_model("qwen3-vl")
-    assert images_anywhere(beside([True]), model, False) and images_anywhere(beside([False]), model, True)
-    assert not images_anywhere(beside([False]), model, False)
+    assert images_on_any_process(beside([True]), model, False) and images_on_any_process(beside([False]), model, True)
+    assert not images_on_any_process(beside([False]), model, False)
 
 
 def test_a_batch_is_as_wide_as_the_widest_of_any_process():
@@ -42,7 +42,7 @@ def test_a_batch_is_as_wide_as_the_widest_of_any_process():
 
 def test_models_without_images_and_without_a_limit_ask_nobody():
     model = tiny_model("llama")
-    assert not images_anywhere(alone(), model, False)
+    assert not images_on_any_process(alone(), model, False)
     assert widest_batch(alone(), model, (4, 20)) == (4, 20)
 
 

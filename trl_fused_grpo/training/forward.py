@@ -1,0 +1,322 @@
+"""
+Where in an accumulation window a training is, and the forwards that its micro-batches share. The first micro-batch of a
+forward runs it. Each takes its log-probs and its loss in a training step of its own. The backward of all runs with the
+last of them.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers.utils import logging
+from trl import GRPOTrainer
+
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._utils import temporary_attr
+from trl_fused_grpo.ops.linear_logps import FusedStats
+
+from .collectives import of_all_processes
+from .engine import LogpsEngine, RandomStates
+from .memory import free_memory, why_memory_is_taken
+from .plan import Plan
+from .requests import PerTokenLogps
+
+
+logger = logging.get_logger(__name__)
+
+
+class AccumulationWindow:
+    """
+    Counts the training steps of an accumulation window.
+
+    Args:
+        trainer (`GRPOTrainer`): which accumulates gradients.
+
+    Attributes:
+        is_in_step (`bool`): whether a training step runs.
+    """
+
+    def __init__(self, trainer: GRPOTrainer):
+        self.trainer: Any = trainer  # its attributes depend on the version of TRL
+        self.is_in_step = False
+        self._forwards: list[list[FusedStats]] = []
+        self._epoch: Callable[[], Any] = _nothing  # a reference to its iterator, which may hold processes
+        self.begin()
+
+    def begin(self, epoch: Any = None) -> None:
+        """
+        TRL takes the micro-batches of the next window.
+
+        Args:
+            epoch (`Iterator`, *optional*): of the epoch, from which they come. By default a loop is not TRL's.
+        """
+        self._steps_done = 0
+        if epoch is not None and self._epoch() is epoch:
+            return
+        self._epoch = _reference(epoch)
+        self._steps_of_epoch = self._steps_since_update = 0
+        self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
+        # Before the first step of a resumed epoch there were whole windows; how many, is not known
+        is_resumed = epoch is not None and (self.trainer.state.epoch or 0.0) % 1.0 != 0.0
+        self._only_with = self.trainer.args.gradient_accumulation_steps if is_resumed else None
+
+    @property
+    def begins(self) -> bool:
+        """Return `True` if the training step that runs is the first of a window."""
+        return self.is_in_step and self._steps_since_update == 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """
+        Return `True` if the training step that runs is the last one of an epoch or a training that somebody has
+        stopped. Gradients stay then, and those of the next epoch are added.
+        """
+        return self.trainer.control.should_epoch_stop or self.trainer.control.should_training_stop
+
+    @property
+    def is_last(self) -> bool:
+        """
+        Return `True` if what waits has its backward in this training step: the weights move after it, or it is stopped.
+        """
+        return self.trainer.accelerator.sync_gradients or self.is_stopped
+
+    @property
+    def steps_left(self) -> int:
+        """
+        Micro-batches until the weights move, the current one included, or fewer where they come from two windows. Zero
+        outside a training step, where it is not known: a loop of the user's own may move them at any time.
+        """
+        if not self.is_in_step:
+            return 0
+        accumulation = self.trainer.args.gradient_accumulation_steps
+        if self.trainer.accelerator.sync_gradients or self._only_with not in (None, accumulation):
+            return 1
+        left = self.trainer.current_gradient_accumulation_steps - self._steps_done
+        if self._epoch() is not None:
+            # The weights move at its multiples in an epoch, also where a callback has changed it within the epoch
+            left = min(left, accumulation - self._steps_of_epoch % accumulation)
+        return max(left, 1)
+
+    @property
+    def stats(self) -> list[FusedStats]:
+        """Of the forwards with gradients of the last training step, one for each sub-batch."""
+        return [part for of_forward in self._forwards for part in of_forward]
+
+    def step_begins(self, goes_on: bool) -> None:
+        """A training step begins. It `goes_on` with the forward of the step before when micro-batches share one."""
+        if not goes_on:
+            self._forwards = []
+
+    def keep_stats(self, of_forward: list[FusedStats]) -> None:
+        """Keep the stats of a forward, to which its backward may add some. An objective may run several in a step."""
+        self._forwards = [*(self._forwards if self.is_in_step else ()), of_forward]
+
+    def step_ends(self) -> None:
+        """A training step is done."""
+        moved = self.trainer.accelerator.sync_gradients
+        is_new_window = moved and self._epoch() is None
+        self._steps_done = 0 if is_new_window else self._steps_done + 1
+        self._steps_since_update = 0 if moved else self._steps_since_update + 1
+        self._steps_of_epoch += 1
+
+    def count(self) -> None:
+        """Count the rows of a training step's forwards, whose backward is done."""
+        self._recomputed.append((sum(part.recomputed for part in self.stats), sum(part.rows for part in self.stats)))
+
+    def log_recomputed(self) -> None:
+        """Log the counts of a window's forwards, reduced together: processes wait for one another once."""
+        accelerator, counts, self._recomputed = self.trainer.accelerator, self._recomputed, []
+        if accelerator.num_processes > 1:
+            local = torch.tensor(counts, dtype=torch.float32, device=accelerator.device)
+            counts = accelerator.reduce(local, reduction="sum").tolist()
+        shares = [recomputed / max(rows, 1) for recomputed, rows in counts]
+        trl_compat.metrics_of(self.trainer)["fused/rows_recomputed"].extend(shares)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    try:
+        return _nothing if value is None else ref(value)
+    except TypeError:  # such as the iterator of a list, which holds no processes
+        return lambda: value
+
+
+class SharedForwards:
+    """
+    Follows the plan of a generation batch. Keeps the log-probs of a forward until each micro-batch has its step, and
+    their losses until the backward.
+
+    Args:
+        trainer (`GRPOTrainer`): whose micro-batches they are.
+        engine ([`LogpsEngine`]): computes their log-probs.
+
+    Attributes:
+        plan ([`Plan`]): of the generation batch that is trained on; empty before the first.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
+        self.trainer: Any = trainer  # its attributes depend on the version of TRL
+        self.engine = engine
+        self._has_run_out_of_memory = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all micro-batches, as at the start of a training."""
+        self.follow(Plan())
+        self._losses: list[Tensor] = []
+
+    def follow(self, plan: Plan) -> None:
+        """Replace the plan by that of a new generation batch. Log-probs of the one before are dropped."""
+        self.plan = plan
+        self._forget_forward()
+
+    def begin_window(self) -> None:
+        """
+        Forget what an accumulation window has left that was not finished. Where memory runs out in it and
+        `auto_find_batch_size` begins the training anew, its gradients are gone in stock too.
+        """
+        self._losses = []
+        self._forget_forward()
+
+    def _forget_forward(self) -> None:
+        """Forget the forward that runs, and those of its log-probs that were not taken."""
+        self._logps: dict[int, PerTokenLogps] = {}
+        self._last = -1
+
+    @contextmanager
+    def training(self) -> Generator[None, None, None]:
+        """While it lasts, TRL trains. Before, and in the end, however it comes, all micro-batches are forgotten."""
+        self.reset()
+        try:
+            yield
+        finally:
+            self.reset()  # an exception leaves losses that wait; their graphs keep memory, and attention replaced
+
+    def sharing(
+        self, micro_batch: dict[str, Any], steps_left: int, may_share: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
+        """
+        The micro-batches that share the forward that begins with `micro_batch`, as planned; it alone where something
+        has changed since.
+
+        Args:
+            micro_batch (`dict`): what TRL trains on.
+            steps_left (`int`): micro-batches until the accumulation window ends, this one included.
+            may_share (`Callable`): whether findings and model still allow it.
+        """
+        place = self._place_of(micro_batch)
+        forward = None if place is None else self.plan.forward_at(place)
+        if forward is None or not 1 < len(forward.places) <= steps_left or self._has_run_out_of_memory:
+            return [micro_batch]
+        if not may_share() or (forward.needs_free_gradients and not self._finds_no_gradients()):
+            return [micro_batch]
+        return [self.plan.micro_batch(place) for place in forward.places]
+
+    def _finds_no_gradients(self) -> bool:
+        """Return `True` if no weight of any process has a gradient."""
+        reason = why_memory_is_taken(self.trainer, self.engine.causal_lm(self.trainer.model))
+        if reason is not None:
+            logger.warning_once(f"The first micro-batches of a window have a forward each, because {reason}.")
+        return bool(of_all_processes(self.trainer.accelerator, "memory of gradients", [reason is None]).all())
+
+    def run(
+        self, sharing: list[dict[str, Any]], compute: Callable[[list[dict[str, Any]]], PerTokenLogps]
+    ) -> PerTokenLogps:
+        """
+        Run a forward with `compute`, keep the log-probs of all micro-batches that share it, and return those of the
+        first. Where the device's memory runs out, the first alone, and from now on each.
+
+        Raises:
+            `torch.OutOfMemoryError`: where one alone does not fit, or other processes would wait for the forward that
+                this one did not run.
+        """
+        before = RandomStates(sharing[0]["completion_ids"])
+        try:
+            result = compute(sharing)
+        except torch.OutOfMemoryError:
+            if len(sharing) == 1:
+                raise
+            self._tell_memory_ran_out(len(sharing))
+            if self.trainer.accelerator.num_processes > 1:
+                raise
+            self._has_run_out_of_memory, sharing = True, sharing[:1]
+            result = None
+        if result is None:  # the exception, which holds the graph, is gone
+            before.restore()
+            free_memory()
+            result = compute(sharing)
+        if len(sharing) == 1:
+            return result
+        place = self._place_of(sharing[0])
+        assert place is not None, "micro-batches that share a forward are planned"
+        results = result.split([len(batch["completion_ids"]) for batch in sharing])
+        self._logps, self._last = dict(enumerate(results[1:], place + 1)), place + len(results) - 1
+        return results[0]
+
+    def _tell_memory_ran_out(self, count: int) -> None:
+        logger.warning(
+            f"Memory ran out where {count} micro-batches share a forward: fused_max_tokens_per_forward sets how many "
+            "tokens may (0 runs each alone), and fused_memory how much memory is taken."
+        )
+
+    def take_logps(self, micro_batch: dict[str, Any]) -> PerTokenLogps | None:
+        """Remove and return the log-probs that an earlier forward left for a micro-batch, or `None`."""
+        place = self._place_of(micro_batch)
+        return None if place is None else self._logps.pop(place, None)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return `True` if losses wait for the last micro-batch of their forward."""
+        return bool(self._losses)
+
+    def backward(self, loss: Tensor, micro_batch: dict[str, Any], is_last: bool, backward: Callable) -> None:
+        """
+        Run the backward of a loss together with those that wait for it, or keep the loss for the last micro-batch of
+        its forward.
+
+        Args:
+            loss (`Tensor`): a scalar, as TRL gives it to the backward.
+            micro_batch (`dict`): whose loss it is.
+            is_last (`bool`): whether none waits behind it, see [`AccumulationWindow.is_last`].
+            backward (`Callable`): the accelerator's.
+        """
+        self._losses.append(loss)
+        place = self._place_of(micro_batch)
+        if place is not None and place < self._last and not is_last:
+            return
+        losses, self._losses = self._losses, []
+        self._forget_forward()
+        try:
+            backward(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+        except torch.OutOfMemoryError:
+            if len(losses) > 1:
+                self._tell_memory_ran_out(len(losses))
+            raise
+        if self.engine.memory is not None:
+            self.engine.memory.learn()
+
+    def _place_of(self, micro_batch: dict[str, Any]) -> int | None:
+        """The place in the plan of what TRL trains on; `None` for other inputs, such as a copy."""
+        place = trl_compat.step_of(self.trainer) % trl_compat.steps_of_generation_batch(self.trainer)
+        is_planned = bool(self.plan.micro_batches) and self.plan.micro_batch(place) is micro_batch
+        return place if is_planned else None
+
+
+@contextmanager
+def reducing_gradients(model: nn.Module) -> Generator[None, None, None]:
+    """
+    While it lasts, a forward under DDP's `no_sync` prepares for gradients to be reduced: the backward of a shared
+    forward runs in a later step, which reduces them.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    with temporary_attr(model, "require_backward_grad_sync", True):
+        yield

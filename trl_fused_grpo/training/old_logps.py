@@ -1,0 +1,398 @@
+"""
+Old and reference log-probs that generation asks for and does not get.
+
+Until the weights move, a forward for old log-probs computes those of the training forward once more. So it is left out,
+and vLLM's importance ratio is computed from the log-probs that come later, with the formula of
+`loss/importance_sampling.py`. Old log-probs of later micro-batches, and the reference's, are computed after generation,
+in forwards with the same rows as the policy's: equal weights give equal bits.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+from trl import GRPOTrainer
+
+from trl_fused_grpo._compat import peft as peft_compat
+from trl_fused_grpo._compat import torch as torch_compat
+from trl_fused_grpo._compat import trainers
+from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
+from trl_fused_grpo.modeling.head.output_projection import output_projection
+
+from .collectives import on_any_process
+from .engine import LogpsEngine
+from .findings import Ladder, Level, Reason
+from .plan import Plan, why_generation_is_out_of_turn, why_old_logps_are_needed, why_reference_is_not_regrouped
+from .refusals import check_on_policy
+from .requests import DEFERRED, LogpsArgs, LogpsRequest, LossCall, PerTokenLogps, images_of, prompts_and_completions
+
+
+logger = logging.get_logger(__name__)
+
+
+class _LeftOut(NamedTuple):
+    """
+    A call of TRL's generation that is answered later: its arguments, the adapters that were on, TRL's method, and how
+    often each weight was written.
+    """
+
+    call: LogpsArgs
+    adapters: Any
+    trl_method: Callable
+    written: dict[Tensor, int]
+
+    @property
+    def is_late(self) -> bool:
+        """Return `True` if the weights are others by now."""
+        return any(weight._version != times for weight, times in self.written.items())
+
+
+class DeferredLogps:
+    """
+    Decides which log-probs of a generation batch are left out, and computes afterwards those that the training forward
+    does not give.
+
+    Args:
+        trainer (`GRPOTrainer`): whose log-probs they are.
+        engine ([`LogpsEngine`]): computes them.
+        ladder ([`Ladder`]): what was found.
+
+    Attributes:
+        is_generating (`bool`): whether TRL generates.
+        leaves_evaluation (`bool`): whether the last generation has left a module in evaluation that was in training.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine, ladder: Ladder):
+        self.trainer: Any = trainer  # its attributes depend on the version of TRL
+        self.engine, self.ladder = engine, ladder
+        self.is_generating = self._defers_old = self._defers_reference = False
+        self._from_training = 0  # first micro-batches of a generation batch whose old log-probs the training gives
+        self._policy_state: Any = None
+        self._old: _LeftOut | None = None
+        self._reference: _LeftOut | None = None
+        self.leaves_evaluation = False
+
+    @property
+    def has_left_out_old(self) -> bool:
+        """Return `True` if the generation that runs, or that is not planned yet, did not get its old log-probs."""
+        return self._old is not None
+
+    @contextmanager
+    def generation(self, steps_left: int) -> Generator[None, None, None]:
+        """
+        While it lasts, TRL generates and asks for log-probs; [`leaves_out`] says which of them it does not get.
+
+        Args:
+            steps_left (`int`): micro-batches until the weights move; zero outside a training step.
+        """
+        trainer = self.trainer
+        is_training, findings, options = trainer.model.training, self.ladder.findings, self.engine.options
+        if is_training:
+            check_on_policy(trainer, self.engine.options_asked_for(), findings, steps_left)
+        packed, may_skip_old = self.engine.packs(trainer.model, findings), options.fused_skip_old_logps is not False
+        before, is_nested = dict(vars(self)), self.is_generating  # a reward function may generate too
+        self.is_generating = True
+        # Outside a training step, and for a reward function, nothing computes them afterwards
+        is_planned = is_training and steps_left > 0 and not is_nested
+        may_leave_out_old = may_skip_old or packed  # in TRL's padding micro-batches have one shape
+        if is_planned and (reason := why_generation_is_out_of_turn(trainer)) is not None:
+            logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {reason}.")
+            is_planned = False
+        self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer, findings) is None
+        self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, findings, packed) is None
+        self._policy_state = peft_compat.adapter_state(trainer.model)
+        self._from_training = steps_left if may_skip_old else 0
+        self._old = self._reference = None
+        in_training = [module for module in torch_compat.modules_of(trainer.model) if module.training]
+        try:
+            yield
+            self._look_for_moved_weights()
+            self.leaves_evaluation = not all(module.training for module in in_training)
+        finally:
+            if is_nested:
+                vars(self).update(before)
+            else:
+                self.is_generating = self._defers_old = self._defers_reference = False
+
+    def _look_for_moved_weights(self) -> None:
+        """Leave no log-probs out any more where something that runs after them in a generation has moved weights."""
+        if any(left_out is not None and left_out.is_late for left_out in (self._old, self._reference)):
+            reason = (
+                "a reward function has moved weights: log-probs of this generation batch, which were to come from its "
+                "training, are those of the new weights"
+            )
+            self.ladder.fall(Reason(Level.ROWS, reason))
+
+    def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
+        """
+        Return `True` if a call of TRL's generation gets zeros, because its log-probs are computed later. It is kept for
+        [`compute_reference`] and [`old_logps`].
+
+        Args:
+            call ([`LogpsArgs`]): the call.
+            trl_method (`Callable`): TRL's own method for it.
+        """
+        # A reward function may call the method too, and uses the result
+        if not self.is_generating or not trl_compat.is_asked_by_generation():
+            return False
+        trainer = self.trainer
+        left_out = _LeftOut(call, peft_compat.adapter_state(call.model), trl_method, _times_written(call.model))
+        if call.model is not trainer.ref_model and left_out.adapters == self._policy_state:
+            leaves_out = self._defers_old
+            self._old = left_out if leaves_out else None
+        else:
+            leaves_out = self._defers_reference
+            self._reference = left_out if leaves_out else None
+        return leaves_out
+
+    def compute_reference(self, plan: Plan, build_request: Callable[[dict[str, Any]], LogpsRequest]) -> None:
+        """
+        Compute the reference's log-probs where generation left them out, and put them into the micro-batches.
+
+        Args:
+            plan ([`Plan`]): of the generation batch, with the forwards that its micro-batches will share.
+            build_request (`Callable`): the request of a micro-batch's loss.
+        """
+        left_out, self._reference = self._reference, None
+        if left_out is None:
+            return
+        head = output_projection(self.engine.causal_lm(self.trainer.model))
+        head_grad = any(parameter.requires_grad for parameter in head.parameters())
+
+        def build_as_policys(batch: dict[str, Any]) -> LogpsRequest:
+            # With a forecast, of whose numbers nothing is asked: so the head takes the chunks of the training forward
+            unknown = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
+            with torch.enable_grad():
+                return replace(build_request({**batch, "ref_per_token_logps": unknown}), head_grad=head_grad)
+
+        groups = [[plan.micro_batch(place) for place in forward.places] for forward in plan.first_iteration]
+        for batch, logps in self._computed(left_out, groups, build_as_policys):
+            batch["ref_per_token_logps"] = logps
+
+    def old_logps(
+        self, plan: Plan, build_request: Callable[[dict[str, Any]], LogpsRequest]
+    ) -> list[tuple[int, Tensor]]:
+        """
+        Compute the old log-probs that generation left out, of micro-batches that the training comes to with other
+        weights, or of all where it is not to give any.
+
+        Args:
+            plan, build_request: see [`compute_reference`].
+
+        Returns:
+            `list[tuple[int, Tensor]]`: numbers of micro-batches in the generation batch, and log-probs `[B, T]`, nats.
+        """
+        left_out, self._old = self._old, None
+        if left_out is None:
+            return []
+        from_training = self._from_training
+        reason = self._why_adapters_are_others(left_out)
+        reason = reason or self.ladder.findings.why_below(Level.WINDOW)
+        if reason is not None:
+            logger.warning_once(f"Old log-probs have a forward of their own, because {reason}.")
+            from_training = 0
+        from_training += plan.forwards[0].places[0]
+        later = [forward.places for forward in plan.first_iteration if forward.places.stop > from_training]
+        groups = [[plan.micro_batch(place) for place in places] for places in later]
+        numbers = [place % len(plan.micro_batches) for places in later for place in places]
+        computed = self._computed(left_out, groups, build_request)
+        return [(number, logps) for number, (_, logps) in zip(numbers, computed, strict=True)]
+
+    def _why_adapters_are_others(self, left_out: _LeftOut) -> str | None:
+        """Why the training forward gives other log-probs, on any process: all compute as many forwards. Or `None`."""
+        if left_out.adapters is None:
+            return None
+        are_others = left_out.adapters != peft_compat.adapter_state(left_out.call.model)
+        is_on_any = on_any_process(self.trainer.accelerator, "adapters", are_others)
+        return "other adapters are on than when TRL asked for them" if is_on_any else None
+
+    @torch.no_grad()
+    def _computed(
+        self,
+        left_out: _LeftOut,
+        groups: list[list[dict[str, Any]]],
+        build_request: Callable[[dict[str, Any]], LogpsRequest],
+    ) -> list[tuple[dict[str, Any], Tensor]]:
+        """The micro-batches of the groups with log-probs `[B, T]` that generation left out."""
+        call, results = replace(left_out.call, batch_size=None), []
+        with peft_compat.adapters_as(call.model, left_out.adapters):
+            for group in groups:
+                # The positions that the policy's loss asks for
+                logps_request = LogpsRequest.joined([build_request(batch) for batch in group])
+                result = self.engine.compute(logps_request, call.with_batches(group), left_out.trl_method)
+                sizes = [len(batch["completion_ids"]) for batch in group]
+                results += zip(group, result.logps.split(sizes), strict=True)
+        return results
+
+
+def _times_written(model: Any) -> dict[Tensor, int]:
+    """How often each weight was written, but through `.data`, which nobody counts."""
+    return {weight: weight._version for weight in torch_compat.parameters_of(model)}
+
+
+def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
+    """The trainer's vLLM importance-sampling correction."""
+    clip_min, clip_max = trl_compat.sampling_clip_range(trainer)
+    return SamplingCorrection(
+        mode=trainer.vllm_importance_sampling_mode,
+        clip_min=clip_min,
+        clip_max=clip_max,
+        nan_ratio_is_one=trl_compat.NAN_RATIO_IS_ONE,
+    )
+
+
+class OldLogps:
+    """
+    Gives micro-batches the old log-probs that generation left out. With vLLM's correction it computes their importance
+    ratios, and logs the metrics that TRL logs of them.
+
+    Args:
+        trainer (`GRPOTrainer`): whose micro-batches they are.
+    """
+
+    def __init__(self, trainer: GRPOTrainer):
+        self.trainer: Any = trainer  # its attributes depend on the version of TRL
+        self._metrics = SamplingMetrics()
+        self._correction: SamplingCorrection | None = None
+
+    @property
+    def correction(self) -> SamplingCorrection:
+        """The correction of the generation batch that is trained on, or of the trainer."""
+        return self._correction or sampling_correction(self.trainer)
+
+    def mark(self, output: dict[str, Any], correction: SamplingCorrection | None = None) -> None:
+        """
+        Mark a generation batch whose old log-probs and ratios the training will compute.
+
+        Args:
+            output (`dict`): of TRL's generation.
+            correction ([`SamplingCorrection`], *optional*): as it was before reward functions ran. TRL applies it then.
+        """
+        self._correction = correction
+        del output["old_per_token_logps"]
+        output[DEFERRED] = torch.tensor(True)
+        if not trainers.corrects_sampling(self.trainer):
+            return
+        self._metrics = SamplingMetrics()
+        logged = trl_compat.metrics_of(self.trainer)
+        for name in SAMPLING_METRICS:  # TRL has just logged them, from log-probs that were not computed
+            if logged.get(name):
+                logged[name].pop()
+            if not logged.get(name):
+                logged.pop(name, None)
+        del output["importance_sampling_ratio"]
+
+    def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
+        """
+        Put vLLM's ratio, if there is one, into what TRL reads of a marked micro-batch, before TRL reads it. To TRL it
+        has no old log-probs yet, so that they are those of the training. From then on the micro-batch is one that TRL
+        made, with old log-probs, for the case that the weights move before it is used again.
+
+        Args:
+            loss_call ([`LossCall`]): of TRL's `_compute_loss`.
+            result ([`PerTokenLogps`]): of the training forward.
+            counts (`bool`): whether the call is that of the training. Another leaves the micro-batch as it is.
+        """
+        inputs, micro_batch, logps = loss_call.inputs, loss_call.micro_batch, result.logps.detach()
+        if DEFERRED not in inputs:
+            return
+        counts = counts and DEFERRED in micro_batch
+        place = trl_compat.step_of(self.trainer) % trl_compat.steps_per_generation(self.trainer) if counts else None
+        ratio = {}
+        if trainers.corrects_sampling(self.trainer):
+            ratio["importance_sampling_ratio"] = self._ratio(inputs, logps, place, result.left_out)
+        inputs |= ratio
+        if counts:
+            micro_batch |= {**ratio, "old_per_token_logps": logps}
+            del micro_batch[DEFERRED]
+            self._log_when_complete()
+
+    def take(self, micro_batch: dict[str, Any], place: int, logps: Tensor) -> None:
+        """
+        Give a marked micro-batch its old log-probs, and what follows from them.
+
+        Args:
+            micro_batch (`dict`): as TRL keeps it.
+            place (`int`): its place in the generation batch.
+            logps (`Tensor`): `[B, T]`, nats, computed with the weights that generated.
+        """
+        if trainers.corrects_sampling(self.trainer):
+            micro_batch["importance_sampling_ratio"] = self._ratio(micro_batch, logps, place)
+        micro_batch["old_per_token_logps"] = logps
+        del micro_batch[DEFERRED]
+        self._log_when_complete()
+
+    def resolve(self) -> None:
+        """
+        Compute what was left to a training that was interrupted. The weights must still be those that generated, as
+        they are when the next training begins.
+        """
+        batches = self._unused_micro_batches()
+        first = trl_compat.steps_per_generation(self.trainer) - len(batches)
+        for place, batch in enumerate(batches, first):
+            if DEFERRED in batch:
+                self.take(batch, place, self._logps_of(batch))
+
+    def _ratio(
+        self, inputs: dict[str, Any], logps: Tensor, place: int | None, left_out: Tensor | None = None
+    ) -> Tensor:
+        """
+        The ratio `[B, T]` or `[B, 1]`. With a `place` in the generation batch it counts in the metrics, but for
+        sequences that were left out `[B]`, whose log-probs are not known.
+        """
+        values = logps, inputs["sampling_per_token_logps"], trl_compat.loss_mask(self.trainer, inputs)
+        ratio = self.correction.ratio(*values)
+        if place is not None:
+            self._metrics.add(place, self.correction, *values, ratio, left_out)
+        return ratio
+
+    def _log_when_complete(self) -> None:
+        if len(self._metrics.sequences) < trl_compat.steps_per_generation(self.trainer):
+            return
+        for name, value in self._metrics.gathered(self.trainer.accelerator).items():
+            trl_compat.metrics_of(self.trainer)[name].append(value)
+        self._metrics = SamplingMetrics()
+
+    def _unused_micro_batches(self) -> list[dict[str, Any]]:
+        """
+        The micro-batches of the last generation batch that the training has not come to yet. All, where its first step
+        was interrupted: TRL generates anew then, but logs the metrics of the first generation too.
+        """
+        trainer = self.trainer
+        batches: list[dict[str, Any]] = trl_compat.buffered_micro_batches(trainer)
+        steps = trl_compat.steps_per_generation(trainer)
+        iteration, place = divmod(trl_compat.step_of(trainer) % (steps * trainer.num_iterations), steps)
+        return batches if iteration < trainer.num_iterations - 1 else batches[place:]
+
+    @torch.no_grad()
+    def _logps_of(self, inputs: dict[str, Any]) -> Tensor:
+        """Log-probs `[B, T]` of a micro-batch, through the trainer's own method."""
+        ids, mask = prompts_and_completions(inputs)
+        method, length = self.trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].size(1)
+        return method(self.trainer.model, ids, mask, length, **images_of(inputs))[0]
+
+
+class RLOOOldLogps(OldLogps):
+    """RLOO's old log-probs in the place of the importance ratios of [`OldLogps`]: no metric is made of them."""
+
+    def mark(self, output: dict[str, Any], correction: Any = None) -> None:
+        del output["old_logps"]
+        output[DEFERRED] = torch.tensor(True)
+
+    def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
+        if DEFERRED in loss_call.inputs:
+            self._fill(loss_call.inputs, result.logps)
+            if counts and DEFERRED in loss_call.micro_batch:
+                self._fill(loss_call.micro_batch, result.logps)
+
+    def take(self, micro_batch: dict[str, Any], place: int, logps: Tensor) -> None:
+        self._fill(micro_batch, logps)
+
+    def _fill(self, batch: dict[str, Any], logps: Tensor) -> None:
+        batch["old_logps"] = (logps.detach() * batch["completion_mask"]).sum(1)
+        del batch[DEFERRED]
