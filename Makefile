@@ -16,6 +16,7 @@ LEAST_NOTICED ?= 0.9
 # Tests start hundreds of processes: without bytecode each of them compiles torch and transformers anew
 unexport PYTHONDONTWRITEBYTECODE
 
+# Tests of several processes start them once for a file, and so stay together (loadfile).
 # A process for each core: more threads would wait for one another, and spin meanwhile
 test nightly: export OMP_NUM_THREADS ?= 1
 
@@ -34,17 +35,18 @@ demo: $(INSTALLED)  ## Train a small model with FusedGRPOTrainer and show its re
 quick: $(INSTALLED)  ## Tests that need no trainer, in under 40 seconds
 	$(BIN)/python -m pytest -m "not slow" $(QUICK_TESTS)
 
-test: $(INSTALLED)  ## Every test that runs on this machine with the newest TRL
+test: $(INSTALLED)  ## Every behaviour on this machine with the newest TRL, in six minutes: of grids of cases a sample
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not distributed and not example and not nightly"
-	$(BIN)/python -m pytest -m "(distributed or example) and not nightly"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "(distributed or example) and not nightly"
 
-nightly: $(INSTALLED)  ## Longer tests: every engine with every feature, kills, hours of steps
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m nightly
+nightly: $(INSTALLED)  ## What `make test` leaves out: whole grids, every engine with every feature, kills
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 1800 -m "nightly and not distributed and not example"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --timeout 1800 -m "nightly and (distributed or example)"
 
 parity: $(INSTALLED)  ## Compare with stock TRL, case by case
 	$(BIN)/trl-fused-grpo parity
 
-matrix: $(INSTALLED)  ## Parity and tests on every supported TRL, and real vLLM; SHORT=1 after `make test`
+matrix: $(INSTALLED)  ## Parity and tests on every supported TRL, and real vLLM; SHORT=1 after `make test`: half an hour
 	$(BIN)/nox $(if $(SHORT),-- short)
 
 oldest: $(INSTALLED)  ## Parity and tests with Python 3.10 and the oldest libraries that pyproject.toml declares

@@ -1,9 +1,10 @@
-"""Settings for every test: no hub, no telemetry, one seed, and which tests do not depend on TRL."""
+"""Settings for every test: no hub, no telemetry, one seed, and which tests run where."""
 
 import gc
 import logging
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 
@@ -30,11 +31,22 @@ ANY_TRL = [
 ]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what the newest TRL is enough for."""
+    """Mark what the newest TRL is enough for, and as nightly the cases that `sample` leaves out."""
+    sampled = defaultdict(list)
     for item in items:
         if any(item.path.is_relative_to(path) for path in ANY_TRL):
             item.add_marker(pytest.mark.any_trl)
+        if item.get_closest_marker("sample") and not item.get_closest_marker("nightly"):
+            sampled[item.nodeid.partition("[")[0]].append(item)
+    for cases in sampled.values():
+        [count] = cases[0].get_closest_marker("sample").args
+        # The first, the last and some between: steps of this length go through every parameter of a grid
+        kept = {place * (len(cases) - 1) // max(count - 1, 1) for place in range(max(count, 1))}
+        for place, item in enumerate(cases):
+            if place not in kept:
+                item.add_marker(pytest.mark.nightly)
 
 
 def pytest_collection_finish() -> None:

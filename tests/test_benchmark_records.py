@@ -122,6 +122,7 @@ def committed(name):
     return json.loads((BENCHMARKS / "results" / name).read_text(encoding="utf-8"))["results"]
 
 
+@pytest.mark.nightly
 def test_what_goes_through_the_model_is_counted_as_in_the_record(benchmark_module, one_thread, tmp_path):
     forwards = benchmark_module("forwards")
     try:
@@ -132,6 +133,7 @@ def test_what_goes_through_the_model_is_counted_as_in_the_record(benchmark_modul
     assert json.loads((tmp_path / "record.json").read_text())["results"] == committed("forwards-cpu.json")
 
 
+@pytest.mark.nightly
 def test_a_cut_into_micro_batches_is_compared_as_in_the_record(benchmark_module, one_thread, tmp_path):
     with pytest.raises(typer.Exit) as exit_info:
         benchmark_module("micro_batches").main(["dapo", "bnpo"], [8, 32], tmp_path / "record.json")
@@ -146,6 +148,7 @@ def test_a_cut_into_micro_batches_is_compared_as_in_the_record(benchmark_module,
     assert len(found) == 4
 
 
+@pytest.mark.nightly
 def test_whole_steps_of_architectures_are_compared_and_recorded(tmp_path):
     path = tmp_path / "record.json"
     options = ["--size", "tiny", "--device", "cpu", "--repeats", "1", "--stock-repeats", "1", "--json", str(path)]
@@ -159,6 +162,7 @@ def test_whole_steps_of_architectures_are_compared_and_recorded(tmp_path):
         assert ours["layout"] in {"packed", "padded"}
 
 
+@pytest.mark.nightly
 def test_long_sequences_are_compared_and_large_tensors_seen(tmp_path):
     path = tmp_path / "record.json"
     run_script("long_sequences.py", "--size", "tiny", "--device", "cpu", "--json", str(path))

@@ -143,10 +143,11 @@ def check_cli(words, monkeypatch):
 
 
 def check_harness(words, monkeypatch):
-    """One case runs, or is drawn. What runs many cases lists them."""
-    if "--random" in words:
-        place = words.index("--random") + 1
-        words = [*words[:place], "1", *words[place + 1 :]]
+    """One case runs, or is drawn, which takes a second. What runs many cases lists them."""
+    for option, value in (("--random", "1"), ("--seed", "1"), ("--jobs", "1")):
+        if option in words:
+            place = words.index(option) + 1
+            words = [*words[:place], value, *words[place + 1 :]]
     is_short = {"--case", "--random"} & set(words)
     result = CliRunner().invoke(harness, words if is_short else [*words, "--list"])
     assert result.exit_code == 0, result.output

@@ -125,6 +125,7 @@ LISTED = [(owner, name) for owner, (_, names) in required.NAMES.items() for name
 SHARED = [(owner, name) for owner, (_, names) in required.VARIABLES.items() for name in names]
 
 
+@pytest.mark.nightly
 def test_every_name_that_a_library_lost_is_named_by_an_import_error():
     names = {
         "METHODS": required.METHODS,
@@ -177,6 +178,7 @@ def test_a_name_that_a_function_lost_is_named(owner, name, is_gone, monkeypatch)
     assert names_what_is_gone(str(error.value), owner, name)
 
 
+@pytest.mark.nightly
 def test_the_whole_package_is_refused_before_anything_else_of_it_runs():
     code = """
 from trl import GRPOTrainer

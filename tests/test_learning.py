@@ -55,6 +55,7 @@ def small(setting, **more):
     return setting(**sizes, **more)
 
 
+@pytest.mark.nightly
 def test_all_arms_learn_from_one_start(benchmark_module, tmp_path):
     learning, arithmetic = benchmark_module("learning"), benchmark_module("_arithmetic")
     setting = small(arithmetic.Setting)
@@ -77,6 +78,7 @@ def test_arms_that_learn_nothing_show_nothing(benchmark_module):
     assert not learning.has_learnt([{"arm": "stock", "at_start": 0.0, "accuracy": [0.0, 0.0, 0.0]}])
 
 
+@pytest.mark.nightly
 def test_all_arms_replay_the_recorded_tokens(benchmark_module, tmp_path, monkeypatch):
     replay, arithmetic = benchmark_module("replay"), benchmark_module("_arithmetic")
     # such a start answers nothing right, and without a reward weights do not move

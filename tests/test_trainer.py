@@ -39,6 +39,7 @@ def weights(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("cls", [FusedGRPOTrainer, fuse(type("Mine", (GRPOTrainer,), {}))], ids=["class", "fuse"])
 @pytest.mark.parametrize(
     ("said", "is_on"), [({}, True), ({"use_liger_loss": None}, True), (False, False), (True, True)]

@@ -166,7 +166,7 @@ _ANY = (*CUSTOMISATIONS, "gradients@1", "module@1")
 _EVERY = tuple(case for case in _ANY if case != "reference")
 _WITH_REFERENCE = tuple(case for case in _ANY if case != "weights")  # these have one generation alone
 _FEW = ("nothing", "gradients", "module", "callback", "own-class")
-_QUICK = (*_FEW, "weights")
+_QUICK = ("nothing", "gradients", "module", "weights")
 
 
 def _runs(backend: str, beta: float, cases: tuple[str, ...] = _EVERY) -> list[Run]:

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def launch(words: list[str], processes: int, nodes: int = 1, seconds: int = 240) -> str:
+def launch(words: list[str], processes: int, nodes: int = 1, seconds: int = 1700) -> str:
     """
     Start a module on several processes and return what they printed. Nothing outlives the call.
 

@@ -16,7 +16,7 @@ from trl_fused_grpo.parity.tiny import save_checkpoint
 from . import architectures, batches, forked
 from .batches import Batch
 from .launching import launch
-from .runs import ARCHITECTURES, LAUNCHES, RANKS, REFUSED, Run
+from .runs import ARCHITECTURES, LAUNCHES, QUICK_RUNS, RANKS, REFUSED, Run
 
 
 TOLERANCE = 1e-5  # relative, float32
@@ -25,13 +25,19 @@ _HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 NEEDS_DEEPSPEED = pytest.mark.skipif(not _HAS_DEEPSPEED, reason="DeepSpeed is not installed")
 
 
+def marks_of(run: Run) -> list[pytest.MarkDecorator]:
+    """Nightly, but for the quick runs."""
+    needs = [NEEDS_DEEPSPEED] if run.backend.startswith("zero") else []
+    return needs if run in QUICK_RUNS else [*needs, pytest.mark.nightly]
+
+
 def each_run(trainers: tuple[str, ...], *cases: str) -> pytest.MarkDecorator:
     """Once for every run of these trainers and cases, or of any case."""
     return pytest.mark.parametrize(
         "run",
         [
-            pytest.param(run, id=run.name, marks=NEEDS_DEEPSPEED if name == "deepspeed" else ())
-            for name, runs in LAUNCHES.items()
+            pytest.param(run, id=run.name, marks=marks_of(run))
+            for runs in LAUNCHES.values()
             for run in runs
             if run.trainer in trainers and run.case in (cases or (run.case,)) and run not in REFUSED
         ],

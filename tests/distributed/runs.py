@@ -125,8 +125,20 @@ REFUSED = [
     for trainer in ("dense", "fused")
 ]
 
+# What `make test` has, of each engine and of each kind
+QUICK_RUNS = (
+    *_runs("ddp", "untied", "exchanged", misled=("untied",)),
+    Run("ddp", "wide", "stock"),
+    *_runs("fsdp2", SHARED),
+    *_fused("fsdp2", "lora-head", "wide"),
+    *_verified("fsdp2", SHARED),
+    *REFUSED[:2],
+    *_runs("fsdp1", "reference"),
+    *_runs("zero3", SHARED),
+    *_runs("zero2", "untied"),
+)
 # DDP first: Accelerate leaves in the environment that FSDP was used
-LAUNCHES = {
+_EVERY_RUN = {
     "torch": [
         *_runs("ddp", "untied", "tied", "lora", SHARED, "unequal", misled=("untied",)),
         *_fused("ddp", "lora-head", "saved-head"),
@@ -156,7 +168,13 @@ LAUNCHES = {
         *_fused("zero2", "lora-head", "saved-head"),
     ],
 }
-# With tests of their own, every night
+QUICK, QUICK_DEEPSPEED = "quick", "quick deepspeed"
+LAUNCHES = {
+    QUICK: [run for run in QUICK_RUNS if not run.backend.startswith("zero")],
+    QUICK_DEEPSPEED: [run for run in QUICK_RUNS if run.backend.startswith("zero")],
+    **{name: [run for run in runs if run not in QUICK_RUNS] for name, runs in _EVERY_RUN.items()},
+}
+# With tests of their own
 NIGHTLY_LAUNCHES = {
     "two forwards": [*_runs("ddp", TWICE), *_runs("fsdp2", TWICE), *_runs("fsdp1", TWICE)],
     "two forwards with deepspeed": [*_runs("zero3", TWICE), *_runs("zero2", TWICE)],

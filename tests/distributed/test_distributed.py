@@ -17,12 +17,12 @@ from . import batches
 from .adapters import HEADS, TOGETHER, adapter, oracle
 from .batches import Batch
 from .engines import wrapper_and_parameters
-from .outcomes import TOLERANCE, Outcome, close_to, distances_between, each_run, error_of, outcomes, prepared
+from .outcomes import TOLERANCE, Outcome, close_to, distances_between, each_run, error_of, marks_of, outcomes, prepared
 from .runs import ACCUMULATION, ARCHITECTURES, LAUNCHES, RANKS, REFUSED, SHARED, STEPS, Run
 from .worker import build, train
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 _CLASSES = {
     "tied": "Qwen3ForCausalLM",
@@ -191,7 +191,9 @@ def test_a_head_with_an_adapter_trains_as_in_one_process(run: Run, outcome, one_
     assert torch.tensor(fused.each_rank("losses")).mean(0).tolist() == close_to(seen["losses"])
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, id=run.name) for run in REFUSED if run.trainer == "fused"])
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, id=run.name, marks=marks_of(run)) for run in REFUSED if run.trainer == "fused"]
+)
 def test_what_an_engine_cannot_train_is_refused_in_the_constructor(run: Run, outcome):
     """Whichever the trainer: with logits in the place of the fused head it fails once training has started."""
     fields = pytest.importorskip("peft").LoraConfig.__dataclass_fields__

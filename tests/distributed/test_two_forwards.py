@@ -16,7 +16,7 @@ from .outcomes import NEEDS_DEEPSPEED, TOLERANCE, Outcome, close_to, distances_b
 from .runs import ACCUMULATION, LENGTHS_OF_TWO, NIGHTLY_LAUNCHES, RANKS, STEPS, TWICE, Run
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 FORWARDS = 2  # of a window
 GATHERS, REDUCES, ALL_REDUCES = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"

@@ -37,7 +37,7 @@ from .rollouts import drawn, shuffled_alike
 from .table import GENERATIONS, LAUNCHES, PROMPTS, STEPS, Training
 
 
-HANG = timedelta(seconds=60)  # a collective that waits longer raises
+HANG = timedelta(seconds=300)  # a collective that waits longer raises
 LAYERS = ("Qwen3DecoderLayer", "CLIPEncoderLayer")  # this model names one without layers of its own
 
 

@@ -91,6 +91,7 @@ def answer_loss(model, tokenizer, sums):
     return model(written, labels=labels).loss.item()
 
 
+@pytest.mark.nightly
 def test_pretraining_learns_to_answer(example, start):
     model, tokenizer, sums, held_out = start
     before = answer_loss(model, tokenizer, held_out)
@@ -137,6 +138,7 @@ def test_short_training_logs_what_stock_logs_and_recomputes_nothing(example, sta
     assert path.read_bytes().startswith(PNG)
 
 
+@pytest.mark.nightly
 def test_command_fails_when_accuracy_does_not_rise(example, tmp_path, capsys):
     with pytest.raises(typer.Exit) as exit_info:
         example.main(steps=1, pretrain_steps=1, seed=0, curve=tmp_path / "curve.png")

@@ -62,6 +62,7 @@ def launch(config, folder, **options):
     return json.loads(result.read_text())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("config", "options", "wrapper", "parameters", "saved"),
     [

@@ -43,6 +43,7 @@ def logs_of_both(name, monkeypatch, tmp_path, **options):
     return small.logs_of(fused), small.logs_of(stock), fused
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"lora": "true"}], ids=["all weights", "LoRA"])
 def test_training_on_text(options, folders, monkeypatch, tmp_path):
     folder = {"model": folders["model"], "dataset": folders["problems"]}
@@ -71,6 +72,7 @@ def test_rewards_of_training_on_text():
     assert recipe.brevity(completions=completions) == pytest.approx([-1.1e-3, -7e-4, 0.0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lora", ["false", "true"], ids=["all weights", "LoRA"])
 def test_training_with_images(lora, folders, monkeypatch, tmp_path):
     model = folders["model with images"]
@@ -100,6 +102,7 @@ def call_the_tool(generate):
     return scripted
 
 
+@pytest.mark.nightly
 def test_training_with_tools(folders, monkeypatch, tmp_path):
     """A random model calls no tool, so the calls are written into what it generates; all else is TRL's."""
     call_the_tool.tokenizer = transformers.AutoTokenizer.from_pretrained(folders["model"])

@@ -35,7 +35,7 @@ def keep_the_engine() -> None:
 
 
 def main(name: str, result: Path, words: list[str]) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a collective that waits longer raises
+    dist.init_process_group("gloo", timeout=timedelta(seconds=240))  # a collective that waits longer raises
     recipe = small.load(name)
     seen = {}
     for kind in ("fused", "stock"):

@@ -48,6 +48,7 @@ def test_an_adapter_that_waits_for_its_invocation_trains_as_stock(tmp_path, chec
     assert fused.fused_layout() == "padded"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("method", "options", "layout"),
     [

@@ -113,6 +113,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("drops_watched", [False, True], ids=["", "model-drops-watched"])
 @pytest.mark.parametrize("options", CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_layers_that_are_computed_again_attend_as_before(tmp_path, options, drops_watched, monkeypatch):
@@ -128,6 +129,7 @@ def test_layers_that_are_computed_again_attend_as_before(tmp_path, options, drop
     assert registered() == STOCK
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", CHECKPOINTS.values(), ids=CHECKPOINTS)
 @pytest.mark.parametrize("kind", ["falcon-h1", "mamba2"])
 def test_state_layers_are_computed_again_as_before(tmp_path, kind, options):

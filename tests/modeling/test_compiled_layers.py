@@ -22,9 +22,6 @@ from trl_fused_grpo.modeling.layers import compiled as compiled_layers
 from trl_fused_grpo.modeling.layers.compiled import layers_to_compile
 
 
-pytestmark = pytest.mark.ends
-
-
 def largest_error(found, expected):
     assert found[1].keys() == expected[1].keys()
     errors = [relative_error(found[1][name], gradient) for name, gradient in expected[1].items()]
@@ -41,6 +38,7 @@ def pair(folder, kind="llama", checkpoints=True, **options):
     return trainers
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpoints", [True, False], ids=["checkpointed", "everything-kept"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "phi4", "cohere"])
 def test_gradients_are_those_of_the_model_at_every_length(tmp_path, kind, checkpoints):
@@ -54,6 +52,7 @@ def test_gradients_are_those_of_the_model_at_every_length(tmp_path, kind, checkp
     assert 0 < counts["graphs"] == counts["graphs of the first"]  # one code for all layers and lengths
 
 
+@pytest.mark.nightly
 def test_one_code_serves_rows_of_every_composition(tmp_path):
     """How many sequences there are, and how many share a prompt; one more code where none do."""
     trainer, _ = pair(tmp_path)
@@ -66,6 +65,7 @@ def test_one_code_serves_rows_of_every_composition(tmp_path):
     assert counts["graphs"] == 2 and counts["eager"] == 0
 
 
+@pytest.mark.nightly
 def test_kernels_of_the_compiler_compute_the_same(tmp_path):
     trainer, plain = pair(tmp_path, "qwen3")
     inputs = make_inputs()
@@ -74,7 +74,7 @@ def test_kernels_of_the_compiler_compute_the_same(tmp_path):
     assert counts["graphs"] > 0
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "moe"])
+@pytest.mark.parametrize("kind", [pytest.param("lfm2", marks=pytest.mark.nightly), "moe"])
 def test_layers_that_torch_cannot_compile_run_as_they_are(tmp_path, kind):
     """Of LFM2 those with a convolution, which runs on rows of its own."""
     trainer, plain = pair(tmp_path, kind)
@@ -83,6 +83,7 @@ def test_layers_that_torch_cannot_compile_run_as_they_are(tmp_path, kind):
         assert largest_error(loss_and_gradients(trainer, inputs), loss_and_gradients(plain, inputs)) < 1e-5
 
 
+@pytest.mark.nightly
 def test_adapters_are_compiled_with_their_layers(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
@@ -94,6 +95,7 @@ def test_adapters_are_compiled_with_their_layers(tmp_path):
     assert counts["LlamaDecoderLayer"] > 0 == counts["eager"]
 
 
+@pytest.mark.nightly
 def test_a_checkpointed_layer_keeps_less_for_backward(tmp_path):
     kept = []
 
@@ -194,6 +196,7 @@ class Attention(nn.Module):
     is_causal = True
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("shares", [True, False], ids=["shared-prompt", "own-prompts"])
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])

@@ -50,6 +50,7 @@ def transformers_own():
     assert registered() == STOCK
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_models_are_packed(tmp_path, family, shares):

@@ -44,6 +44,7 @@ def with_flash(config, implementation):
     return make_model
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flash_attention_shares_prompts(tmp_path, family, implementation):
     name, calls = implementation

@@ -19,6 +19,7 @@ from trl_fused_grpo.modeling.attention.varlen import gathered_keys
 LONG_SHARED = ([300, 1, 150], [300, 201, 150], [*range(300), *range(200), *range(300, 451)])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "softcap"])

@@ -52,6 +52,7 @@ def pair(tmp_path, **options):
     return make_pair(tmp_path, from_config(LlamaConfig(**SHAPE)), **options)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("dig", HOLES)
 def test_a_hole_in_the_mask_keeps_the_padding(tmp_path, dig, shares, layouts):

@@ -82,6 +82,7 @@ def test_an_interrupt_while_something_is_replaced_leaves_nothing_replaced(enter)
     assert number > 1
 
 
+@pytest.mark.nightly
 def test_functions_that_an_interrupt_leaves_when_a_call_ends_are_given_back_later(monkeypatch):
     """There it comes in a callback, where Python drops it."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)

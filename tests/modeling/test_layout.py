@@ -68,6 +68,7 @@ def test_each_layout_under_gradient_checkpointing(tmp_path, name, monkeypatch):
     assert len(calls) == trainer.model.config.num_hidden_layers
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["llama", "tied", "moe"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient-checkpointing"])
 def test_a_prompt_that_completions_share_trains_what_its_copies_train(tmp_path, kind, checkpointing):
@@ -98,6 +99,7 @@ def test_the_auxiliary_loss_sees_every_copy_of_a_prompt(tmp_path):
     assert_same(fused, stock, with_repeated_prompts(every_length()))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", ["tied", "moe"])
 def test_each_layout_on_other_models(tmp_path, name, kind):
@@ -141,6 +143,7 @@ def test_models_with_absolute_positions_get_those_of_trl_s_padding(tmp_path, nam
     assert_same(fused, stock, with_repeated_prompts(every_length()))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("repeated", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_log_probs_by_sub_batches_come_back_in_order(tmp_path, name, repeated):

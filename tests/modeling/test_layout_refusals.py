@@ -84,6 +84,7 @@ def test_a_model_that_is_not_causal_is_not_packed(tmp_path, attention):
         seeded(forced, short_rows())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_is_heeded_in_packed_rows_wherever_it_stands(tmp_path, name, shares):

@@ -32,6 +32,7 @@ def trained(tmp_path, cls=None, make_model=None, **options):
     return dict(trainer.model.named_parameters()), log, torch.rand(())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_ends_in_stocks_weights(tmp_path, name):
     make_model, options = TRAININGS[name]

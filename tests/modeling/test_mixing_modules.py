@@ -104,6 +104,7 @@ def test_modules_that_mix_tokens_train_as_in_stock(tmp_path, name, warnings):
     assert f"{cls}, whose code is not known" in message
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "gemma3", "lfm2", "falcon-h1", "gpt-oss", "qwen3-vl"])
 def test_a_model_that_keeps_sequences_apart_is_packed_in_bfloat16_too(tmp_path, kind, warnings):
     if kind in PADDING_MATTERS:
@@ -123,6 +124,7 @@ def under_autocast(tmp_path, make_model, **options):
     return fused
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt-oss", "qwen3-moe", "lfm2", "qwen3-vl"])
 def test_under_autocast_sequences_that_stay_apart_are_packed(tmp_path, kind, warnings):
     if kind in PADDING_MATTERS:

@@ -41,13 +41,13 @@ def built(name):
         pytest.skip(str(missing))
 
 
-@pytest.mark.parity
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_stocks(tmp_path, name):
     compared(CASES[name], tmp_path)
 
 
-@pytest.mark.ends
+@pytest.mark.sample(6)
 @pytest.mark.skipif(Version("5.21.0") > TRANSFORMERS, reason="older models hand less on to their layers")
 @pytest.mark.parametrize("name", FAMILY_CASES)
 def test_rows_are_laid_out_at_best(tmp_path, name):
@@ -82,6 +82,7 @@ def played(folder, case):
     return run_case(load_weights(fused_trainer(case, settings), start), case, data, torch.float32)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(not RETURNS_AUX_LOSS, reason="this TRL has no auxiliary loss")
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "jamba", "deepseek-v3", "qwen3.5-moe"])
 def test_experts_are_balanced(tmp_path, name):
@@ -117,6 +118,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SHOWN)
 def test_what_a_case_is_about_is_trained(tmp_path, name):
     _skip_where_stock_may_fail(name)
@@ -136,6 +138,7 @@ def test_a_family_that_transformers_lacks_is_skipped(tmp_path, monkeypatch):
     assert (result.verdict, result.reason) == ("skipped", "this transformers has no NoSuchConfig")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.flat])
 def test_parameters_with_a_flat_gradient_are_frozen(tmp_path, name):
     _skip_where_stock_may_fail(name)

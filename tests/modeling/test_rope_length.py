@@ -32,6 +32,7 @@ def make_model(request):
     return from_config(ROPES[request.param]())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shared-prompts"])
 @pytest.mark.parametrize("name", ["packed", "padded"])
 def test_short_rows_train_what_stock_trains_on_padded_ones(tmp_path, make_model, name, shares):
@@ -41,6 +42,7 @@ def test_short_rows_train_what_stock_trains_on_padded_ones(tmp_path, make_model,
     assert_trains_as_stock(fused, stock, short_rows(1))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["packed", "padded"])
 def test_old_log_probs_by_sub_batches_are_stocks_and_those_of_training(tmp_path, make_model, name):
     fused, stock = make_pair(tmp_path, make_model, fused_layout=name)

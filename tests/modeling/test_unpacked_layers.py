@@ -100,7 +100,7 @@ def make_model(family):
     return make
 
 
-@pytest.mark.ends
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["", "gradient-checkpointing"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_that_reads_its_masks_by_itself_trains_as_stock_in_packed_rows(tmp_path, family, checkpoints):
@@ -140,6 +140,7 @@ def wrapped(kind):
     return make
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "layout"), [("llama", "packed"), ("gpt-oss", "packed"), ("lfm2", "padded")])
 def test_layers_that_a_module_around_them_checkpoints_train_as_stock(tmp_path, kind, layout):
     if kind in PADDING_MATTERS:

@@ -57,6 +57,7 @@ def test_what_the_liger_loss_leaves_out_is_shown_beside_the_fused_trainer(parity
         assert cases["delta"]["liger"] == "refuses"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["dapo-off-policy", "is-token-vespo"])
 def test_bfloat16_is_compared_with_float64(parity, tmp_path, name):
     if name == "is-token-vespo" and Version(trl.__version__) < Version("1.0"):

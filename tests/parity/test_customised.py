@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.harness import CUSTOMISED_CASES
+from tests.harness import CUSTOMISED_CASES, compare
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity.trainers import StockGRPOTrainer
@@ -28,6 +28,15 @@ def test_whole_trainings_are_equal(harness, tmp_path):
     assert "4 equal" in result.output
     assert "update" in result.output
     assert all(case["gradient_error"] <= 1e-5 for case in json.loads(file.read_text())["cases"])
+
+
+@pytest.mark.parametrize("case", CUSTOMISED_CASES[::10], ids=lambda case: case.name)
+def test_every_tenth_training_is_equal(case, settings):
+    """`make matrix` runs all of them."""
+    result = compare(case, settings)
+    if result.verdict == "skipped":
+        pytest.skip(result.reason)
+    assert (result.verdict, result.reason) == ("equal", "")
 
 
 def test_rows_of_an_objective_of_ones_own_count_as_recomputed(harness, tmp_path):

@@ -118,6 +118,7 @@ def test_what_vllms_bounds_mask_is_noted_of_each_generation(tmp_path, build, mod
     assert outcome.rows is None or outcome.rows > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.any_trl
 @pytest.mark.parametrize(
     ("errors", "batches", "verdict"),

@@ -81,6 +81,7 @@ def test_a_model_that_draws_random_numbers_generates_nothing():
     assert not any("rollout" in options for options in drawn)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", ["instance-compute-loss", "behind-compute-loss", "layer-hook-token", "substep-gradients"]
 )
@@ -139,6 +140,7 @@ def test_what_came_out_is_written_while_a_run_lasts(harness, monkeypatch, tmp_pa
     assert len(json.loads(file.read_text())["cases"]) == 100
 
 
+@pytest.mark.nightly
 @pytest.mark.any_trl
 def test_a_planted_fault_is_shrunk_to_a_command_that_repeats_it(harness, monkeypatch, settings):
     options = {
@@ -178,11 +180,13 @@ def test_shrinking_keeps_one_of_several_rows(settings, monkeypatch):
 @pytest.mark.any_trl
 @pytest.mark.parametrize(("factor", "verdict"), [(1 + 3e-5, "different"), (1.0, "equal")])
 def test_a_small_fault_is_no_rounding(settings, monkeypatch, factor, verdict):
+    monkeypatch.setattr("tests.harness.rounding.MOVES", 2)
     monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", with_wrong_loss("delta", factor))
     name = 'random:{"delta":2.0,"old":"far","loss_type":"bnpo"}'
     assert compare(random_case(name), settings).verdict == verdict
 
 
+@pytest.mark.nightly
 @pytest.mark.any_trl
 def test_tokens_of_one_entropy_at_the_quantile_are_a_tie(settings):
     """The first tokens of completions to one prompt have one entropy; stock counts all of them, or by rounding some."""
@@ -218,6 +222,7 @@ def test_of_three_tokens_of_one_entropy_one_may_leave_the_quantile(settings):
     assert compare(case, settings).verdict in ("tie", "equal")
 
 
+@pytest.mark.nightly
 @pytest.mark.any_trl
 def test_a_tie_is_seen_where_a_sum_cancels_too(settings):
     """Moved weights move a gradient that cancels by more than the tolerance, whatever is in the quantile."""
@@ -274,6 +279,7 @@ FOUND = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("options", FOUND.values(), ids=FOUND)
 def test_what_was_found_stays_mended(settings, options):
     needed = (1, 8) if "entropy_coef" in options else (1, 0) if options.get("loss_type") == "vespo" else (0,)

@@ -68,13 +68,14 @@ def test_an_option_that_the_trainer_lacks_is_left_out():
 
 def test_drawn_trainings_are_equal(harness, tmp_path):
     file = tmp_path / "random.json"
-    result = harness("--customised", "--random", "2", "--seed", "7", "--json", str(file))
+    result = harness("--customised", "--random", "2", "--seed", "1", "--json", str(file))
     assert result.exit_code == 0, result.output
     assert [case["name"] for case in json.loads(file.read_text())["cases"]] == [
-        f"random:training:7:{index}" for index in range(2)
+        f"random:training:1:{index}" for index in range(2)
     ]
 
 
+@pytest.mark.nightly
 def test_a_planted_fault_is_shrunk_to_what_it_needs(settings, monkeypatch, replace_trainer):
     monkeypatch.setattr("tests.harness.rounding.MOVES", 2)
     replace_trainer(with_wrong_loss("weight_decay", 1.001))

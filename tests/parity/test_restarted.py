@@ -15,6 +15,7 @@ WITHIN_GENERATION = '"rollout":true,"rows":4,"group":2,"gradient_accumulation_st
 ADAPTIVE = '"use_adaptive_entropy":true,"entropy_coef":0.1,"entropy_target":5.0'
 
 
+@pytest.mark.sample(2)
 @pytest.mark.any_trl
 @pytest.mark.parametrize("build", [stock_trainer, fused_trainer])
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def options_of(name):
     return options
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("every", [0, 2], ids=["first step", "fused_verify"])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_comparison_finds_rounding_and_leaves_the_training_as_it_was(tmp_path, told, monkeypatch, name, every):
@@ -139,6 +140,7 @@ def test_a_comparison_finds_rounding_and_leaves_the_training_as_it_was(tmp_path,
     assert all("for gradients has no effect" in line for line in told())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "calls"),
     [
@@ -182,6 +184,7 @@ def off_by(difference):
     return wrong
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [0, 1], ids=["first step", "fused_verify"])
 def test_wrong_log_probs_are_told_with_numbers_and_rows_keep_their_padding_from_then_on(
     tmp_path, told, monkeypatch, every
@@ -264,6 +267,7 @@ class Counting(nn.Module):
         return self.mlp(hidden)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fused", [{}, {"fused_verify": 1}, {"fused_verify": 1, "fused_layout": "packed"}], ids=str)
 def test_unknown_code_is_called_as_often_as_in_stock(tmp_path, told, fused):
     calls = []
@@ -327,6 +331,7 @@ def test_a_micro_batch_without_advantages_tells_nothing(tmp_path, told):
     assert not told()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [0, 1], ids=["first step", "fused_verify"])
 def test_a_training_goes_on_where_trls_own_path_has_no_memory(tmp_path, told, monkeypatch, every):
     expected, _ = train(tmp_path)

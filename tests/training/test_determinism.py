@@ -12,9 +12,6 @@ from transformers import set_seed
 from tests.tiny_training import make_trainer
 
 
-pytestmark = pytest.mark.ends
-
-
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "determinism.py"
 TIMES = ("runtime", "per_second", "step_time")
 OPTIONS = {"max_steps": 5, "gradient_accumulation_steps": 2, "num_generations": 2, "gradient_checkpointing": True}
@@ -44,6 +41,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_two_trainings_from_one_seed_are_equal_to_the_bit(tmp_path, options):
     (first_logs, first), (logs, weights) = (train(tmp_path, **options) for _ in range(2))

@@ -28,9 +28,6 @@ from trl_fused_grpo.training.findings import Level
 from .sampler import use_sampler
 
 
-pytestmark = pytest.mark.ends
-
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 OPTIONS = {
     "gradient_accumulation_steps": 3,
@@ -198,6 +195,7 @@ def assert_same_training(ours, stock):
     assert max(relative_error(weights[name], stock_weights[name]) for name in stock_weights) < 1e-5
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_the_next_training_is_stocks_after_the_same_exception(tmp_path, place, left_over):
     stock = trained_again(interrupted(tmp_path, GRPOTrainer, place))
@@ -209,6 +207,7 @@ def test_the_next_training_is_stocks_after_the_same_exception(tmp_path, place, l
     assert after_exception == left_over(trainer)  # of a training that ended by itself
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["forward", "loss of a later micro-batch", "layer computed again"])
 def test_so_it_is_with_lora_and_a_reference(tmp_path, place, left_over):
     peft = pytest.importorskip("peft")
@@ -226,6 +225,7 @@ def test_so_it_is_with_lora_and_a_reference(tmp_path, place, left_over):
     assert after_exception == at_the_end
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("has_sampler", [False, True], ids=["", "sampler"])
 @pytest.mark.parametrize("place", ["forward", "loss of a later micro-batch", "backward", "optimizer"])
 @pytest.mark.parametrize(("micro_batches", "iterations"), [(2, 1), (3, 2), (4, 1)])

@@ -99,6 +99,7 @@ def reasons_of(trainer):
     return findings.level, " | ".join(reason.text for reason in findings.reasons)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", sorted({*STEP_METHODS, *trl_compat.OBJECTIVE_METHODS, "train"}))
 def test_a_replaced_step_method_is_found_in_a_subclass_on_the_instance_and_in_trls_class(trainer, monkeypatch, name):
     assert trainer._fused.look() == Findings()
@@ -515,6 +516,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_replaced_once_gives_the_level_and_its_reason(trainer, monkeypatch, stack, name):
     change, level, text = CHANGES[name]
@@ -620,6 +622,7 @@ NO_REASON = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", NO_REASON)
 def test_what_libraries_do_and_what_no_training_step_runs_gives_no_reason(tmp_path, stack, name):
     options, change = NO_REASON[name]
@@ -630,6 +633,7 @@ def test_what_libraries_do_and_what_no_training_step_runs_gives_no_reason(tmp_pa
     assert trainer._fused.look() == Findings()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -711,6 +715,7 @@ class Rows:
             self.shapes.append(tuple((args[0] if args else output).shape))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"steps_per_generation": 4}], ids=["", "kl", "old-log-probs"])
 def test_a_hook_of_a_reward_function_gets_trls_rows_of_the_micro_batches_at_hand(tmp_path, options):
     seen, results = [], []
@@ -756,6 +761,7 @@ class Remembering(nn.Module):
         return self.mlp(hidden)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [None, "packed"])
 def test_state_of_unknown_code_is_neither_bound_anew_nor_lost(tmp_path, layout):
     parts, stock = [], None

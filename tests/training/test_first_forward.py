@@ -160,6 +160,7 @@ def test_deepspeed_keeps_its_own(tmp_path):
     assert "DeepSpeed" in why_not_in_memory_of_gradients(trainer, trainer.model, "packed")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "keeps_gradients", "forwards"),
     [

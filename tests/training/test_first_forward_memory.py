@@ -14,6 +14,7 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.training import memory, state
 
 
+@pytest.mark.nightly
 def test_short_rows_of_a_window_do_not_take_more_than_stock_when_backward_ends(tmp_path):
     """Gradients of all weights are there then, and each token still needs what a layer computes for it."""
     config = Qwen3Config(

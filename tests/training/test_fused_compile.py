@@ -7,9 +7,6 @@ from tests.compiler import traced_layers
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 
 
-pytestmark = pytest.mark.ends
-
-
 def trained(folder, **options):
     """What a training logs, and its weights."""
     # A step of SGD is as exact as its gradient
@@ -21,6 +18,7 @@ def trained(folder, **options):
     return logs, {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
 
 
+@pytest.mark.nightly
 def test_weights_and_logs_are_those_without_it(tmp_path):
     expected = trained(tmp_path)
     with traced_layers() as calls:

@@ -41,6 +41,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
 def test_the_k3_term_that_is_computed_here_equals_trls(tmp_path, monkeypatch, name, is_training):
@@ -67,6 +68,7 @@ def test_the_k3_term_that_is_computed_here_equals_trls(tmp_path, monkeypatch, na
     assert logged_kl(fused, "train") == pytest.approx(stock._metrics["train"]["kl"], rel=1e-4)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k4"])
 @pytest.mark.parametrize("old_logps", [True, False], ids=["off-policy", "on-policy"])
 @pytest.mark.parametrize("corrected", [True, False], ids=["bias-corrected", "uncorrected"])
@@ -138,6 +140,7 @@ def test_an_estimator_set_after_construction_is_refused_with_an_objective_of_the
         loss_and_gradients(trainer, inputs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cls", [FusedGRPOTrainer, OwnObjective])
 def test_the_log_says_that_an_estimator_has_no_effect_without_a_kl_term(tmp_path, warnings_logged, cls):
     trainer = make_trainer(tmp_path, cls, beta=0.0, kl_estimator="k1", max_steps=1)

@@ -43,6 +43,7 @@ def lora(**options):
     return LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj", "v_proj"], **options})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("adapter", [False, True], ids=["reference-model", "lora"])
 @pytest.mark.parametrize(
     "options",
@@ -64,6 +65,7 @@ def test_a_policy_that_is_its_reference_does_not_move_without_advantages(tmp_pat
     assert [entry["kl"] for entry in log] == [0.0, 0.0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -98,6 +100,7 @@ def test_the_reference_has_the_policys_chunks(tmp_path, monkeypatch, unchecked, 
     assert any(len(parts) > 1 for parts in of_policy) or (of_policy and "importance_sampling_level" in options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize("adapter", [False, True], ids=["reference-model", "lora"])
 def test_a_reference_computed_in_the_policys_forwards_trains_what_stock_trains(tmp_path, adapter, iterations):
@@ -114,6 +117,7 @@ def test_a_reference_computed_in_the_policys_forwards_trains_what_stock_trains(t
         assert entry["kl"] == pytest.approx(stock_entry["kl"], rel=1e-4, abs=1e-7)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("beta", [0.0, 0.5], ids=["", "kl"])
 @pytest.mark.skipif(Version("5.18.0") > TRANSFORMERS, reason="its experts do not run in stock")
 def test_log_probs_of_rows_that_depend_on_one_another_come_from_generation(tmp_path, beta):
@@ -173,6 +177,7 @@ def test_a_frozen_weight_that_a_reward_function_moves_counts(tmp_path):
     assert "a reward function has moved weights" in trainer._fused.ladder.findings.reasons[0].text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"num_iterations": 2, "beta": 0.0}, {"beta": 0.5}], ids=["old", "reference"])
 def test_log_probs_come_from_generation_once_a_reward_function_moves_weights(tmp_path, caplog, options):
     """In the first generation it writes what is there already, so that all can be compared with stock's."""
@@ -236,6 +241,7 @@ def projected_for_the_reference(trainer) -> tuple[list[int], list[int]]:
     return tokens, projected
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("truncated", ["some", "all"])
 @pytest.mark.parametrize(("layout", "adapter"), [("packed", False), ("packed", True), ("padded", False)])
 def test_the_reference_projects_no_row_of_a_masked_completion(tmp_path, unchecked, layout, adapter, truncated):

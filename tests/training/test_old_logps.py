@@ -78,6 +78,7 @@ def assert_same(results, expected):
             assert entry[name] == pytest.approx(stock_entry[name], rel=2e-4, abs=1e-6), name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "own", [{}, {"fused_layout": "padded"}, {"fused_skip_old_logps": False}], ids=["packed", "padded", "computed"]
 )
@@ -90,6 +91,7 @@ def test_it_trains_and_logs_as_stock(tmp_path, schedule, sampler, own):
     assert_same(train(trainer_of(tmp_path, **own, **options)), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_forward_of_their_own_is_left_to_what_is_trained_on_with_other_weights(tmp_path, forwards, schedule, sampler):
@@ -118,6 +120,7 @@ def test_switched_off_they_all_have_a_forward_of_their_own_and_train_the_same(tm
     assert sum(rows for has_gradient, rows in forwards if not has_gradient) > 1.5 * few
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
 @pytest.mark.parametrize(
     "own",
@@ -163,6 +166,7 @@ def test_weights_that_do_not_move_have_a_ratio_of_exactly_one_in_bfloat16(tmp_pa
     assert max(differences) == 0.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
 def test_a_window_that_ends_earlier_than_it_was_when_generation_began(tmp_path, sampler):
     """A reward function changes its length. What is left out for the rest of it is computed before the weights move."""
@@ -182,6 +186,7 @@ def test_a_window_that_ends_earlier_than_it_was_when_generation_began(tmp_path, 
     assert_same(train(shortens(trainer_of(tmp_path, **options))), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
 @pytest.mark.parametrize("schedule", ["two windows", "two iterations"])
 def test_a_reward_function_that_generates_too(tmp_path, schedule, sampler):
@@ -204,6 +209,7 @@ def test_a_reward_function_that_generates_too(tmp_path, schedule, sampler):
     assert_same(train(evaluates(trainer_of(tmp_path, **options))), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("own", [{}, {"fused_skip_zero_grad_sequences": True}], ids=["", "skipping"])
 @pytest.mark.parametrize(
@@ -238,6 +244,7 @@ def test_a_generation_in_the_middle_of_a_generation_batch(tmp_path, options, own
             assert entry[name] == pytest.approx(stock_entry[name], rel=2e-4, abs=1e-6), name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_fused_loss_switched_off_after_an_interruption(tmp_path, schedule, sampler):
@@ -283,6 +290,7 @@ class ChangesStep:
         return super().training_step(model, inputs, num_items_in_batch)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sampler", ["no vLLM", "token_truncate"])
 @pytest.mark.parametrize("schedule", ["two windows", "two iterations"])
 @pytest.mark.parametrize("change", [ChangesGeneration, ChangesLoss, ChangesStep])

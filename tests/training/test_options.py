@@ -102,7 +102,7 @@ MIN_TRL = {"vespo": (1, 0), "luspo": (0, 28)}
 NEVER_FORECAST = ("entropy quantile",)
 
 
-@pytest.mark.ends
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_constructor_refuses_a_forced_forecast_exactly_where_a_batch_would_have_none(tmp_path, objective):
     if trl_compat.TRL.release < MIN_TRL.get(objective, (0,)):

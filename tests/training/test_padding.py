@@ -63,6 +63,7 @@ def step(trainer, inputs):
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}, calls
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "falcon-h1", "lfm2"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 def test_padded_queries_attend_to_something_and_change_nothing(tmp_path, kind, checkpointing):

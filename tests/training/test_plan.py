@@ -48,6 +48,7 @@ def train(tmp_path, cls, **options):
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "fused_options",
     [{}, {"fused_max_tokens_per_forward": 0}, {"fused_max_tokens_per_forward": 10_000}, {"fused_layout": "padded"}],
@@ -158,6 +159,7 @@ def test_old_log_probs_are_computed_where_two_forwards_draw_different_random_num
     assert why_old_logps_are_needed(plain, plain._fused.ladder.findings) is None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("adapter", "options"),
     [

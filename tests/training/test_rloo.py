@@ -92,6 +92,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 def test_it_trains_as_stock(tmp_path, options):
     own = {name: value for name, value in options.items() if not name.startswith("fused_")}

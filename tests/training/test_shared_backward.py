@@ -12,9 +12,6 @@ from tests.tiny_training import make_trainer
 from trl_fused_grpo.modeling.attention import packed as packed_attention
 
 
-pytestmark = pytest.mark.ends
-
-
 class _LimitedBackward(torch.autograd.Function):
     """The identity. Its backward finds no memory for more tokens than `limit`."""
 
@@ -67,6 +64,7 @@ def train(folder, memory, **options):
 TOLD = "Memory ran out where 8 micro-batches share a forward: fused_max_tokens_per_forward sets how many tokens may"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
 def test_the_training_ends_and_the_log_says_what_to_set(tmp_path, memory, caplog, options):
     logs, weights = train(tmp_path, memory, **options)

@@ -23,6 +23,7 @@ from trl_fused_grpo.training.requests import build_loss_request
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,6 +123,7 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
     assert (gradients - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("accumulation", "generation", "forwards"),
     [(2, 4, 4), (4, 2, 8), (1, 4, 4)],

@@ -16,9 +16,6 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.required import TRANSFORMERS
 
 
-pytestmark = pytest.mark.ends
-
-
 ROWS = 12
 SPLITS = (1, 3, 4, 12)
 TOLERANCE = 1e-5  # relative, float32

@@ -248,6 +248,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_with_unknown_or_changing_code_trains_as_in_stock(tmp_path, name, schedule):
@@ -398,6 +399,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", AROUND)
 def test_what_sees_every_call_sees_those_of_stock(tmp_path, name):
     stock = train(tmp_path, GRPOTrainer, around=AROUND[name])
@@ -430,6 +432,7 @@ def sets(**values):
     return lambda trainer: trainer.add_callback(Sets(**values))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     "values",

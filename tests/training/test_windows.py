@@ -62,6 +62,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("has_sampler", [False, True], ids=["", "sampler"])
 @pytest.mark.parametrize("tokens", [None, PLENTY], ids=["default", "one forward"])
 @pytest.mark.parametrize("name", CHANGES)
@@ -114,6 +115,7 @@ def test_an_epoch_that_stops_within_a_window_leaves_its_gradients_to_the_next_ep
     assert_same_training(fused, stock, ("loss", "grad_norm", "entropy"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stop", [stop_epoch, stop_training], ids=["epoch", "training"])
 def test_sampling_metrics_of_a_generation_batch_are_logged_where_the_window_is_stopped(tmp_path, stop):
     options = {"gradient_accumulation_steps": 4, "num_train_epochs": 3, "max_steps": -1, "has_sampler": True}

@@ -8,7 +8,7 @@ from typing import Any
 
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 140  # after which a process is ended
+SECONDS = 280  # after which a process is ended
 
 
 def run_python(

@@ -5,6 +5,7 @@ would do it, in processes of their own.
 
 import json
 import re
+from functools import partial
 
 import pytest
 
@@ -62,7 +63,7 @@ def train(folder, name, *changes):
     return told_by(folder, f"{name}.json"), process
 
 
-@pytest.mark.ends
+@pytest.mark.nightly
 def test_every_way_in_trains_as_stock_and_says_so(folder):
     stock, _ = train(folder, "stock")
     assert_stock(stock)
@@ -91,19 +92,22 @@ def test_the_module_is_the_command():
     assert run_python("-m", "trl_fused_grpo", "--version", folder=ROOT).stdout.startswith("trl-fused-grpo ")
 
 
+imports_torch = partial(pytest.param, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["docto"], "trl-fused-grpo: No such command 'docto'.*"),
         (["doctor", "--modl", "x"], "trl-fused-grpo: No such option.*--model.*"),
-        (["doctor", "--device", "tpu"], "trl-fused-grpo: .*--device is cpu or cuda, not tpu."),
-        (["doctor", "--model", "nope"], "trl-fused-grpo doctor: the model nope cannot be loaded: .*"),
-        (["grpo", "--config", "nope.yaml"], "trl-fused-grpo grpo: nope.yaml cannot be read: .*"),
-        (
+        imports_torch(["doctor", "--device", "tpu"], "trl-fused-grpo: .*--device is cpu or cuda, not tpu."),
+        imports_torch(["doctor", "--model", "nope"], "trl-fused-grpo doctor: the model nope cannot be loaded: .*"),
+        imports_torch(["grpo", "--config", "nope.yaml"], "trl-fused-grpo grpo: nope.yaml cannot be read: .*"),
+        imports_torch(
             ["grpo", "--fused_layot", "packed"],
             "trl-fused-grpo grpo: there is no option fused_layot; did you mean fused_layout\\?",
         ),
-        (
+        imports_torch(
             ["grpo", "--config", "wrong.yaml"],
             "trl-fused-grpo grpo: there is no option fused_memry; did you mean fused_memory\\?",
         ),
@@ -120,7 +124,7 @@ def test_wrong_words_are_answered_in_one_line(folder, words, line):
     assert "Traceback" not in process.stderr and "usage" not in process.stderr.lower()
 
 
-@pytest.mark.ends
+@pytest.mark.nightly
 def test_the_doctor_and_parity_work_on_the_users_files(folder):
     file = write_yaml(folder, fused_memory=0.9)
     told = json.loads(command("doctor", "--config", file, "--device", "cuda", "--json", folder=folder).stdout)

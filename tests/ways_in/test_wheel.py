@@ -13,9 +13,6 @@ from .processes import run_python
 from .stock_script import assert_fused_and_equal, assert_own_loss, assert_stock, told_by, write_yaml
 
 
-pytestmark = pytest.mark.ends  # the oldest TRL and the newest are enough each time
-
-
 # First as it is, then patched
 PATCHED = """
 import runpy, sys
@@ -40,6 +37,7 @@ ROUNDED = TRANSFORMERS.major < 5
 PROCESSES = 2
 
 
+@pytest.mark.nightly
 def test_a_script_trains_as_stock_until_it_is_patched_and_after(python, script, stock):
     folder = script.parent
     (folder / "patched.py").write_text(PATCHED)
@@ -58,6 +56,7 @@ def test_an_unmodified_script_trains_as_stock(python, cli, script, stock):
     assert_fused_and_equal(told["log"], stock, rounded=ROUNDED)
 
 
+@pytest.mark.nightly
 def test_a_script_that_raises_ends_as_python_ends_it(python, cli, tmp_path):
     """Also with an exception that typer would take for its own command's end."""
     (tmp_path / "raising.py").write_text("import sys, typer; print(sys.argv[0]); raise typer.Exit(6)")
@@ -68,6 +67,7 @@ def test_a_script_that_raises_ends_as_python_ends_it(python, cli, tmp_path):
     assert first_line in run.stderr and run.stderr.endswith(plain.stderr.removeprefix(first_line))
 
 
+@pytest.mark.nightly
 def test_trls_own_command_trains_as_stock_from_a_yaml_file(python, cli, script, stock):
     folder = script.parent
     file = write_yaml(folder, fused_layout="padded")
@@ -86,9 +86,10 @@ def launch(*words, python, folder):
     run_python("-m", "accelerate.commands.launch", *options, *words, python=python, folder=folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.skipif(TRL < NEWEST_TRL, reason="one release is enough for several processes")
-@pytest.mark.parametrize("beside", ["TRL's own loss", pytest.param("stock", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("beside", ["TRL's own loss", "stock"])
 def test_processes_of_a_launcher_train_as_stock(beside, python, script):
     """Beside the same script with `use_liger_loss=False` in the same processes, or in TRL alone by a second launch."""
     folder = script.parent
