@@ -161,7 +161,7 @@ def fuse_config(config_class: Class) -> Class:
 
 
 def _is_generated(method: Any) -> bool:
-    """Whether `dataclass` made a method: such a one has no source file."""
+    """Return `True` if `dataclass` made a method: such a one has no source file."""
     code = getattr(method, "__code__", None)
     return code is not None and code.co_filename == "<string>"
 

@@ -118,7 +118,7 @@ def _rule(name: str) -> tuple[list[str], Callable[[Any], bool]]:
 
 
 def allowed_values(name: str) -> str:
-    """What an option may be, in words."""
+    """The values that an option may have, in words."""
     *others, last = _rule(name)[0]
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -80,7 +80,7 @@ class FusedTrainerMixin(_Trainer):
 
     @property
     def fused_stats(self) -> FusedStats:
-        """What the fused function did in the last forward with gradients; its backward fills in `recomputed`."""
+        """Counts of the last forward with gradients; its backward fills in `recomputed`."""
         stats = self._fused.window.stats
         return stats[-1] if stats else FusedStats()
 
@@ -89,7 +89,7 @@ class FusedTrainerMixin(_Trainer):
         return "packed" if self._fused.engine.packs(self.model, self._fused.ladder.findings) else "padded"
 
     def fused_summary(self) -> Summary:
-        """What a training does, and why not a faster way: lines of [`SummaryLine`], and as a string a table."""
+        """The parts of this training, and why none is faster: lines of [`SummaryLine`], and as a string a table."""
         return summary_of(self._fused.engine)
 
     def train(self, *args, **kwargs):

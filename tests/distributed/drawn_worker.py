@@ -56,7 +56,6 @@ def _runs(backend: str, indices: Iterable[int]) -> list[Run]:
     return [Run(backend, index, trainer) for index in indices for trainer in ("stock", "fused")]
 
 
-# By seed 1 processes exchange sequences in 15, 23, 25 and 27, and then compute old log-probs or the reference's
 LAUNCHES = {
     "ddp": _runs("ddp", range(30)),
     "fsdp2": _runs("fsdp2", range(60, 72)),

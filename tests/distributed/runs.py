@@ -127,7 +127,7 @@ REFUSED = [
 
 # What `make test` has, of each engine and of each kind
 QUICK_RUNS = (
-    *_runs("ddp", "untied", "exchanged", misled=("untied",)),
+    *_runs("ddp", "untied", "unequal", misled=("untied",)),
     Run("ddp", "wide", "stock"),
     *_runs("fsdp2", SHARED),
     *_fused("fsdp2", "lora-head", "wide"),

@@ -30,18 +30,18 @@ DROPOUTS_OF_OTHER_HEADS = ("classifier_dropout", "summary_first_dropout")
 
 
 def is_composite(causal_lm: PreTrainedModel) -> bool:
-    """Whether a model holds a text model beside others, such as a vision tower."""
+    """Return `True` if a model holds a text model beside others, such as a vision tower."""
     return causal_lm.config.get_text_config() is not causal_lm.config
 
 
 def names_no_text_model(causal_lm: PreTrainedModel) -> bool:
-    """Whether the configuration of a model has parts, none of which is said to be that of the text."""
+    """Return `True` if a configuration has parts, none of which is said to be that of the text."""
     parts = vars(causal_lm.config).values()
     return not is_composite(causal_lm) and any(isinstance(part, PretrainedConfig) for part in parts)
 
 
 def may_take_images(causal_lm: PreTrainedModel) -> bool:
-    """Whether a model may be called with images."""
+    """Return `True` if a model may be called with images."""
     return is_composite(causal_lm) or "pixel_values" in _forward_arguments(type(causal_lm))
 
 
@@ -64,14 +64,14 @@ def backbone(causal_lm: PreTrainedModel) -> nn.Module:
 
 
 def takes_position_ids(causal_lm: PreTrainedModel) -> bool:
-    """Whether the backbone of a model is told the positions of its tokens."""
+    """Return `True` if the backbone of a model takes the positions of its tokens."""
     return "position_ids" in _forward_arguments(type(backbone(causal_lm)))
 
 
 def needs_mask(causal_lm: PreTrainedModel) -> bool:
     """
-    Whether a model fails without a mask (transformers < 5): where there is none, it looks for packed sequences in
-    positions of three axes as if these were rows.
+    Return `True` if a model fails without a mask (transformers < 5). It then looks for packed sequences in positions
+    of three axes as if these were rows.
     """
     return _TRANSFORMERS_4 and causal_lm.config.get_text_config().model_type in (
         "glm4v_text",
@@ -81,7 +81,7 @@ def needs_mask(causal_lm: PreTrainedModel) -> bool:
 
 
 def takes_any_argument(causal_lm: PreTrainedModel) -> bool:
-    """Whether the backbone of a model takes keyword arguments that it does not know."""
+    """Return `True` if the backbone of a model takes unknown keyword arguments."""
     arguments = _forward_arguments(type(backbone(causal_lm)))
     return any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
 
@@ -114,7 +114,7 @@ def modules_beside_text(causal_lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def carries_state(module: nn.Module) -> bool:
-    """Whether a module of a text model carries a state along the sequence: by a convolution, or by its class."""
+    """Return `True` if a module carries a state along the sequence: by a convolution, or by its class."""
     if type(module).__name__.endswith(_STATE_CLASSES):
         return True
     return any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
@@ -137,8 +137,8 @@ def tokens_looked_back(module: nn.Module) -> int | None:
 
 def takes_attention_interface(text_model: nn.Module) -> bool:
     """
-    Whether the modules of a text model may look their attention up in transformers' table: the model says so, or the
-    files of their classes know the table (most families before they were declared to, and hybrids to this day).
+    Return `True` if modules of a text model may look their attention up in transformers' table: the model says so, or
+    the files of their classes know the table (most families before they were declared to, and hybrids to this day).
     """
     if getattr(text_model, "_supports_attention_backend", False):
         return True
@@ -167,14 +167,13 @@ def _files(text_model: nn.Module) -> set[Any]:
 
 # Told by the name under which a layer keeps the part that does it, the same in every family
 def compresses_tokens(module: nn.Module) -> bool:
-    """Whether a module compresses tokens of a few columns into one, as in the sparse attention of DeepSeek V4."""
+    """Return `True` if a module compresses tokens of a few columns into one, as DeepSeek V4's sparse attention does."""
     return getattr(module, "compressor", None) is not None
 
 
 def chooses_tokens(module: nn.Module) -> bool:
     """
-    Whether a module chooses the tokens that it attends to, as in the sparse attention of DeepSeek V3.2, GLM and their
-    like. Not every version of transformers names the kind of layer in their configurations.
+    Return `True` if a module chooses the tokens that it attends to, as the sparse attention of DeepSeek V3.2 and GLM. Not every version of transformers names the kind of layer in their configurations.
     """
     return getattr(module, "indexer", None) is not None
 
@@ -211,8 +210,8 @@ def layer_types(config: Any) -> set[str]:
 
 def drops_out_attention(module: nn.Module) -> bool:
     """
-    Whether a module is attention that is known to drop out in training: by a number that it passes on, or a dropout
-    named after attention. Dropout of what attention returns is another.
+    Return `True` if a module is attention that drops out in training: by a number that it passes on, or a dropout named
+    after attention. Dropout of what attention returns is another.
     """
     if "Attention" not in type(module).__name__:
         return False

@@ -56,12 +56,12 @@ def is_own_module(name: str) -> bool:
 
 
 def is_library_module(name: str) -> bool:
-    """Whether a module belongs to a library or to this package."""
+    """Return `True` if a module belongs to a library or to this package."""
     return (name.partition(".")[0] in LIBRARIES and name not in _OBSERVERS) or is_own_module(name)
 
 
 def is_library_class(cls: type) -> bool:
-    """Whether a class and all that it inherits from are a library's, or Python's own."""
+    """Return `True` if a class and all its bases are a library's, or Python's own."""
     return all(is_library_module(base.__module__) or _is_imported(base.__module__) for base in cls.__mro__)
 
 
@@ -71,7 +71,7 @@ def _is_imported(module: str) -> bool:
 
 def is_library_function(function: Any, stop: Any = None) -> bool:
     """
-    Whether a function was defined in one of the [`LIBRARIES`] or in this package, and everything that it wraps too.
+    Return `True` if a function, and everything that it wraps, was defined in one of the [`LIBRARIES`] or this package.
 
     Args:
         function (`Callable`): a function, bound method, partial or callable object.
@@ -103,7 +103,7 @@ def is_library_function(function: Any, stop: Any = None) -> bool:
 
 
 def is_library_hook(hook: Any) -> bool:
-    """Whether a hook is a library's, and the functions that it holds: torch wraps the user's in hooks of its own."""
+    """Return `True` if a hook is a library's, and the functions that it holds: torch wraps the user's hooks."""
     cells = getattr(getattr(hook, "__func__", hook), "__closure__", None) or ()
     held = [cell.cell_contents for cell in cells if cell != CellType()]  # an empty cell has no contents
     functions = [one for one in held if isinstance(one, (FunctionType, MethodType, functools.partial))]

@@ -183,7 +183,7 @@ def _option(module: nn.Module, name: str) -> Any:
 
 
 def noise_of(module: nn.Module) -> str | None:
-    """What a module adds of random numbers by itself, without an option for it, in words; or `None`."""
+    """The noise that a module adds without an option for it, in words, or `None`."""
     if _option(module, "neftune_noise_alpha"):
         return "NEFTune's noise"
     # PhiMoE's router samples experts in training, whatever its jitter is
@@ -248,7 +248,7 @@ _MASK_CODES = _mask_codes()
 
 
 def _made_with(mask_function: Any) -> dict[str, Any]:
-    """What a mask function of transformers was made with: its free variables."""
+    """The free variables of a mask function of transformers."""
     code = getattr(mask_function, "__code__", None)
     if code is None or not code.co_freevars:
         return {}

@@ -1,4 +1,4 @@
-"""What is known of PEFT, which need not be installed: which adapters are on."""
+"""PEFT, which need not be installed: which adapters are on."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager

@@ -173,7 +173,7 @@ def check_trl(trainer_class: type = GRPOTrainer, version: Version = TRL) -> None
 
 
 def _missing(trainer_class: type, version: Version) -> list[str]:
-    """What is gone of the libraries, in words."""
+    """Names that the libraries have lost, in words."""
 
     def expected(names: Mapping[str, tuple[str, ...]]) -> list[str]:
         return [name for since, group in names.items() if Version(since) <= version for name in group]

@@ -41,7 +41,7 @@ _KNOWN = frozenset(
 
 
 def unknown_source(trainer: Any) -> str | None:
-    """What of TRL's own source is not known, in words, or `None`."""
+    """The part of TRL's own source that is not known, in words, or `None`."""
     cls: Any = trl_class(type(trainer))
     if source_digest(cls, cls._compute_loss, cls._generate_and_score_completions) in _KNOWN:
         return None

@@ -28,7 +28,7 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward.default
 
 
 def flash_attention_name() -> str:
-    """What these call: torch's own, or what `torch.nn.attention.activate_flash_attention_impl` has put in its place."""
+    """Names torch's own, or what `torch.nn.attention.activate_flash_attention_impl` has put in its place."""
     current = getattr(attention, "current_flash_attention_impl", None)  # torch >= 2.11
     implementation = current() if current is not None else None
     names = {None: "torch's FlashAttention", "FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
@@ -75,7 +75,7 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """What `root.modules()` gives, in a tenth of its time: adapters make thousands of modules, walked several times."""
+    """List `root.modules()` in a tenth of its time: adapters make thousands of modules, walked several times."""
     found: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [root]
     while waiting:
@@ -88,7 +88,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(root: nn.Module) -> list[nn.Parameter]:
-    """What `root.parameters()` gives, as fast."""
+    """List `root.parameters()`, as fast."""
     found = {parameter: None for module in modules_of(root) for parameter in module._parameters.values()}
     return [parameter for parameter in found if parameter is not None]
 
@@ -99,7 +99,7 @@ def has_own_forward(cls: Any) -> bool:
 
 
 def replaced_in_linear() -> str | None:
-    """What of torch's linear layer somebody has replaced, in words, or `None`."""
+    """The part of torch's linear layer that somebody replaced, in words, or `None`."""
     if not has_own_forward(nn.Linear):
         return "the forward of torch.nn.Linear"
     function = nn.functional.linear

@@ -77,7 +77,7 @@ class NothingToLookAtError(ValueError):
 
 
 def _installed(device: str) -> Summary:
-    """What is installed and what is missing."""
+    """Lines for installed and missing packages."""
     found = versions()
     lines = Summary([versions_line(), device_line(torch.device(device))])
     for package, purpose in _OPTIONAL.items():

@@ -16,7 +16,7 @@ AssumedGrads = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | N
 
 
 class RowValues(NamedTuple):
-    """What the forward computes of each row, in nats: log-probability, log-sum-exp and entropy."""
+    """Log-probability, log-sum-exp and entropy of each row, in nats."""
 
     logps: Tensor  # [N]
     lse: Tensor  # [N]

@@ -1,4 +1,4 @@
-"""What the caller of the fused head expects the gradients of its rows to be."""
+"""The gradients that the caller of the fused head expects for its rows."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -42,7 +42,7 @@ logger = logging.get_logger(__name__)
 
 
 class _HeadOptions(NamedTuple):
-    """What a model's logits are multiplied with, capped at and divided by, and whether the head runs in float32."""
+    """Scale, softcap and temperature of a model's logits, and the precision of its head."""
 
     scaling: LogitScaling
     temperature: float
@@ -115,7 +115,7 @@ class LogpsEngine:
 
     def packs(self, model: nn.Module, findings: Findings, reads_padding: bool | None = None) -> bool:
         """
-        Whether a model's rows are packed: where nothing else was asked for, and level and model allow it.
+        Return `True` if a model's rows are packed: nothing else was asked for, and level and model allow it.
 
         Args:
             model (`nn.Module`): the model, in its wrappers or bare.
@@ -143,7 +143,7 @@ class LogpsEngine:
         return reason is None
 
     def shares_prompts(self, model: nn.Module) -> bool:
-        """Whether a prompt stands in a packed row once."""
+        """Return `True` if a prompt stands in a packed row once."""
         return self.options.fused_share_prompts and why_prompts_are_not_shared(self.causal_lm(model)) is None
 
     def compute(

@@ -254,7 +254,7 @@ def computed_option(trainer: Any) -> str | None:
 
 
 def reasons_of_trainer(trainer: Any, is_in_train: bool) -> Iterator[Reason]:
-    """What of the user's runs in or around a training step."""
+    """Yield a reason for all code of the user's that runs in or around a training step."""
     behind = replaced_behind(trainer, "_get_per_token_logps_and_entropies")
     if behind is not None:
         yield Reason(Level.STOCK, f"{behind} was replaced")

@@ -183,7 +183,7 @@ def keep_padding(reason: str, is_forced: bool) -> None:
 
 
 def multimodal_inputs(call: LogpsArgs, trl_method: Callable) -> MultimodalInputs:
-    """What TRL would call a multimodal model with; its own `trl_method` tells, see [`MultimodalInputs`]."""
+    """The inputs that TRL would give a multimodal model; its own `trl_method` tells, see [`MultimodalInputs`]."""
 
     def of_first_rows(count: int) -> dict[str, Any]:
         rows = call.input_ids[:count], call.attention_mask[:count], call.logits_to_keep, call.multimodal
@@ -243,7 +243,7 @@ def _fused_request(
     rows: Tensor,
     logps_request: LogpsRequest,
 ) -> FusedRequest:
-    """What the model's forward is asked for in place of logits."""
+    """The request for the model's forward."""
     micro_batch = min(logps_request.micro_batch or len(rows), len(rows))
     logit_positions = layout.logit_positions  # [b, T]
     return FusedRequest(

@@ -59,7 +59,7 @@ class DeviceMemory:
 
     @property
     def allocated(self) -> int:
-        """What tensors of this process take."""
+        """Bytes that tensors of this process take."""
         return torch.cuda.memory_allocated(self.device)
 
     @property

@@ -132,14 +132,14 @@ class LogpsArgs:
 
 
 def _joined(values: list[Any]) -> Any:
-    """What belongs to the images of several micro-batches: tensors with a row for each of something, and lists."""
+    """Join one input of the images of several micro-batches: tensors with a row for each of something, or lists."""
     if isinstance(values[0], Tensor):
         return torch.cat(values)
     return [item for of_batch in values for item in of_batch]
 
 
 def images_of(inputs: dict[str, Any]) -> dict[str, Any]:
-    """What belongs to the images of a micro-batch, under TRL's names; empty for text."""
+    """The inputs of the images of a micro-batch, under TRL's names; empty for text."""
     return {name: inputs[name] for name in MULTIMODAL_INPUTS if inputs.get(name) is not None}
 
 

@@ -237,7 +237,7 @@ class FusedState:
     # The loss of a micro-batch
 
     def is_objective_replaced(self) -> bool:
-        """Whether TRL's objective is not TRL's own any more."""
+        """Return `True` if somebody replaced TRL's objective."""
         replaced = replaced_behind(self.trainer, "_compute_loss")
         return bool(replaced or replaced_method(self.trainer, trl_compat.OBJECTIVE_METHODS))
 

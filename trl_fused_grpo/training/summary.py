@@ -211,7 +211,7 @@ class _Lines:
         self.is_elsewhere, self.level = _is_elsewhere(self.device), self.findings.level
 
     def all(self) -> Iterator[SummaryLine]:
-        """What is done at the level of the training, in the order of a training."""
+        """Yield a line for each part of the training, in its order."""
         if self.level > Level.STOCK:
             yield self.head()
         if self.level < Level.ROWS:

@@ -104,7 +104,7 @@ def _compared(original: Callable, given: frozenset[str], has_sinks: bool) -> Eag
 
 
 def _formula(formula: EagerFormula, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor) -> Tensor:
-    """What the kernels compute, in torch's simplest operations; returns `[1, s, heads, D]`."""
+    """Compute the same as the kernels in torch's simplest operations; returns `[1, s, heads, D]`."""
     key, value = (t.repeat_interleave(_HEADS // _KEY_HEADS, dim=1) for t in (key, value))
     scores = query @ key.transpose(2, 3) * _SCALING  # [1, heads, s, k]
     if formula.caps:

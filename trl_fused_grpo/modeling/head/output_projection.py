@@ -20,7 +20,7 @@ _ADVICE = "train with use_liger_loss=False"
 
 
 class LogitScaling(NamedTuple):
-    """What a model's raw logits are multiplied with, and at what they are capped then, if at all."""
+    """The scale of a model's raw logits, and the softcap behind it, if there is one."""
 
     scale: float
     softcap: float | None

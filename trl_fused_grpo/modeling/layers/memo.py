@@ -1,4 +1,4 @@
-"""What was found out about a model, kept as long as its layers are the same."""
+"""Findings about a model, kept as long as its layers are the same."""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ class LayerMemo(Generic[T]):
         self._kept: WeakKeyDictionary[PreTrainedModel, tuple[list[ref[nn.Module]], T]] = WeakKeyDictionary()
 
     def __call__(self, causal_lm: PreTrainedModel) -> T:
-        """What was found out about a model."""
+        """The finding about a model."""
         parts = _layers_and_their_parts(causal_lm)
         kept = self._kept.get(causal_lm)
         if kept is None or kept[0] != parts:  # of the same living modules, references are equal

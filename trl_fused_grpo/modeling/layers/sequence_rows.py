@@ -64,7 +64,7 @@ class SequenceRows:
         return len(self.indices)
 
     def pack(self, results: list[Any]) -> Any:
-        """What the layer returned for each group as it would return it for the packed row: tensors `[1, S, ...]`."""
+        """Put the layer's outputs for all groups back into one packed row: tensors `[1, S, ...]`."""
         first = results[0]
         if isinstance(first, Tensor) and first.shape[:2] == self.indices[0].shape:
             return _Pack.apply(self, *results)

@@ -119,7 +119,7 @@ def why_not_packed(model: nn.Module, causal_lm: PreTrainedModel, reads_padding: 
 
 
 def depends_on_width(causal_lm: PreTrainedModel) -> bool:
-    """Whether rows may be packed depends on how wide they are, see [`why_wide_rows_differ`]."""
+    """Return `True` if only narrow rows may be packed, see [`why_wide_rows_differ`]."""
     config = causal_lm.config.get_text_config()
     return architecture.unscaled_columns(config) is not None or traits(causal_lm).chooses
 
@@ -157,7 +157,7 @@ def why_prompts_are_not_shared(causal_lm: PreTrainedModel) -> str | None:
 
 @LayerMemo
 def _is_all_state(causal_lm: PreTrainedModel) -> bool:
-    """Whether a model mixes tokens in known state layers alone, so that positions say nothing: it has no attention."""
+    """Return `True` if a model has known state layers and no attention, so that positions say nothing."""
     # By the names of classes: attention has no part of its own, and takes the same arguments as layers with a state
     names = {type(module).__name__ for module in architecture.text_model(causal_lm).modules()}
     return bool(unpacked_layers(causal_lm).with_state) and not any("Attention" in name for name in names)

@@ -174,5 +174,5 @@ def _are_equal(mine: dict[str, Any], theirs: dict[str, Any], device: torch.devic
 
 
 def _gather(values: Tensor, rows: Tensor, row: PackedRow) -> Tensor:
-    """What belongs to each token of a packed row `[..., 1, S]`, from the padded batch `[..., B, P + T]`."""
+    """Gather values of the tokens of a packed row `[..., 1, S]` from the padded batch `[..., B, P + T]`."""
     return values.index_select(-2, rows).flatten(-2)[..., row.index].unsqueeze(-2)
