@@ -173,7 +173,8 @@ def compresses_tokens(module: nn.Module) -> bool:
 
 def chooses_tokens(module: nn.Module) -> bool:
     """
-    Return `True` if a module chooses the tokens that it attends to, as the sparse attention of DeepSeek V3.2 and GLM. Not every version of transformers names the kind of layer in their configurations.
+    Return `True` if a module chooses the tokens that it attends to, as the sparse attention of DeepSeek V3.2 and GLM.
+    Not every version of transformers names the kind of layer in their configurations.
     """
     return getattr(module, "indexer", None) is not None
 
