@@ -37,7 +37,7 @@ def memory_of(trainer):
 
 
 def limits_of(trainer, padded, has_images=False):
-    return memory.token_limits(trainer._fused.engine, has_images)(padded)
+    return memory.token_limits(trainer._fused.engine, has_images, padded)
 
 
 def test_more_tokens_fit_when_backward_begins_and_when_it_ends():

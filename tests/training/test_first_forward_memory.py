@@ -103,7 +103,7 @@ def test_peak_memory_is_at_most_stock_s(tmp_path, monkeypatch, dtype, shape, lon
         return torch.cuda.max_memory_allocated() - before
 
     stock = trained(GRPOTrainer)
-    limits, original = [], memory.limits_in_budget
-    monkeypatch.setattr(state, "limits_in_budget", lambda *args: limits.append(original(*args)) or limits[-1])
+    limits, original = [], memory.token_limits
+    monkeypatch.setattr(state, "token_limits", lambda *args: limits.append(original(*args)) or limits[-1])
     assert trained(FusedGRPOTrainer) <= stock
     assert all(first > others for first, others in limits) and limits

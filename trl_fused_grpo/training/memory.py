@@ -6,7 +6,7 @@ those of all weights beside them. In the same memory it may have more tokens.
 """
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -266,38 +266,27 @@ def memory_budget(trainer: GRPOTrainer, fraction: float | None) -> MemoryBudget 
     return MemoryBudget(fraction, DeviceMemory(trainer.accelerator.device))
 
 
-def token_limits(engine: Any, has_images: bool) -> Callable[[int], TokenLimits]:
+def token_limits(engine: Any, has_images: bool, padded: int) -> TokenLimits:
     """
-    The most tokens of shared forwards, the same on all processes, given those of a micro-batch in TRL's padding:
-    without `fused_memory`, what takes no more memory than TRL does.
+    The most tokens of shared forwards: without `fused_memory`, what takes no more memory than TRL does. With it they
+    may differ from process to process.
 
     Args:
         engine ([`LogpsEngine`]): of the trainer whose micro-batches share forwards.
         has_images (`bool`): whether a micro-batch of any process has images.
+        padded (`int`): tokens of a micro-batch in TRL's padding.
     """
     trainer, most = engine.trainer, engine.options.fused_max_tokens_per_forward
     if most is not None:
-        return lambda padded: TokenLimits(most, most)
+        return TokenLimits(most, most)
     gradients = GradientMemory()
     if engine.memory is None and not has_images:  # what a vision tower takes for an image is not known
         gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), True)
-    gradients = replace(
-        gradients, free=int(of_all_processes(trainer.accelerator, "free memory", [gradients.free]).amin())
-    )
-
-    def limits(padded: int) -> TokenLimits:
-        others, more = min(padded, MAX_TOKENS), gradients.tokens(padded)
-        return TokenLimits(min(padded + more, MOST_OF_FIRST) if more else others, others)
-
-    return limits
-
-
-def limits_in_budget(limits: TokenLimits, engine: Any) -> TokenLimits:
-    """The limits of shared forwards, more where `fused_memory` has room, which may differ from process to process."""
-    if engine.memory is None or engine.options.fused_max_tokens_per_forward is not None:
-        return limits
-    most = engine.memory.most_tokens(engine.trainer.model.parameters())
-    return TokenLimits(max(limits.first, most), max(limits.others, most))
+    free = int(of_all_processes(trainer.accelerator, "free memory", [gradients.free]).amin())
+    others, more = min(padded, MAX_TOKENS), replace(gradients, free=free).tokens(padded)
+    first = min(padded + more, MOST_OF_FIRST) if more else others
+    in_budget = 0 if engine.memory is None else engine.memory.most_tokens(trainer.model.parameters())
+    return TokenLimits(max(first, in_budget), max(others, in_budget))
 
 
 def free_memory() -> None:

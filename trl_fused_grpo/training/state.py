@@ -32,7 +32,7 @@ from .engine import LogpsEngine
 from .findings import Findings, Ladder, Level, Reason, replaced_behind, replaced_method
 from .forward import AccumulationWindow, SharedForwards, reducing_gradients
 from .kl import kl_term, replaces_kl
-from .memory import limits_in_budget, token_limits
+from .memory import token_limits
 from .old_logps import DeferredLogps, OldLogps, RLOOOldLogps, sampling_correction
 from .plan import Plan, last_that_fit, plan_forwards, why_forwards_are_not_shared
 from .requests import (
@@ -186,7 +186,7 @@ class FusedState:
         ends = ends_of_first = list(range(count))
         if reason is None:
             padded = batches[0]["prompt_ids"].numel() + batches[0]["completion_ids"].numel()
-            limits = limits_in_budget(token_limits(engine, has_images)(padded), engine)
+            limits = token_limits(engine, has_images, padded)
             shares_prompts = engine.shares_prompts(trainer.model)
             fit = [end for limit in limits for end in last_that_fit(batches, limit, shares_prompts)]
             # All must call the model at the same steps
