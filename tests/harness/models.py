@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from trl_fused_grpo.parity.tiny import model_config, save_checkpoint, tiny_model
-from trl_fused_grpo.parity.tiny.adapters import ADAPTERS, ATTENTION
-from trl_fused_grpo.parity.tiny.families import FAMILIES, MARKER_ID, VARIANTS, Family
-from trl_fused_grpo.parity.tiny.families.family import ALTERNATING, SLIDING
+from trl_fused_grpo.parity.tiny.families import ALTERNATING, FAMILIES, MARKER_ID, SLIDING, VARIANTS, Family
+from trl_fused_grpo.parity.tiny.models import ADAPTERS, ATTENTION
 
 
 __all__ = ["model_config", "save_checkpoint", "tiny_model"]

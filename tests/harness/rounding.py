@@ -15,7 +15,7 @@ from trl_fused_grpo.parity.case import Trainer
 from trl_fused_grpo.parity.errors import differing_metrics, measure
 from trl_fused_grpo.parity.judge import TOLERANCE
 from trl_fused_grpo.parity.result import Result
-from trl_fused_grpo.parity.run_case import Data
+from trl_fused_grpo.parity.tiny.batches import Data
 from trl_fused_grpo.parity.trainers import Settings, load_weights
 
 from .case import DrawnCase, Training

@@ -1,7 +1,7 @@
 """Measures how far the outcomes of two trainers are apart: loss, gradients, metrics."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +29,13 @@ class Errors:
 
     @property
     def worst_parameter(self) -> str | None:
-        """Name of the parameter with the largest error; NaN counts as the largest."""
-        return max(self.parameters, key=lambda name: _nan_as_inf(self.parameters[name]), default=None)
+        """The name of the parameter with the largest error."""
+        return largest(self.parameters)
 
 
-def _nan_as_inf(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+def largest(values: Mapping[str, float]) -> str | None:
+    """Return the name of the largest value; NaN counts as the largest."""
+    return max(values, key=lambda name: math.inf if math.isnan(values[name]) else values[name], default=None)
 
 
 def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome], loss_scale: float = 0.0) -> Errors:
@@ -51,26 +52,21 @@ def measure(references: Sequence[Outcome], outcomes: Sequence[Outcome], loss_sca
             A reference gradient that is smaller than float32's resolution of all gradients together is replaced by that
             resolution as the divisor. Where the divisor is zero, any difference is an infinite error.
     """
-    pairs = list(zip(references, outcomes, strict=True))
-    whole = _root(_square(r.tensors[name]) for r in references for name in r.tensors)
+    sizes = {name: _root(_square(r.tensors[name]) for r in references) for name in references[0].tensors}
+    distances = {name: _root(squared_distances(references, outcomes, name)) for name in sizes}
+    whole = _root(size**2 for size in sizes.values())
     floor = torch.finfo(torch.float32).eps * whole
-    parameters, distances = {}, []
-    for name in references[0].tensors:
-        distance = _root(squared_distances(references, outcomes, name))
-        size = _root(_square(r.tensors[name]) for r in references)
-        parameters[name] = _relative(distance, max(size, floor))
-        distances.append(distance**2)
+    loss = _root(r.loss**2 for r in references)
+    loss_distance = _root((o.loss - r.loss) ** 2 for r, o in zip(references, outcomes, strict=True))
     return Errors(
-        loss=_relative(
-            _root((o.loss - r.loss) ** 2 for r, o in pairs), max(_root(r.loss**2 for r in references), loss_scale)
-        ),
-        gradient=_relative(_root(distances), whole),
-        parameters=parameters,
+        loss=_relative(loss_distance, max(loss, loss_scale)),
+        gradient=_relative(_root(distance**2 for distance in distances.values()), whole),
+        parameters={name: _relative(distances[name], max(sizes[name], floor)) for name in sizes},
     )
 
 
 def squared_distances(references: Sequence[Outcome], outcomes: Sequence[Outcome], name: str) -> list[float]:
-    """The squared distance of a parameter's gradient from its reference in each batch."""
+    """Return the squared distance of a parameter's gradient from its reference in each batch."""
     return [
         _square(o.tensors[name].double() - r.tensors[name].double()) for r, o in zip(references, outcomes, strict=True)
     ]
@@ -85,9 +81,7 @@ def _root(squares: Iterable[float]) -> float:
 
 
 def _relative(distance: float, size: float) -> float:
-    if distance == 0.0:
-        return 0.0
-    return distance / size if size else math.inf
+    return distance / size if size else math.inf if distance else 0.0
 
 
 def differing_metrics(stock: dict[str, list[float]], fused: dict[str, list[float]], values: bool = True) -> list[str]:
@@ -113,7 +107,6 @@ def differing_metrics(stock: dict[str, list[float]], fused: dict[str, list[float
 
 
 def close(a: float, b: float) -> bool:
-    """Whether two values of a metric are equal up to rounding; NaN equals NaN."""
-    if math.isnan(a) or math.isnan(b):
-        return math.isnan(a) and math.isnan(b)
-    return math.isclose(a, b, rel_tol=METRIC_TOLERANCE, abs_tol=METRIC_FLOOR)
+    """Return `True` if two values of a metric are equal up to rounding; NaN equals NaN."""
+    both_nan = math.isnan(a) and math.isnan(b)
+    return both_nan or math.isclose(a, b, rel_tol=METRIC_TOLERANCE, abs_tol=METRIC_FLOOR)

@@ -1,11 +1,9 @@
 """Says which errors are too large: in float32 against stock, in bfloat16 beside stock's own error against float64."""
 
-import math
-
 import torch
 
 from .case import Case
-from .errors import Errors, differing_metrics, measure
+from .errors import Errors, differing_metrics, largest, measure
 from .result import Result
 from .run_case import Outcome
 
@@ -32,7 +30,7 @@ def float32_problems(stock: Outcome, fused: Outcome, result: Result, loss_scale:
     """Fill in the fused trainer's errors against stock, see [`measure`], and say which are too large."""
     errors = measure([stock], [fused], loss_scale)
     result.loss_error, result.worst_parameter = errors.loss, errors.worst_parameter
-    result.gradient_error = errors.parameters.get(errors.worst_parameter or "")
+    result.gradient_error = errors.parameters.get(result.worst_parameter or "")
     problems = []
     if not errors.loss <= TOLERANCE:
         problems.append(f"loss off by {errors.loss:.1e}")
@@ -45,7 +43,8 @@ def float32_problems(stock: Outcome, fused: Outcome, result: Result, loss_scale:
 def bfloat16_problems(errors: Errors, stock_errors: Errors, result: Result) -> list[str]:
     """Fill in the fused trainer's errors beside stock's, both against float64, and say which are too large."""
     result.loss_error, result.stock_loss_error = errors.loss, stock_errors.loss
-    result.worst_parameter = _worst_relative_to_stock(errors, stock_errors)
+    tolerances = {name: error + TOLERANCE for name, error in stock_errors.parameters.items()}
+    result.worst_parameter = largest({name: error / tolerances[name] for name, error in errors.parameters.items()})
     result.gradient_error = errors.parameters.get(result.worst_parameter or "")
     result.stock_gradient_error = stock_errors.parameters.get(result.worst_parameter or "")
     problems = []
@@ -62,12 +61,12 @@ def bfloat16_problems(errors: Errors, stock_errors: Errors, result: Result) -> l
 
 
 def exceeds(error: float, stock_error: float, slack: float, floor: float = TOLERANCE) -> bool:
-    """Whether an error in bfloat16 is more than `slack` times stock's plus `floor`; NaN is."""
+    """Return `True` if an error in bfloat16 is more than `slack` times stock's plus `floor`; NaN is."""
     return not error <= slack * stock_error + floor
 
 
 def bfloat16_batches(case: Case) -> int:
-    """How many batches are pooled in bfloat16: more where all tokens of a sequence share one weight and its error."""
+    """Return how many batches are pooled: more where all tokens of a sequence share one weight and its error."""
     is_given = getattr(case.data, "old", None) or getattr(case.data, "sampling", None)
     of_sequences = (
         case.config.get("loss_type") == "vespo"
@@ -78,27 +77,17 @@ def bfloat16_batches(case: Case) -> int:
 
 
 def bfloat16_rounds(case: Case) -> list[int]:
-    """Over how many batches a case is judged in bfloat16: the first, and where it exceeds a limit the next ones."""
-    batches = bfloat16_batches(case)
-    return [batches, AGAIN * batches]
-
-
-def _worst_relative_to_stock(errors: Errors, stock_errors: Errors) -> str | None:
-    """The parameter that comes closest to its tolerance."""
-
-    def ratio(name: str) -> float:
-        value = errors.parameters[name] / (stock_errors.parameters[name] + TOLERANCE)
-        return math.inf if math.isnan(value) else value
-
-    return max(errors.parameters, key=ratio, default=None)
+    """Return over how many batches a case is judged: the first, and where it exceeds a limit the next ones."""
+    return [bfloat16_batches(case), AGAIN * bfloat16_batches(case)]
 
 
 def metric_problems(result: Result) -> list[str]:
+    """Say which metrics differ."""
     return [f"metrics differ: {', '.join(result.metrics_differ)}"] if result.metrics_differ else []
 
 
 def row_problems(case: Case, fused: Outcome, result: Result) -> list[str]:
-    """Whether rows went through the fused function, and were recomputed where a forecast is wrong only."""
+    """Say if no row went through the fused function, or if rows were recomputed where the forecast is right."""
     if case.mode == "train" and not fused.rows:
         return [NO_ROW]
     if case.recomputed == "none" and result.recomputed:

@@ -14,7 +14,7 @@ from transformers import set_seed
 from trl_fused_grpo._compat import trl as trl_compat
 
 from .case import Case, Rollout, SkippedError, Trainer
-from .tiny import batches
+from .tiny.batches import Data, log_probs
 from .tiny.serve import serve_batches, serve_rollouts, serves_batches
 from .trainers import load_weights
 
@@ -24,8 +24,6 @@ STEP = 0.0005
 
 # Timings, and what only the fused trainer logs.
 _NOT_COMPARED = ("step_time", "fused/")
-
-Data = list[dict[str, Any]]
 
 
 @dataclass
@@ -54,25 +52,13 @@ class Outcome:
 
     @property
     def norm(self) -> float:
-        """Euclidean norm of all tensors together."""
+        """The Euclidean norm of all tensors together."""
         return float(sum(t.double().square().sum() for t in self.tensors.values()) ** 0.5)
-
-
-def make_data(case: Case, trainer: Trainer, seed: int = 0) -> Data:
-    """Completions or micro-batches of a case, see [`tiny.batches`]."""
-    make = batches.rollout if isinstance(case.data, Rollout) else batches.micro_batches
-    return make(case, trainer, seed)
 
 
 @contextmanager
 def stock_may_fail(case: Case) -> Generator[None, None, None]:
-    """
-    Within the context, stock runs.
-
-    Raises:
-        [`SkippedError`]:
-            When stock fails as the case says.
-    """
+    """Within the context stock runs. Where it fails as the case says, the case is skipped."""
     try:
         yield
     except SkippedError:
@@ -95,22 +81,18 @@ class Restarted:
 
     def __init__(self, trainer: Trainer, start: Mapping[str, torch.Tensor]):
         self._trainer, self._start = trainer, start
-        self._values = [(vars(holder), _values(holder)) for holder in (trainer, trainer.state)]
+        # Counters, coefficients, switches, and what is not there yet. Lists and tensors are a run's to clear
+        kept = (type(None), bool, int, float, str)
+        self._values = [
+            (vars(holder), {name: value for name, value in vars(holder).items() if isinstance(value, kept)})
+            for holder in (trainer, trainer.state)
+        ]
 
     def __call__(self) -> Trainer:
-        """The trainer as it was built, with the weights of the start."""
+        """Return the trainer as it was built, with the weights of the start."""
         for attributes, values in self._values:
             attributes.update(values)
         return load_weights(self._trainer, self._start)
-
-
-def _values(holder: Any) -> dict[str, Any]:
-    """Counters, coefficients and switches, and what is not there yet. Lists and tensors are a run's to clear."""
-    return {
-        name: value
-        for name, value in vars(holder).items()
-        if value is None or isinstance(value, (bool, int, float, str))
-    }
 
 
 def run_case(
@@ -126,7 +108,7 @@ def run_case(
     Args:
         trainer ([`GRPOTrainer`]): freshly built, or [`Restarted`].
         case ([`Case`]): what to run.
-        data (`list[dict]`): from [`make_data`].
+        data (`list[dict]`): from [`tiny.batches.make_data`].
         dtype (`torch.dtype`): what weights are rounded to when they move, also where the trainer computes in a higher
             precision.
         after_step (`Callable`, *optional*): gets the trainer and the number of the accumulation window after each
@@ -151,7 +133,7 @@ def run_case(
 @contextmanager
 def _served_in_rows(trainer: Trainer) -> Generator[None, None, None]:
     """
-    While it lasts, what serves micro-batches counts as code that may see them and no more. Before TRL 1.14 a replaced
+    While it lasts, what serves micro-batches counts as code that sees them and no more. Before TRL 1.14 a replaced
     method may read log-probs of padding too, and no case would have rows without padding.
     """
     if not (serves_batches(trainer) and hasattr(trainer, "_fused")):
@@ -178,17 +160,13 @@ def _collect_metrics(trainer: Trainer, mode: str, outcome: Outcome) -> None:
     metrics.clear()
 
 
-def _examples(trainer: Trainer, count: int) -> list[dict[str, str]]:
-    return [trainer.train_dataset[0]] * count
-
-
 def _train(
     trainer: Trainer, case: Case, dtype: torch.dtype, after_step: Callable[[Trainer, int], None] | None
 ) -> Outcome:
     args = trainer.args
     outcome, forwards = Outcome(), {}  # what several micro-batches share, the backward of the last completes
     model = trainer.model_wrapped
-    generation = _examples(trainer, args.per_device_train_batch_size * args.steps_per_generation)
+    generation = [trainer.train_dataset[0]] * args.per_device_train_batch_size * args.steps_per_generation
     for window in range(case.accumulation_windows):
         model.zero_grad()
         for i in range(args.gradient_accumulation_steps):
@@ -225,24 +203,14 @@ def _move_weights(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
 
 def _evaluate(trainer: Trainer) -> Outcome:
     trainer.model.eval()
-    examples = _examples(trainer, trainer.args.per_device_train_batch_size)
+    examples = [trainer.train_dataset[0]] * trainer.args.per_device_train_batch_size
     loss, *_ = trainer.prediction_step(trainer.model_wrapped, examples, prediction_loss_only=True)
     outcome = Outcome(loss=float(loss))
     _collect_metrics(trainer, "eval", outcome)
     return outcome
 
 
-@torch.no_grad()
 def _log_probs(trainer: Trainer, data: Data) -> Outcome:
-    inputs = {name: value.to(trainer.accelerator.device) for name, value in data[0].items()}
-    mask = inputs["completion_mask"].bool()
-    logps, entropies, *_ = trainer._get_per_token_logps_and_entropies(
-        trainer.model,
-        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        inputs["completion_ids"].size(1),
-        batch_size=2,
-        compute_entropy=True,
-    )
-    tensors = {"log-probs": logps[mask].cpu(), "entropies": entropies[mask].cpu()}
-    return Outcome(loss=float(logps[mask].mean()), tensors=tensors)
+    logps, entropies = log_probs(trainer, data[0], batch_size=2)
+    mask = data[0]["completion_mask"].bool()
+    return Outcome(float(logps[mask].mean()), {"log-probs": logps[mask], "entropies": entropies[mask]})

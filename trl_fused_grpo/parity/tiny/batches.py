@@ -12,6 +12,8 @@ from .images import IMAGES, REPEATED_IMAGES, image_inputs, with_images
 from .serve import copy_to
 
 
+Data = list[dict[str, Any]]  # micro-batches, or one entry a generation
+
 ROWS, GROUP = 6, 3  # completions in a micro-batch, and to a prompt
 ADVANTAGES = (1.1, -0.7, 0.0, 0.6, -0.4, 0.9)  # one row needs no gradient, and the loss does not cancel to zero
 
@@ -45,51 +47,60 @@ def _words(length: int, generator: torch.Generator, end: int = VOCAB_SIZE) -> li
     return torch.randint(FIRST_WORD_ID, end, (length,), generator=generator).tolist()
 
 
-def _padded(rows: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(map(len, rows))
-    ids = torch.full((len(rows), width), PAD_ID)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[i, place] = torch.tensor(row, dtype=torch.long)
-        mask[i, place] = 1
-    return ids, mask
+def _padded(prompts: list[list[int]], completions: list[list[int]]) -> dict[str, Any]:
+    """Ids and masks, with padding before the prompts and after the completions."""
+    inputs = {}
+    for name, rows in (("prompt", prompts), ("completion", completions)):
+        width = max(map(len, rows))
+        ids, mask = torch.full((len(rows), width), PAD_ID), torch.zeros(len(rows), width, dtype=torch.long)
+        for i, row in enumerate(rows):
+            place = slice(width - len(row), width) if name == "prompt" else slice(0, len(row))
+            ids[i, place] = torch.tensor(row, dtype=torch.long)
+            mask[i, place] = 1
+        inputs |= {f"{name}_ids": ids, f"{name}_mask": mask}
+    return inputs
 
 
 @torch.no_grad()
-def log_probs(trainer: Trainer, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def log_probs(
+    trainer: Trainer, inputs: dict[str, Any], batch_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Current log-probs and entropies `[B, T]` of a micro-batch's completion tokens, float32, on the CPU."""
-    input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     device = trainer.accelerator.device
     logps, entropies, *_ = trainer._get_per_token_logps_and_entropies(
         trainer.model,
-        input_ids.to(device),
-        attention_mask.to(device),
+        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1).to(device),
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).to(device),
         inputs["completion_ids"].size(1),
+        batch_size=batch_size,
         compute_entropy=True,
-        **_images_for(trainer, inputs),
+        **{name: copy_to(inputs[name], device) for name in MULTIMODAL_INPUTS if name in inputs},
     )
     return logps.float().cpu() * inputs["completion_mask"], entropies.float().cpu()
 
 
-def _images_for(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch's images, as far as the log-prob method of this TRL has arguments for them."""
-    device = trainer.accelerator.device
-    return {name: copy_to(inputs[name], device) for name in MULTIMODAL_INPUTS if name in inputs}
-
-
-def micro_batches(case: Case, trainer: Trainer, seed: int, draws: int = 16) -> list[dict[str, torch.Tensor]]:
+def make_data(case: Case, trainer: Trainer, seed: int, draws: int = 16) -> Data:
     """
-    Micro-batches as `_prepare_inputs` would return them.
+    Make what a trainer gets in place of its own generation: micro-batches of a [`Batch`], completions of a [`Rollout`].
 
     Args:
-        case ([`Case`]): with a [`Batch`] as its data.
+        case ([`Case`]): what is compared.
         trainer ([`GRPOTrainer`]): computes the current log-probs, from which old, reference and sampling log-probs are
             made.
         seed (`int`): of tokens and offsets.
-        draws (`int`): under `top_entropy_quantile`, how many are drawn for each. Of them the one is taken whose
-            entropies lie furthest from the quantile: rounding must not move a token across.
+        draws (`int`): see [`micro_batches`].
+    """
+    if isinstance(case.data, Rollout):
+        return rollout(case, trainer, seed)
+    return micro_batches(case, trainer, seed, draws)
+
+
+def micro_batches(case: Case, trainer: Trainer, seed: int, draws: int) -> Data:
+    """
+    Micro-batches as `_prepare_inputs` would return them, see [`make_data`].
+
+    Under `top_entropy_quantile`, `draws` are drawn for each. Of them the one is taken whose entropies lie furthest from
+    the quantile: rounding must not move a token across.
 
     Returns:
         `list[dict[str, torch.Tensor]]`:
@@ -110,9 +121,7 @@ def micro_batches(case: Case, trainer: Trainer, seed: int, draws: int = 16) -> l
     return batches
 
 
-def _micro_batch(
-    spec: Batch, index: int, trainer: Trainer, generator: torch.Generator, draws: int
-) -> dict[str, torch.Tensor]:
+def _micro_batch(spec: Batch, index: int, trainer: Trainer, generator: torch.Generator, draws: int) -> dict[str, Any]:
     rows = trainer.args.per_device_train_batch_size
     inputs = _tokens(spec, rows, index, generator)
     if trainer.args.top_entropy_quantile < 1.0 and draws > 1:
@@ -120,10 +129,9 @@ def _micro_batch(
         inputs = max(inputs, *others, key=lambda drawn: _entropy_gap(drawn, trainer))
     shape = inputs["completion_ids"].shape
 
-    advantages = _in_turn(ADVANTAGES, rows)
+    inputs["advantages"] = _in_turn(ADVANTAGES, rows)
     if spec.token_advantages:
-        advantages = advantages.unsqueeze(1) * (1 + 0.5 * torch.rand(shape, generator=generator))
-    inputs["advantages"] = advantages
+        inputs["advantages"] = inputs["advantages"].unsqueeze(1) * (1 + 0.5 * torch.rand(shape, generator=generator))
 
     current, _ = log_probs(trainer, inputs)
     far = _spread(_OLD_LEVELS, shape, generator)
@@ -140,8 +148,7 @@ def _micro_batch(
     return inputs
 
 
-def _tokens(spec: Batch, rows: int, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    inputs: dict[str, torch.Tensor] = {}
+def _tokens(spec: Batch, rows: int, index: int, generator: torch.Generator) -> dict[str, Any]:
     end = IMAGE_ID if spec.images else VOCAB_SIZE
     prompt_lengths, lengths = _lengths(spec.lengths, rows)
     prompts = [_words(n, generator, end) for n in prompt_lengths]
@@ -151,9 +158,7 @@ def _tokens(spec: Batch, rows: int, index: int, generator: torch.Generator) -> d
     images = [counts[i % ROWS] for i in range(rows)]
     if spec.images:
         prompts = with_images(prompts, images, spec.images)
-    inputs["prompt_ids"], inputs["prompt_mask"] = _padded(prompts, left=True)
-    completions = [_words(n, generator, end) for n in lengths]
-    inputs["completion_ids"], inputs["completion_mask"] = _padded(completions, left=False)
+    inputs = _padded(prompts, [_words(n, generator, end) for n in lengths])
     if spec.images:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         inputs |= image_inputs(spec.images, images, copies, ids, generator)
@@ -176,19 +181,8 @@ def _entropy_gap(inputs: dict[str, torch.Tensor], trainer: Trainer) -> float:
     return float(entropies[below + 1] - entropies[below])
 
 
-def rollout(case: Case, trainer: Trainer, seed: int) -> list[dict[str, Any]]:
-    """
-    Completions in place of generated ones, one entry a generation.
-
-    Args:
-        case ([`Case`]): with a [`Rollout`] as its data.
-        trainer ([`GRPOTrainer`]): computes the current log-probs, from which the sampler's are made.
-        seed (`int`): of tokens and offsets.
-
-    Returns:
-        `list[dict[str, Any]]`:
-            What a `rollout_func` returns. Prompts repeat within a group.
-    """
+def rollout(case: Case, trainer: Trainer, seed: int) -> Data:
+    """Completions as a `rollout_func` returns them, see [`make_data`]. Prompts repeat within a group."""
     spec = case.data
     assert isinstance(spec, Rollout)
     generator = torch.Generator().manual_seed(seed)
@@ -221,19 +215,13 @@ def _generation(spec: Rollout, trainer: Trainer, steps: int, generator: torch.Ge
 def _sampler_log_probs(
     spec: Rollout, trainer: Trainer, prompts: list[list[int]], completions: list[list[int]], generator: torch.Generator
 ) -> list[list[float | None]]:
-    inputs: dict[str, torch.Tensor] = {}
-    inputs["prompt_ids"], inputs["prompt_mask"] = _padded(prompts, left=True)
-    inputs["completion_ids"], inputs["completion_mask"] = _padded(completions, left=False)
+    inputs = _padded(prompts, completions)
     current, _ = log_probs(trainer, inputs)
     if spec.sampling == "token":
         ahead = _spread(_TOKEN_LEVELS, current.shape, generator)
     else:
         levels = _in_turn(_SEQUENCE_LEVELS, len(prompts))
         ahead = (levels / inputs["completion_mask"].sum(1)).unsqueeze(1).expand_as(current)
-    rows: list[list[float | None]] = [
-        row[: len(ids)].tolist() for row, ids in zip(current - ahead, completions, strict=True)
-    ]
-    if spec.nan:
-        for row in rows:
-            row[0] = None  # TRL writes None for a log-prob that vLLM did not give
-    return rows
+    given = [row[: len(ids)].tolist() for row, ids in zip(current - ahead, completions, strict=True)]
+    # TRL writes None for a log-prob that vLLM did not give
+    return [[None, *row[1:]] for row in given] if spec.nan else given

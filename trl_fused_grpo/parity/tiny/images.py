@@ -72,32 +72,29 @@ def _padded_pixels(sizes: Sequence[tuple[int, int]], generator: torch.Generator)
 
 def _placed_patches(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
     """Gemma-4: the patches of each image with their places `(x, y)`, padded to as many as the largest has."""
-    longest = max(height * width for height, width in _SIZES)
-    pixels = torch.zeros(len(sizes), longest, 3 * _PATCH * _PATCH)
-    places = torch.full((len(sizes), longest, 2), -1)
-    for i, (height, width) in enumerate(sizes):
-        count = height * width
-        pixels[i, :count] = torch.rand(count, pixels.size(-1), generator=generator)
-        y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        places[i, :count] = torch.stack([x, y], -1).view(-1, 2)
-    return {"pixel_values": pixels, "image_position_ids": places}
+    patches = [torch.rand(height * width, 3 * _PATCH * _PATCH, generator=generator) for height, width in sizes]
+    places = [torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1) for height, width in sizes]
+    return {"pixel_values": _padded(patches), "image_position_ids": _padded(places, -1)}
 
 
 def _shaped_patches(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
     """LFM2-VL: the patches of each image, padded to as many as the largest has, with their mask; one tile an image."""
-    longest = max(height * width for height, width in _SIZES)
-    pixels = torch.zeros(len(sizes), longest, 3 * _PATCH * _PATCH)
-    mask = torch.zeros(len(sizes), longest, dtype=torch.long)
-    for i, (height, width) in enumerate(sizes):
-        count = height * width
-        pixels[i, :count] = torch.randn(count, pixels.size(-1), generator=generator)
-        mask[i, :count] = 1
+    patches = [torch.randn(height * width, 3 * _PATCH * _PATCH, generator=generator) for height, width in sizes]
     return {
-        "pixel_values": pixels,
-        "pixel_attention_mask": mask,
+        "pixel_values": _padded(patches),
+        "pixel_attention_mask": _padded([torch.ones(len(one), dtype=torch.long) for one in patches]),
         "spatial_shapes": torch.tensor(sizes),
         "num_tiles": [len(sizes)],
     }
+
+
+def _padded(patches: list[torch.Tensor], value: int = 0) -> torch.Tensor:
+    """One row an image, of as many patches as the largest image of a format may have."""
+    longest = max(height * width for height, width in _SIZES)
+    rows = patches[0].new_full((len(patches), longest, *patches[0].shape[1:]), value)
+    for row, one in zip(rows, patches, strict=True):
+        row[: len(one)] = one
+    return rows
 
 
 FORMATS = {
