@@ -9,7 +9,7 @@ import torch
 
 from trl_fused_grpo.parity.case import Case, SkippedError, Trainer
 from trl_fused_grpo.parity.compare import Comparison
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.judge import Result
 from trl_fused_grpo.parity.tiny.batches import Data
 from trl_fused_grpo.parity.trainers import Settings, load_weights
 

@@ -15,9 +15,7 @@ from typing import Literal
 
 import torch
 
-from trl_fused_grpo.parity.errors import Errors, measure
-from trl_fused_grpo.parity.judge import BFLOAT16_BATCHES, bfloat16_problems
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.judge import BFLOAT16_BATCHES, Errors, Result, bfloat16_problems, measure
 
 from .steps import Outcome
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from trl_fused_grpo.parity.judge import AGAIN, NO_ROW, bfloat16_batches, float32_problems
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.judge import AGAIN, NO_ROW, Result, bfloat16_batches, float32_problems
 
 from .case import Customisation, DrawnCase
 from .steps import Outcome

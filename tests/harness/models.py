@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from trl_fused_grpo.parity.tiny import model_config, save_checkpoint, tiny_model
-from trl_fused_grpo.parity.tiny.families import ALTERNATING, FAMILIES, MARKER_ID, SLIDING, VARIANTS, Family
+from trl_fused_grpo.parity.tiny.families import ALTERNATING, FAMILIES, SLIDING, VARIANTS, Family
 from trl_fused_grpo.parity.tiny.models import ADAPTERS, ATTENTION
 
 
@@ -59,6 +59,7 @@ VARIANTS |= {
     "gpt2-attention-dropout": replace(_GPT2, options={**_GPT2.options, "attn_pdrop": 0.3}),
     "gpt2-dropout": replace(_GPT2, options={**_GPT2.options, "resid_pdrop": 0.3}),
 }
+MARKER_ID = 17  # a word that can stand in every prompt, where PEFT's aLoRA looks for it
 _VIRTUAL, _FEEDFORWARD = {"num_virtual_tokens": 4}, ["down_proj"]
 ADAPTERS |= {
     "tied-copy": ("LoraConfig", {**ATTENTION, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),

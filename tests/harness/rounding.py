@@ -12,9 +12,7 @@ from typing import Any, Literal
 import torch
 
 from trl_fused_grpo.parity.case import Trainer
-from trl_fused_grpo.parity.errors import differing_metrics, measure
-from trl_fused_grpo.parity.judge import TOLERANCE
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.judge import TOLERANCE, Result, differing_metrics, measure
 from trl_fused_grpo.parity.tiny.batches import Data
 from trl_fused_grpo.parity.trainers import Settings, load_weights
 

@@ -4,7 +4,7 @@ import math
 from typing import Any, Protocol
 
 from trl_fused_grpo.parity.case import SkippedError
-from trl_fused_grpo.parity.errors import Errors, close, measure
+from trl_fused_grpo.parity.judge import Errors, close, measure
 
 from .case import Training
 from .run_training import Pair, Run

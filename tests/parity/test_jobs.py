@@ -12,8 +12,8 @@ from tests.harness import CUSTOMISED_CASES
 from tests.harness.compare import DrawnComparison
 from tests.harness.fuzz import run_named
 from trl_fused_grpo.parity import CASES, ISSUE_1082_CASES, Settings
-from trl_fused_grpo.parity.jobs import run_cases
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.compare import run_cases
+from trl_fused_grpo.parity.judge import Result
 
 
 def named(cases, name):

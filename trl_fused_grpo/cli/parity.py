@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging as transformers_logging
 
 from trl_fused_grpo.parity import CASES, ISSUE_1082_CASES, MODEL_CASES, Case, Result, Settings, report
-from trl_fused_grpo.parity.jobs import run_cases
+from trl_fused_grpo.parity.compare import run_cases
 from trl_fused_grpo.patching import unpatched
 
 

@@ -61,7 +61,6 @@ class Rollout:
         nan (`bool`): whether the sampler gives no log-prob (NaN) for some tokens.
         env_mask (`bool`): whether some completion tokens were written by an environment.
         truncated_rows (`tuple[int, ...]`): rows that stop without an end-of-sequence token.
-        has_marker (`bool`): whether the token before the last of every prompt is [`tiny.families.MARKER_ID`].
         equal_completions (`bool`): whether all completions to the first prompt are the same, so that their advantages
             are zero.
         lengths (`tuple`): of the prompts and completions of a micro-batch.
@@ -71,7 +70,6 @@ class Rollout:
     nan: bool = False
     env_mask: bool = False
     truncated_rows: tuple[int, ...] = ()
-    has_marker: bool = False
     equal_completions: bool = False
     lengths: Lengths = LENGTHS
 

@@ -21,13 +21,17 @@ FAR, DRIFTED = Batch(old="far"), Batch(old="drifted")
 FAR_TOOL_MASK = Batch(old="far", tool_mask=True)
 FAR_REFERENCE = Batch(old="far", reference=True)
 FAR_EVERYTHING = Batch(old="far", ratio="report", reference=True, tool_mask=True)
+REPORTED = Batch(old="policy", ratio="report")
 GENERATED = Rollout()
 TOKENS, SEQUENCES = Rollout(sampling="token"), Rollout(sampling="sequence")
-TRUNCATED = (1, 4)  # rows
+TRUNCATED = Rollout(truncated_rows=(1, 4))
+TRUNCATED_TOKENS = replace(TRUNCATED, sampling="token")
+ONE_EMPTY = Batch(empty_micro_batches=(1,))
 
 # Options
-GRPO = {"loss_type": "grpo"}
+DAPO, GRPO = {"loss_type": "dapo"}, {"loss_type": "grpo"}
 CISPO = {"loss_type": "cispo", "epsilon_high": 2.0}
+LUSPO = {"loss_type": "luspo"}
 VESPO = {"loss_type": "vespo", "vespo_k_pos": 2.0}
 SEQUENCE_LEVEL = {"importance_sampling_level": "sequence"}
 DELTA = {"delta": 2.0}
@@ -38,9 +42,8 @@ QUANTILE = {"top_entropy_quantile": 0.37}
 ENTROPY = {"entropy_coef": 0.1}
 ADAPTIVE_ENTROPY = {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 100.0}
 CAST = {"cast_lm_head_to_fp32": True}
+MODE = "vllm_importance_sampling_mode"
 BOUNDS = {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 2.0}
-TOKEN_TRUNCATE = {**BOUNDS, "vllm_importance_sampling_mode": "token_truncate"}
-SEQUENCE_MASK = {**BOUNDS, "vllm_importance_sampling_mode": "sequence_mask"}
 TWO_MICRO_BATCHES = {"gradient_accumulation_steps": 2}
 
 # Fields of a case
@@ -50,12 +53,7 @@ ONE_FORWARD = {"fused_max_tokens_per_forward": 10_000}
 NOISE = 0.05  # families initialize biases and norms to constants, which hide errors
 ENV_MASK = "0.28.0"  # the first TRL that has it
 
-REPORT = Case(
-    "issue-1082",
-    "the bug report: dapo, vLLM importance ratios of mean 0.003 to 0.01",
-    {"loss_type": "dapo"},
-    Batch(old="policy", ratio="report"),
-)
+REPORT = Case("issue-1082", "the bug report: dapo, vLLM importance ratios of mean 0.003 to 0.01", DAPO, REPORTED)
 
 
 def _steps(accumulation: int, generation: int, **options: Any) -> dict[str, Any]:
@@ -90,14 +88,8 @@ _OBJECTIVE = (
         "sequence-level-off-policy", "sequence-level ratios, old log-probs given", {**SEQUENCE_LEVEL, **GRPO}, DRIFTED
     ),
     Case("sequence-level-dapo", "sequence-level ratios under dapo, old log-probs given", SEQUENCE_LEVEL, DRIFTED),
-    Case(
-        "luspo-token",
-        "luspo with token-level ratios",
-        {"loss_type": "luspo"},
-        FAR,
-        min_trl="0.28.0",
-        recomputed="any",  # before TRL 1.10 its mean includes padding
-    ),
+    # Before TRL 1.10 its mean includes padding: then there is no forecast
+    Case("luspo-token", "luspo with token-level ratios", LUSPO, FAR, min_trl="0.28.0", recomputed="any"),
     Case("delta", "two-sided clipping", DELTA, FAR),
     Case("delta-grpo", "two-sided clipping under grpo", {**DELTA, **GRPO}, FAR),
     # Advantages and temperature
@@ -110,111 +102,68 @@ _OBJECTIVE = (
     Case("kl-bias-corrected", "bias-corrected KL", CORRECTED_KL, FAR_REFERENCE),
     Case("kl-reference-model", "beta with TRL's own forward of the reference model", KL, GENERATED, noise=0.02),
     Case("kl-adapters-disabled", "beta with PEFT adapters disabled for the reference forward", KL, GENERATED, **LORA),
-    Case(
-        "everything",
-        "vLLM ratios, tool mask, delta and bias-corrected KL together",
-        {**CORRECTED_KL, **DELTA},
-        FAR_EVERYTHING,
-    ),
+    Case("everything", "vLLM ratios, tool mask, delta, bias-corrected KL", {**CORRECTED_KL, **DELTA}, FAR_EVERYTHING),
 )
 
-# vLLM's importance ratios
-_SAMPLING_MODES = tuple(
-    Case(
-        f"is-{level}-{action}",
-        f"vLLM importance ratios, {level}_{action}, both clip bounds where TRL has both",
-        {**BOUNDS, "vllm_importance_sampling_mode": f"{level}_{action}"},
-        rollout,
-    )
-    for level, rollout in (("token", TOKENS), ("sequence", SEQUENCES))
-    for action in ("truncate", "mask")
-)
+
+def _vllm(name: str, about: str, options: dict[str, Any], data: Rollout, **fields: Any) -> Case:
+    """A case of vLLM's importance ratios. Without a mode among the options, it is one that fits the data."""
+    mode = "token_truncate" if data.sampling == "token" else "sequence_mask"
+    config = {MODE: mode, **BOUNDS, **options}
+    return Case(f"is-{name}", f"vLLM importance ratios{about}", config, data, **fields)
+
+
+BOTH = "both clip bounds where TRL has both"
 _SAMPLING = (
-    Case(
-        "is-sequence-one-forward",
-        "vLLM importance ratios of sequences, four micro-batches in one forward, truncated completions masked",
-        {**SEQUENCE_MASK, **MASKED, "gradient_accumulation_steps": 4},
-        Rollout(sampling="sequence", truncated_rows=TRUNCATED),
+    _vllm("token-truncate", f", token_truncate, {BOTH}", {}, TOKENS),
+    _vllm("token-mask", f", token_mask, {BOTH}", {MODE: "token_mask"}, TOKENS),
+    _vllm("sequence-truncate", f", sequence_truncate, {BOTH}", {MODE: "sequence_truncate"}, SEQUENCES),
+    _vllm("sequence-mask", f", sequence_mask, {BOTH}", {}, SEQUENCES),
+    _vllm(
+        "sequence-one-forward",
+        " of sequences, four micro-batches in one forward, truncated completions masked",
+        {**MASKED, "gradient_accumulation_steps": 4},
+        replace(TRUNCATED, sampling="sequence"),
         fused=ONE_FORWARD,
     ),
-    Case(
-        "is-sequence-kl",
-        "vLLM importance ratios of sequences under grpo, bias-corrected KL, environment mask",
-        {**SEQUENCE_MASK, **CORRECTED_KL, **GRPO},
+    _vllm(
+        "sequence-kl",
+        " of sequences under grpo, bias-corrected KL, environment mask",
+        {**CORRECTED_KL, **GRPO},
         Rollout(sampling="sequence", env_mask=True),
         noise=0.02,
         min_trl=ENV_MASK,
     ),
-    Case(
-        "is-sequence-lora",
-        "vLLM importance ratios of sequences with LoRA, whose head is frozen",
-        SEQUENCE_MASK,
-        SEQUENCES,
-        **LORA,
-    ),
-    Case(
-        "is-sequence-gspo",
-        "vLLM importance ratios of sequences with sequence-level ratios and the off-policy mask",
-        {**SEQUENCE_MASK, **SEQUENCE_LEVEL, "off_policy_mask_threshold": 0.0},
+    _vllm("sequence-lora", " of sequences with LoRA, whose head is frozen", {}, SEQUENCES, **LORA),
+    _vllm(
+        "sequence-gspo",
+        " of sequences with sequence-level ratios and the off-policy mask",
+        {**SEQUENCE_LEVEL, "off_policy_mask_threshold": 0.0},
         SEQUENCES,
     ),
-    Case(
-        "is-token-grpo",
-        "vLLM importance ratios under grpo, truncated completions masked",
-        {**TOKEN_TRUNCATE, **GRPO, **MASKED},
-        Rollout(sampling="token", truncated_rows=TRUNCATED),
-    ),
-    Case("is-token-cispo", "vLLM importance ratios under cispo", {**TOKEN_TRUNCATE, **CISPO}, TOKENS),
-    Case(
-        "is-token-vespo",
-        "vLLM importance ratios inside vespo's weights",
-        {**TOKEN_TRUNCATE, **VESPO, **MASKED},
-        Rollout(sampling="token", truncated_rows=TRUNCATED),
-    ),
-    Case(
-        "is-everything",
-        "vLLM ratios, environment mask, delta and bias-corrected KL, all computed by TRL",
-        {**TOKEN_TRUNCATE, **CORRECTED_KL, **DELTA},
+    _vllm("token-grpo", " under grpo, truncated completions masked", {**GRPO, **MASKED}, TRUNCATED_TOKENS),
+    _vllm("token-cispo", " under cispo", CISPO, TOKENS),
+    _vllm("token-vespo", " inside vespo's weights", {**VESPO, **MASKED}, TRUNCATED_TOKENS),
+    _vllm(
+        "everything",
+        ", environment mask, delta and bias-corrected KL, all computed by TRL",
+        {**CORRECTED_KL, **DELTA},
         Rollout(sampling="token", env_mask=True),
         noise=0.02,
         min_trl=ENV_MASK,
     ),
-    Case(
-        "is-generation-above",
-        "vLLM ratios, one generation batch over two optimizer steps",
-        _steps(2, 4, **TOKEN_TRUNCATE),
-        TOKENS,
-        **TWO_WINDOWS,
-    ),
+    _vllm("generation-above", ", one generation batch over two optimizer steps", _steps(2, 4), TOKENS, **TWO_WINDOWS),
     Case("is-off", "vLLM without the importance correction", {"vllm_importance_sampling_correction": False}, TOKENS),
-    Case(
-        "is-nan",
-        "sampler log-probs that are NaN: ratio 1",
-        TOKEN_TRUNCATE,
-        Rollout("token", nan=True),
-        min_trl="1.11.0",
-    ),
+    _vllm("nan", " of 1 where the sampler's log-probs are NaN", {}, Rollout("token", nan=True), min_trl="1.11.0"),
 )
 
 _MASKS_AND_ENTROPY = (
     Case("tool-mask", "tokens written by a tool have no loss", {}, FAR_TOOL_MASK),
     Case("env-mask", "tokens written by an environment have no loss", {}, Rollout(env_mask=True), min_trl=ENV_MASK),
-    Case(
-        "truncated",
-        "mask_truncated_completions: rows without a completion token",
-        MASKED,
-        Rollout(truncated_rows=TRUNCATED),
-    ),
+    Case("truncated", "mask_truncated_completions: rows without a completion token", MASKED, TRUNCATED),
     Case("zero-length", "a completion of length zero", {}, Batch(old="far", empty_rows=(2,))),
-    *(
-        Case(
-            f"all-masked-{loss_type}",
-            f"a micro-batch without a token, {loss_type}",
-            {**TWO_MICRO_BATCHES, "loss_type": loss_type},
-            Batch(empty_micro_batches=(1,)),
-        )
-        for loss_type in ("dapo", "grpo")
-    ),
+    Case("all-masked-dapo", "a micro-batch without a token, dapo", {**DAPO, **TWO_MICRO_BATCHES}, ONE_EMPTY),
+    Case("all-masked-grpo", "a micro-batch without a token, grpo", {**GRPO, **TWO_MICRO_BATCHES}, ONE_EMPTY),
     Case("off-policy-mask", "off-policy sequence mask from old log-probs", {"off_policy_mask_threshold": 0.1}, DRIFTED),
     Case(
         "off-policy-mask-sampling",
@@ -257,39 +206,25 @@ _MODELS = (
     Case("tied-off-policy", "tied embeddings, old log-probs given", {}, FAR, model="tied", head=True),
     Case("cast-head", "cast_lm_head_to_fp32", CAST, FAR, head=True),
     Case("cast-head-tied", "cast_lm_head_to_fp32, tied", CAST, FAR, model="tied", head=True),
-    Case(
-        "moe",
-        "Mixture-of-Experts, no auxiliary loss",
-        {"router_aux_loss_coef": 0.0},
-        FAR,
-        model="moe",
-        compare_bf16=False,
-    ),
+    Case("moe", "MoE, no auxiliary loss", {"router_aux_loss_coef": 0.0}, FAR, model="moe", compare_bf16=False),
     Case("moe-aux-loss", "MoE auxiliary loss", {"router_aux_loss_coef": 0.5}, FAR, model="moe", compare_bf16=False),
     Case("checkpointing", "gradient checkpointing", {"gradient_checkpointing": True}, FAR),
 )
 
 _ACCUMULATION_AND_GENERATION = (
     Case("accumulation", "four micro-batches of one generation batch", _steps(4, 4), GENERATED),
-    Case(
-        "accumulation-repeated-prompts",
-        "the same with every copy of a prompt in the forward",
-        _steps(4, 4),
-        GENERATED,
-        fused={"fused_share_prompts": False},
+    *(
+        Case(f"accumulation-{name}", f"the same {about}", _steps(4, 4), GENERATED, fused=fused)
+        for name, about, fused in (
+            ("repeated-prompts", "with every copy of a prompt in the forward", {"fused_share_prompts": False}),
+            ("own-forwards", "with a forward for each micro-batch", {"fused_max_tokens_per_forward": 0}),
+            ("one-forward", "in one forward", ONE_FORWARD),
+        )
     ),
-    Case(
-        "accumulation-own-forwards",
-        "the same with a forward for each micro-batch",
-        _steps(4, 4),
-        GENERATED,
-        fused={"fused_max_tokens_per_forward": 0},
-    ),
-    Case("accumulation-one-forward", "the same in one forward", _steps(4, 4), GENERATED, fused=ONE_FORWARD),
     Case(
         "accumulation-one-forward-bnpo",
         "the same under bnpo, which divides by the tokens of each micro-batch",
-        _steps(4, 4, loss_type="bnpo", vllm_importance_sampling_mode="token_truncate"),
+        _steps(4, 4, loss_type="bnpo", **{MODE: "token_truncate"}),
         TOKENS,
         fused=ONE_FORWARD,
     ),
@@ -299,7 +234,7 @@ _ACCUMULATION_AND_GENERATION = (
         "generation-above-grpo",
         "the same under grpo, with truncated completions masked",
         _steps(2, 4, **GRPO, **MASKED),
-        Rollout(truncated_rows=TRUNCATED),
+        TRUNCATED,
         **TWO_WINDOWS,
     ),
     Case(
@@ -326,7 +261,6 @@ CASES: tuple[Case, ...] = (
     REPORT,
     *_loss_types(),
     *_OBJECTIVE,
-    *_SAMPLING_MODES,
     *_SAMPLING,
     *_MASKS_AND_ENTROPY,
     *_MODELS,
@@ -344,18 +278,17 @@ def _families() -> Iterator[Case]:
 
 
 def _of_family(name: str, model: str, family: Family, images: str | None) -> Case:
-    about = [family.config.removesuffix("Config")]
-    if family.has_aux_loss:
-        about.append("auxiliary loss" if trl_compat.RETURNS_AUX_LOSS else "this TRL adds no auxiliary loss")
-    if family.scale != 1.0:
-        about.append(f"logits times {family.scale:g}")
-    if family.softcap is not None:
-        about.append("softcap")
-    if family.images is not None:
-        about.append("images" if images else "text alone")
+    aux_loss = "auxiliary loss"
+    about = (
+        family.config.removesuffix("Config"),
+        (aux_loss if trl_compat.RETURNS_AUX_LOSS else f"this TRL adds no {aux_loss}") if family.has_aux_loss else "",
+        f"logits times {family.scale:g}" if family.scale != 1.0 else "",
+        "softcap" if family.softcap else "",
+        ("images" if images else "text alone") if family.images else "",
+    )
     return Case(
         name,
-        ", ".join(about),
+        ", ".join(filter(None, about)),
         {"router_aux_loss_coef": 0.3 if family.has_aux_loss else 0.0} if trl_compat.RETURNS_AUX_LOSS else {},
         Batch(old="far", images=images, repeated_prompts=True),
         model=model,
@@ -388,8 +321,8 @@ ISSUE_1082_CASES: tuple[Case, ...] = (
     Case(
         "issue-1082-normalizer",
         "the normalizer of the whole batch, where one of two micro-batches is masked",
-        {**TWO_MICRO_BATCHES, "loss_type": "dapo"},
-        Batch(old="far", empty_micro_batches=(1,)),
+        {**DAPO, **TWO_MICRO_BATCHES},
+        replace(ONE_EMPTY, old="far"),
     ),
     Case("issue-1082-tool-mask", "tokens written by a tool", {}, FAR_TOOL_MASK),
     Case("issue-1082-kl", "bias-corrected KL", CORRECTED_KL, FAR_REFERENCE),

@@ -1,11 +1,19 @@
-"""Runs one case on the stock trainer, the fused one and stock Liger: errors, differing metrics, verdict."""
+"""
+Runs cases on the stock trainer, the fused one and stock Liger: errors, differing metrics, verdict. They run in this
+process or in several, each with its own checkpoints.
+"""
 
+import gc
 import math
+import tempfile
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,9 +23,16 @@ from packaging.version import Version
 
 from . import trainers
 from .case import Case, SkippedError, Trainer
-from .errors import differing_metrics, measure
-from .judge import bfloat16_problems, bfloat16_rounds, float32_problems, metric_problems, row_problems
-from .result import Result
+from .judge import (
+    Result,
+    bfloat16_problems,
+    bfloat16_rounds,
+    differing_metrics,
+    float32_problems,
+    measure,
+    metric_problems,
+    row_problems,
+)
 from .run_case import Outcome, Restarted, run_case, stock_may_fail
 from .tiny.batches import Data, make_data
 from .trainers import Settings, load_weights, noisy_weights
@@ -40,19 +55,16 @@ def compare(case: Case, settings: Settings) -> Result:
 
 class Comparison:
     """
-    One case on the stock trainer and the fused one. A subclass may build and run them, and judge, in another way.
-
-    Args:
-        case ([`Case`]): what to run.
-        settings ([`Settings`]): device and dtype.
+    One case on the stock trainer and the fused one, see [`compare`]. A subclass may build and run them, and judge, in
+    another way; an outcome may be a subclass of [`Outcome`].
     """
 
-    stock_trainer = staticmethod(trainers.stock_trainer)
-    float64_trainer = staticmethod(trainers.float64_trainer)
-    fused_trainer = staticmethod(trainers.fused_trainer)
-    make_data = staticmethod(make_data)
-    run_steps = staticmethod(run_case)
-    rounds_of = staticmethod(bfloat16_rounds)
+    stock_trainer: Any = staticmethod(trainers.stock_trainer)
+    float64_trainer: Any = staticmethod(trainers.float64_trainer)
+    fused_trainer: Any = staticmethod(trainers.fused_trainer)
+    make_data: Any = staticmethod(make_data)
+    run_steps: Any = staticmethod(run_case)
+    rounds_of: Any = staticmethod(bfloat16_rounds)
 
     def __init__(self, case: Any, settings: Settings):
         self.case, self.settings = case, settings
@@ -124,20 +136,20 @@ class Comparison:
                     break
         return problems
 
-    def run_stock(self, trainer: Trainer, data: Data) -> Outcome:
+    def run_stock(self, trainer: Trainer, data: Data) -> Any:
         """Take stock's trainer through the case."""
         return self.run_steps(trainer, self.case, data, self.settings.dtype)
 
-    def run_fused(self, trainer: Trainer, data: Data) -> Outcome:
+    def run_fused(self, trainer: Trainer, data: Data) -> Any:
         """Take the fused trainer through the case."""
         with _wrong_forecasts() if self.case.wrong_forecast else nullcontext():
             return self.run_steps(trainer, self.case, data, self.settings.dtype)
 
-    def float32_problems(self, start: dict[str, torch.Tensor], data: Data, stock: Outcome, fused: Outcome) -> list[str]:
+    def float32_problems(self, start: dict[str, torch.Tensor], data: Data, stock: Any, fused: Any) -> list[str]:
         """Say what is not equal in float32."""
         return float32_problems(stock, fused, self.result) + row_problems(self.case, fused, self.result)
 
-    def excuse(self, reference: list[Outcome], stock: list[Outcome], fused: list[Outcome]) -> str | None:
+    def excuse(self, reference: list[Any], stock: list[Any], fused: list[Any]) -> str | None:
         """Return another verdict than `"different"` for what exceeds a limit in bfloat16, or `None`."""
         return None
 
@@ -196,3 +208,55 @@ def _wrong_forecasts() -> Generator[None, None, None]:
 
     with mock.patch.object(FusedLinearGRPOLoss, "forecast", wrong_forecast):
         yield
+
+
+_folder: tempfile.TemporaryDirectory[str] | None = None  # a worker process's own
+
+
+def run_cases(
+    cases: Sequence[Any],
+    settings: Settings,
+    jobs: int,
+    prepare: Callable[[], None] | None = None,
+    compare: Callable[[Any, Settings], Any] = compare,
+) -> Generator[Any, None, None]:
+    """
+    Run cases and yield their results. With several processes the first that ends comes first, so that a case that takes
+    minutes does not withhold the others.
+
+    Args:
+        cases (`Sequence[Case]`): what to run.
+        settings ([`Settings`]): device and dtype.
+        jobs (`int`): number of processes; with 1 everything runs in this one.
+        prepare (`Callable`, *optional*): called once in each of several processes.
+        compare (`Callable`): takes a case and the settings, and returns the result.
+    """
+    if jobs == 1:
+        _freeze_imports()
+        yield from (compare(case, settings) for case in cases)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (prepare,)) as pool:
+        ended = as_completed([pool.submit(_compare, compare, case, settings) for case in cases])
+        try:
+            yield from (future.result() for future in ended)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _freeze_imports() -> None:
+    """Leave modules out of garbage collection: with torch's, it takes more time than a small training."""
+    gc.collect()
+    gc.freeze()
+
+
+def _prepare(prepare: Callable[[], None] | None) -> None:
+    global _folder
+    _freeze_imports()
+    _folder = tempfile.TemporaryDirectory(prefix="trl-fused-grpo-")
+    if prepare is not None:
+        prepare()
+
+
+def _compare(compare: Callable[[Any, Settings], Any], case: Any, settings: Settings) -> Any:
+    assert _folder is not None, "see _prepare"
+    return compare(case, replace(settings, folder=Path(_folder.name)))

@@ -18,8 +18,7 @@ from rich.table import Table
 
 from trl_fused_grpo import __version__
 
-from .judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE
-from .result import Result
+from .judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE, Result
 from .trainers import Settings, has_liger_loss
 
 
@@ -63,22 +62,22 @@ def print_report(
     console.print(_summary(results))
 
 
-def _new_table(title: str) -> Table:
-    return Table(title=title, title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+def _new_table(title: str, *texts: str, numbers: Sequence[str]) -> Table:
+    table = Table(*texts, title=title, title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
 
 
 def _table(results: Sequence[Result], settings: Settings, layouts: bool, measured: str) -> Table:
     about = environment(settings)
     title = " · ".join(f"{name} {value}" for name, value in about.items() if name not in ("device", "dtype"))
-    table = _new_table(f"{title}\n{about['device']} · {about['dtype']} · {_explanation(settings, measured)}")
-    table.add_column("case", no_wrap=True, max_width=48)
-    if layouts:
-        table.add_column("layout")
-    headings = ["loss", "loss\nerror", f"worst {measured}\nerror", "metrics\ndiffer"]
-    if has_liger_loss():
-        headings.append("gradient norm\nstock Liger")
-    for heading in [*headings, f"{measured} norm\nfused", "rows\nrecomputed"]:
-        table.add_column(heading, justify="right")
+    title = f"{title}\n{about['device']} · {about['dtype']} · {_explanation(settings, measured)}"
+    numbers = ["loss", "loss\nerror", f"worst {measured}\nerror", "metrics\ndiffer"]
+    numbers += ["gradient norm\nstock Liger"] if has_liger_loss() else []
+    numbers += [f"{measured} norm\nfused", "rows\nrecomputed"]
+    table = _new_table(title, "case", *(["layout"] if layouts else []), numbers=numbers)
+    table.columns[0].no_wrap, table.columns[0].max_width = True, 48
     table.add_column("verdict")
     for result in results:
         table.add_row(*_row(result, layouts), style="dim" if result.verdict == "skipped" else None)
@@ -88,12 +87,9 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool, measure
 def print_issue_1082(results: Sequence[Result], settings: Settings, console: Console) -> None:
     """Print what TRL's Liger loss and the fused trainer make of each thing that Liger-Kernel's issue 1082 names."""
     about = environment(settings)
-    table = _new_table(
-        f"TRL {about['trl']}, liger-kernel {about['liger-kernel']}: gradients relative to TRL's own path"
-    )
-    table.add_column("what the objective depends on")
-    for heading in ("norm,\nTRL's Liger loss", "norm,\nfused", "distance,\nTRL's Liger loss", "distance,\nfused"):
-        table.add_column(heading, justify="right")
+    title = f"TRL {about['trl']}, liger-kernel {about['liger-kernel']}: gradients relative to TRL's own path"
+    numbers = [f"{of},\n{name}" for of in ("norm", "distance") for name in ("TRL's Liger loss", "fused")]
+    table = _new_table(title, "what the objective depends on", numbers=numbers)
     for result in results:
         liger = _liger_ratio(result) if has_liger_loss() else "none in this TRL"
         norms = liger, _number(result.fused_ratio, ".3f")

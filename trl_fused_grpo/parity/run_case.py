@@ -14,16 +14,13 @@ from transformers import set_seed
 from trl_fused_grpo._compat import trl as trl_compat
 
 from .case import Case, Rollout, SkippedError, Trainer
-from .tiny.batches import Data, log_probs
-from .tiny.serve import serve_batches, serve_rollouts, serves_batches
+from .tiny.batches import Data, log_probs, serve_batches, serve_rollouts, serves_batches
 from .trainers import load_weights
 
 
 # Standard deviation of the weights' step between accumulation windows: ratios leave 1 but not the clip bounds
 STEP = 0.0005
-
-# Timings, and what only the fused trainer logs.
-_NOT_COMPARED = ("step_time", "fused/")
+_NOT_COMPARED = ("step_time", "fused/")  # timings, and what only the fused trainer logs
 
 
 @dataclass
@@ -35,10 +32,8 @@ class Outcome:
         loss (`float`): sum of the micro-batches' losses.
         tensors (`dict[str, torch.Tensor]`): gradient of every parameter after each accumulation window, or log-probs
             and entropies. On the CPU.
-        metrics (`dict[str, list[float]]`): by name, what TRL would log after each accumulation window: the average over
-            its micro-batches.
-        rows (`int`, *optional*): rows whose log-probabilities were computed, over all forwards; `None` where the
-            trainer does not count them.
+        metrics (`dict[str, list[float]]`): what TRL would log after each accumulation window: micro-batches' average.
+        rows (`int`, *optional*): rows whose log-probs were computed, over all forwards, if the trainer counts them.
         recomputed (`int`, *optional*): how many of these rows backward computed a second time.
         layout (`str`, *optional*): how the fused trainer laid the rows out: `"packed"` or `"padded"`.
     """
@@ -61,18 +56,16 @@ def stock_may_fail(case: Case) -> Generator[None, None, None]:
     """Within the context stock runs. Where it fails as the case says, the case is skipped."""
     try:
         yield
-    except SkippedError:
-        raise
     except Exception as error:
         message = " ".join(str(error).split())
-        if not any(part in message for part in case.stock_fails):
+        if isinstance(error, SkippedError) or not any(part in message for part in case.stock_fails):
             raise
         raise SkippedError(f"stock itself fails: {type(error).__name__}: {message[:120]}") from error
 
 
 class Restarted:
     """
-    A trainer that runs several batches, each from the same start. To build one takes longer than to run one.
+    A trainer that runs several batches, each from the same start: to build one takes longer than to run one.
 
     Args:
         trainer ([`GRPOTrainer`]): freshly built.
@@ -103,20 +96,14 @@ def run_case(
     after_step: Callable[[Trainer, int], None] | None = None,
 ) -> Outcome:
     """
-    Run a case through a trainer's own step.
+    Run a case through a trainer's own step, and return what came out.
 
     Args:
         trainer ([`GRPOTrainer`]): freshly built, or [`Restarted`].
         case ([`Case`]): what to run.
         data (`list[dict]`): from [`tiny.batches.make_data`].
-        dtype (`torch.dtype`): what weights are rounded to when they move, also where the trainer computes in a higher
-            precision.
-        after_step (`Callable`, *optional*): gets the trainer and the number of the accumulation window after each
-            micro-batch.
-
-    Returns:
-        [`Outcome`]:
-            Loss, gradients, metrics and how many rows were recomputed.
+        dtype (`torch.dtype`): what weights are rounded to when they move, whatever the trainer computes in.
+        after_step (`Callable`, *optional*): gets the trainer and the accumulation window's number after a micro-batch.
     """
     set_seed(0)
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
@@ -144,8 +131,7 @@ def _served_in_rows(trainer: Trainer) -> Generator[None, None, None]:
     replaced_method = findings.replaced_method
 
     def not_served(trainer: Trainer, names: Iterable[str]) -> str | None:
-        is_served = serves_batches(trainer)
-        return replaced_method(trainer, [name for name in names if not (is_served and name == "_prepare_inputs")])
+        return replaced_method(trainer, [n for n in names if n != "_prepare_inputs" or not serves_batches(trainer)])
 
     ladder.fall(findings.Reason(findings.Level.ROWS, "micro-batches are served"))
     with mock.patch.object(findings, "replaced_method", not_served):

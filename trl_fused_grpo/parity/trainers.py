@@ -5,14 +5,12 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
@@ -24,6 +22,7 @@ from .tiny.models import adapter_config
 
 
 MAX_COMPLETION_LENGTH = 16
+_BASE = {"beta": 0.0, "gradient_checkpointing": False, "per_device_train_batch_size": ROWS, "num_generations": GROUP}
 PROMPTS = 16  # of the dataset: an epoch has two generation batches of four micro-batches
 
 # TRL's Liger loss runs without Liger's layer kernels and uncompiled, so that it runs without a GPU too.
@@ -55,10 +54,6 @@ class Settings:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     fused_class: Callable[..., Trainer] | None = None
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return tokenizer()
 
 
 def has_liger_loss() -> bool:
@@ -114,16 +109,8 @@ def _build(
         peft_config = adapter_config(case.adapter) if case.adapter else None
     except ImportError as missing:
         raise SkippedError(str(missing)) from missing
-    options: dict[str, Any] = {
-        **({"loss_type": "dapo"} if issubclass(config, GRPOConfig) else {}),
-        "beta": 0.0,
-        "gradient_checkpointing": False,
-        "bf16": dtype == torch.bfloat16,
-        "per_device_train_batch_size": ROWS,
-        "num_generations": GROUP,
-        **config_options(case.config, config),
-        **extra,
-    }
+    default = {"loss_type": "dapo"} if issubclass(config, GRPOConfig) else {}
+    options = {**_BASE, **default, "bf16": dtype == torch.bfloat16, **config_options(case.config, config), **extra}
     args = config(
         output_dir=str(settings.folder / "output"),
         report_to="none",
@@ -139,7 +126,7 @@ def _build(
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * PROMPTS}),
-        processing_class=settings.tokenizer,
+        processing_class=tokenizer(),
         peft_config=peft_config,
     )
     if change is not None:
@@ -192,8 +179,7 @@ def stock_liger_trainer(case: Case, settings: Settings) -> Trainer:
     Build stock TRL's trainer with Liger's chunked loss.
 
     Raises:
-        [`RefusedError`]:
-            When TRL refuses the case.
+        [`RefusedError`]: when TRL refuses the case.
     """
 
     def run_uncompiled(trainer: Trainer) -> None:
@@ -242,12 +228,11 @@ def _dense_log_probs(
     batch_size: int | None = None,
     compute_entropy: bool = False,
     compute_aux_loss: bool = False,
-    num_images: list[int] | None = None,
-    num_tiles: list[int] | None = None,
-    **images: Any,
+    **images: Any,  # also how many images and tiles each prompt has
 ) -> tuple[torch.Tensor | None, ...]:
     dtype = next(model.parameters()).dtype
-    extra = {n: v.to(dtype) if v.is_floating_point() else v for n, v in images.items() if v is not None}
+    tensors = {name: value for name, value in images.items() if isinstance(value, torch.Tensor)}
+    extra: dict[str, Any] = {n: v.to(dtype) if v.is_floating_point() else v for n, v in tensors.items()}
     if compute_aux_loss:
         extra["output_router_logits"] = True
     outputs = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **extra)

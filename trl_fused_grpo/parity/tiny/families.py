@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 
 VOCAB_SIZE = 1027  # odd, so that no tile of a kernel divides it
 PAD_ID, EOS_ID, UNK_ID, FIRST_WORD_ID = 0, 1, 2, 3
-MARKER_ID = 17  # a word that can stand in every prompt, where PEFT's aLoRA looks for it
 IMAGE_ID = 1020  # from here on the image tokens of a model that takes images
 
 SHAPE: dict[str, Any] = {
@@ -72,8 +71,7 @@ class Family:
         Configuration of the family's tiny model.
 
         Raises:
-            `ImportError`:
-                When the installed transformers lacks the family.
+            `ImportError`: when the installed transformers lacks the family.
         """
         cls = getattr(transformers, self.config, None)
         if cls is None:
@@ -102,13 +100,8 @@ SOFTCAP = {"final_logit_softcapping": 5.0}
 GRANITE = {"logits_scaling": 8.0, "attention_multiplier": 0.2}
 NO_ROPE_IN_SECOND = {"no_rope_layers": [1, 0]}
 # Gemma-3n and Gemma-4: the last layers take keys and values from earlier ones, and every layer has its own embeddings
-SHARED_LAYERS = {
-    "num_hidden_layers": 4,
-    "layer_types": 2 * ALTERNATING["layer_types"],
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-}
+_LAYERS = {"num_hidden_layers": 4, "layer_types": 2 * ALTERNATING["layer_types"], "num_kv_shared_layers": 2}
+SHARED_LAYERS = {**_LAYERS, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
 # Queries grow with the position, every eight tokens
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
 SCALED_BY_POSITION = {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}}

@@ -22,8 +22,7 @@ class Format:
     How a model family gets images.
 
     Attributes:
-        make (`Callable`): takes the sizes of the images in patches and a generator; returns the inputs that go with the
-            pixels.
+        make (`Callable`): takes the images' sizes in patches and a generator; returns the pixels and their inputs.
         type_ids (`tuple[str, ...]`): names of the inputs that tell image tokens from words.
         sizes (`tuple[tuple[int, int], ...]`): height and width of the images in turn, in patches.
         merged (`int`): how many patches have one token.
@@ -56,8 +55,7 @@ def _pixels(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dic
 def _tiles(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
     """InternVL: an image is cut into tiles of one size."""
     tiles = sum(height * width for height, width in sizes) // 16
-    pixels = torch.randn(tiles, 3, 4 * _PATCH, 4 * _PATCH, generator=generator)
-    return {"pixel_values": pixels, "num_tiles": [tiles]}
+    return {**_pixels(_SIZES[:1] * tiles, generator), "num_tiles": [tiles]}
 
 
 def _padded_pixels(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
@@ -110,23 +108,21 @@ FORMATS = {
 
 
 def with_images(prompts: list[list[int]], images: Sequence[int], name: str) -> list[list[int]]:
-    """Prompts with their images' tokens after the first word, in the format of a name."""
-
-    form = FORMATS[name]
-
-    def tokens(count: int) -> list[int]:
-        sizes = [form.size(image) for image in range(count)]
-        each = [[IMAGE_ID + 2, *[IMAGE_ID] * (height * width // form.merged), IMAGE_ID + 3] for height, width in sizes]
-        return [token for image in each for token in image]
-
-    return [[*words[:1], *tokens(count), *words[1:]] for words, count in zip(prompts, images, strict=True)]
+    """Return prompts with their images' tokens after the first word, in the format of a name."""
+    form, results = FORMATS[name], []
+    for words, count in zip(prompts, images, strict=True):
+        tokens = []
+        for height, width in map(form.size, range(count)):
+            tokens += [IMAGE_ID + 2, *[IMAGE_ID] * (height * width // form.merged), IMAGE_ID + 3]
+        results.append([*words[:1], *tokens, *words[1:]])
+    return results
 
 
 def image_inputs(
     name: str, images: Sequence[int], copies: int, input_ids: torch.Tensor, generator: torch.Generator
 ) -> dict[str, Any]:
     """
-    The image inputs of a micro-batch.
+    Make the image inputs of a micro-batch.
 
     Args:
         name (`str`): format of the images, a name in `FORMATS`.
@@ -136,15 +132,12 @@ def image_inputs(
         generator (`torch.Generator`): draws the pixels.
 
     Returns:
-        `dict[str, Any]`:
-            `"num_images"` (a list), `"pixel_values"` (float32), sizes or places, and what tells image tokens from words
-            `[B, P + T]`.
+        `dict[str, Any]`: `"num_images"` (a list), `"pixel_values"` (float32), sizes or places, and what tells image
+            tokens from words `[B, P + T]`.
     """
-    form = FORMATS[name]
-    each = []
+    form, each = FORMATS[name], []
     for row, count in enumerate(images):
-        is_copy = 0 < row < copies
-        sizes = [form.size(image) for image in range(count)]
+        is_copy, sizes = 0 < row < copies, [form.size(image) for image in range(count)]
         each.append(each[0] if is_copy else form.make(sizes, generator) if count else {})
     made = [inputs for inputs in each if inputs]
     inputs: dict[str, Any] = {key: _joined([inputs[key] for inputs in made]) for key in made[0] if key != "num_tiles"}

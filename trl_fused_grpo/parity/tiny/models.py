@@ -28,8 +28,7 @@ def adapter_config(name: str) -> Any:
     The configuration of an adapter, by its name in `ADAPTERS`.
 
     Raises:
-        `ImportError`:
-            When PEFT is not installed or is too old for the adapter.
+        `ImportError`: when PEFT is not installed or is too old for the adapter.
     """
     if not is_peft_available():
         raise ImportError("peft is not installed")
@@ -51,20 +50,14 @@ def _family(kind: str) -> Family:
 
 def model_config(kind: str) -> PretrainedConfig:
     """
-    Configuration of a tiny causal language model.
+    Configuration of a tiny causal language model: two layers of width 64 over a vocabulary of 1027 tokens.
 
     Args:
         kind (`str`): a name in [`families.FAMILIES`] or [`families.VARIANTS`].
 
-    Returns:
-        `PretrainedConfig`:
-            Two layers of width 64 over a vocabulary of 1027 tokens.
-
     Raises:
-        `ValueError`:
-            For a name that is in neither.
-        `ImportError`:
-            When the installed transformers lacks the family.
+        `ValueError`: for a name that is in neither.
+        `ImportError`: when the installed transformers lacks the family.
     """
     return _family(kind).tiny()
 
