@@ -78,9 +78,9 @@ def flip_verdict(
 
 def _selects_others(reference: Outcome, outcome: Outcome) -> bool:
     """
-    Whether the entropy quantile selects other tokens than in float64, or vLLM's bounds mask others. It is not known
-    where a trainer asks for the quantile more often, as with `fused_verify`, or leaves sequences out, whose ratios it
-    does not compute.
+    Return `True` if the entropy quantile selects other tokens than in float64, or vLLM's bounds mask others. It is not
+    known where a trainer asks for the quantile more often, as with `fused_verify`, or leaves sequences out: it does not
+    compute their ratios.
     """
     selections = [(reference.high_entropy, outcome.high_entropy)]
     if not outcome.leaves_out:

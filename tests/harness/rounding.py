@@ -97,7 +97,7 @@ def training_verdict(case: Training, pair: Pair) -> Literal["tie", "rounding"] |
 
 
 def _moves_as_far(stock: Run, fused: Run, moved: list[Run]) -> bool:
-    """Whether nothing of a training is further from stock's than stock's is when it is moved."""
+    """Return `True` if nothing of a training is further from stock's than stock's is when it is moved."""
     errors = update_errors(stock, fused)
     spreads = [update_errors(stock, one) for one in moved]
     pairs = [(errors.gradient, max(spread.gradient for spread in spreads))]
@@ -125,7 +125,7 @@ def _is_within_spread(case: DrawnCase, compared: Compared, moved: list[Outcome])
 
 
 def _are_within_spread(pairs: list[tuple[float, float]], tolerance: float) -> bool:
-    """Whether each error, which stands beside what moves stock by rounding, is within the tolerance or explained."""
+    """Return `True` if each error is within the tolerance, or explained by how far rounding moves stock."""
     return all(error <= tolerance or error <= min(_SPREAD * spread, _JUMP) for error, spread in pairs)
 
 

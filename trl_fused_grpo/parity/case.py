@@ -1,4 +1,4 @@
-"""What a comparison is made of: a configuration, and the data that goes in."""
+"""A comparison: a configuration, and the data that goes in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -95,7 +95,7 @@ def models() -> list[Training]:
     return [
         _case("own-backbone", "a backbone with a forward of its own", m.own_backbone()),
         _case("own-class", "a causal LM with a forward of its own", m.own_class()),
-        _case("own-attention", "an attention function of one's own, by column", m.own_attention()),
+        _case("own-attention", "the user's attention function, by column", m.own_attention()),
         _case(
             "longrope", "RoPE longrope around its switching length, old log-probs", config=OFF_POLICY, model="longrope"
         ),

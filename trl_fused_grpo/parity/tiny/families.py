@@ -63,7 +63,7 @@ class Family:
 
     @property
     def has_aux_loss(self) -> bool:
-        """Whether the model adds a load-balancing loss (Mixture-of-Experts)."""
+        """`True` if the model adds a load-balancing loss (Mixture-of-Experts)."""
         return "output_router_logits" in self.options
 
     def tiny(self) -> PretrainedConfig:
