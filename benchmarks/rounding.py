@@ -33,7 +33,7 @@ from step import make_trainer
 from transformers import TrainerCallback
 
 from trl_fused_grpo.parity import Settings
-from trl_fused_grpo.parity.errors import measure
+from trl_fused_grpo.parity.judge import measure
 from trl_fused_grpo.parity.run_case import Outcome, Restarted
 from trl_fused_grpo.parity.trainers import load_weights, noisy_weights
 

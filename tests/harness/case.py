@@ -63,13 +63,10 @@ class DrawnCase(Case):
     Attributes:
         customised ([`Customisation`]):
             A change that is made to both trainers.
-        seed (`int`):
-            Of the tokens and of everything else that data is drawn from.
     """
 
     stock_fails: tuple[str, ...] = ("",)  # part of every message
     customised: Customisation = Customisation()
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,12 +77,9 @@ class Training(Case):
     Attributes:
         customised ([`Customisation`]):
             A change that is made to both trainers.
-        seed (`int`):
-            Of the tokens and of everything else that data is drawn from.
         drawn (`bool`):
             Whether the training was drawn at random, see [`random_trainings`].
     """
 
     customised: Customisation = Customisation()
-    seed: int = 0
     drawn: bool = False

@@ -12,8 +12,15 @@ from typing import Literal
 
 import torch
 
-from trl_fused_grpo.parity.errors import measure, squared_distances
-from trl_fused_grpo.parity.judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, exceeds
+from trl_fused_grpo.parity.judge import (
+    LOSS_FLOOR,
+    LOSS_SLACK,
+    PARAMETER_SLACK,
+    SLACK,
+    exceeds,
+    measure,
+    squared_distances,
+)
 from trl_fused_grpo.parity.run_case import Outcome
 
 

@@ -8,7 +8,11 @@ import typer
 
 from trl_fused_grpo.cli.parity import (
     Device,
+    DeviceOption,
     Dtype,
+    DtypeOption,
+    JobsOption,
+    JsonOption,
     check_folders,
     collect,
     comparing,
@@ -51,12 +55,10 @@ def harness(
     seed: Annotated[int | None, typer.Option("--seed", help="Of the cases that --random draws; 0 if left out.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="Stop --random after so long.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="List the customised cases and stop.")] = False,
-    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.auto,
-    dtype: Annotated[
-        Dtype, typer.Option(help="float32 compares with stock; bfloat16 compares both with float64.")
-    ] = Dtype.float32,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure.")] = None,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    jobs: JobsOption = 1,
+    json_file: JsonOption = None,
 ) -> None:
     """
     Compare FusedGRPOTrainer with stock TRL in whole trainings with what users change, and in cases drawn at random.

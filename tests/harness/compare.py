@@ -7,19 +7,20 @@ from dataclasses import replace
 
 import torch
 
-from trl_fused_grpo.parity.case import Case, SkippedError
-from trl_fused_grpo.parity.compare import check_reference, fill, problems_of_batches, result_of
-from trl_fused_grpo.parity.result import Result
-from trl_fused_grpo.parity.run_case import Data, Restarted, stock_may_fail
-from trl_fused_grpo.parity.trainers import Settings, load_weights, noisy_weights
+from trl_fused_grpo.parity.case import Case, SkippedError, Trainer
+from trl_fused_grpo.parity.compare import Comparison
+from trl_fused_grpo.parity.judge import Result
+from trl_fused_grpo.parity.tiny.batches import Data
+from trl_fused_grpo.parity.trainers import Settings, load_weights
 
+from . import steps
 from .case import DrawnCase, Training
 from .chance import chance_verdict
 from .flips import flip_verdict
 from .judge import bfloat16_rounds, changed_problems, problems_of, row_problems, warning_problems
 from .rounding import Compared, rounding_verdict, training_verdict
 from .run_training import StockFailedError, run_both
-from .steps import Outcome, float64_trainer, fused_trainer, make_data, run_steps, stock_trainer
+from .steps import Outcome
 from .training_errors import problems_of as problems_of_training
 
 
@@ -33,19 +34,86 @@ REFUSALS = {
 
 
 def compare(case: DrawnCase | Training, settings: Settings) -> Result:
-    """The result of a case, see [`trl_fused_grpo.parity.compare`]."""
-
-    def run(result: Result) -> list[str]:
-        with _skipped_where_refused(case):
-            if isinstance(case, Training):
-                return _compare_training(case, settings, result)
-            steps = _compare_bfloat16 if settings.dtype == torch.bfloat16 else _compare_float32
-            return steps(case, settings, result)
-
-    result = result_of(case, settings, run)
+    """Return the result of a case, see [`trl_fused_grpo.parity.compare`]."""
+    comparison = TrainingComparison if isinstance(case, Training) else DrawnComparison
+    result = comparison(case, settings).run()
     if settings.device == "cuda" and (loss := _device_loss()):
         result.verdict, result.reason = "failed", f"{DEVICE_LOST}: {loss}; {result.reason}"
     return result
+
+
+class TrainingComparison(Comparison):
+    """A whole training on the stock trainer and the fused one, in float32."""
+
+    def problems(self) -> list[str]:
+        """Say what is not equal, see [`Comparison.problems`]."""
+        case = self.case
+        if self.settings.dtype == torch.bfloat16:
+            raise SkippedError("trainings are compared in float32")
+        try:
+            with _skipped_where_refused(case, case.drawn):
+                pair = run_both(case, self.settings)
+        except StockFailedError as error:
+            if not case.drawn:
+                raise
+            raise SkippedError(str(error)) from error
+        problems = problems_of_training(case, pair, self.result)
+        if problems and case.drawn:
+            self.result.verdict = training_verdict(case, pair) or ""
+        return problems
+
+
+class DrawnComparison(Comparison):
+    """Single steps of a drawn case, with what a user changes. Ties are told from differences."""
+
+    stock_trainer = staticmethod(steps.stock_trainer)
+    float64_trainer = staticmethod(steps.float64_trainer)
+    fused_trainer = staticmethod(steps.fused_trainer)
+    make_data = staticmethod(steps.make_data)
+    run_steps = staticmethod(steps.run_steps)
+    rounds_of = staticmethod(bfloat16_rounds)
+
+    def problems(self) -> list[str]:
+        """Say what is not equal, see [`Comparison.problems`]."""
+        with _skipped_where_refused(self.case):
+            return super().problems()
+
+    def run_stock(self, trainer: Trainer, data: Data) -> Outcome:
+        """Take stock's trainer through the case. Where its numbers are not finite, there is nothing to compare with."""
+        stock = self.run_steps(trainer, self.case, data, self.settings.dtype)
+        if not (math.isfinite(stock.loss) and math.isfinite(stock.norm)):
+            raise SkippedError("stock's own loss or gradient is not finite")
+        return stock
+
+    def float32_problems(self, start: dict[str, torch.Tensor], data: Data, stock: Outcome, fused: Outcome) -> list[str]:
+        """Say what is not equal in float32. Where rounding explains it, the verdict says so."""
+        case, settings = self.case, self.settings
+        problems = problems_of(case, stock, fused, self.result)
+        others = row_problems(case, stock, fused) + self._changed_by_verify(start, data, fused)
+        if not problems:
+            others += warning_problems(fused)
+        if problems and not others:
+            self.result.verdict = rounding_verdict(case, settings, Compared(start, data, stock, fused)) or ""
+        return problems + others
+
+    def _changed_by_verify(self, start: dict[str, torch.Tensor], data: Data, fused: Outcome) -> list[str]:
+        """Not on CUDA, where two runs are not equal to the bit as it is."""
+        case, settings = self.case, self.settings
+        plain = {name: value for name, value in case.fused.items() if name != "fused_verify"}
+        if len(plain) == len(case.fused) or settings.device != "cpu":
+            return []
+        trainer = self.fused_trainer(replace(case, fused=plain), settings)
+        return changed_problems(fused, self.run_fused(load_weights(trainer, start), data))
+
+    def excuse(self, reference: list[Outcome], stock: list[Outcome], fused: list[Outcome]) -> str | None:
+        """Return `"tie"` or `"rounding"` where a bound or chance explains what exceeds a limit in the last batches."""
+        rounds = self.rounds_of(self.case)
+        if len(fused) not in rounds[-2:]:
+            return None
+        verdict = flip_verdict(reference, stock, fused)
+        if verdict is None and len(fused) == rounds[-1]:
+            verdict = chance_verdict(reference, stock, fused)
+        return verdict
 
 
 def is_device_lost(result: Result) -> bool:
@@ -66,9 +134,8 @@ def _device_loss() -> str:
 
 
 @contextmanager
-def _skipped_where_refused(case: Case) -> Generator[None, None, None]:
+def _skipped_where_refused(case: Case, is_drawn: bool = True) -> Generator[None, None, None]:
     """While it lasts, a drawn case is skipped where the fused trainer refuses an option of it."""
-    is_drawn = case.drawn if isinstance(case, Training) else True
     try:
         yield
     except ValueError as error:
@@ -76,90 +143,3 @@ def _skipped_where_refused(case: Case) -> Generator[None, None, None]:
         if not (is_drawn and str(error).startswith(tuple(refusals))):
             raise
         raise SkippedError(f"the fused trainer refuses: {error}") from error
-
-
-def _compare_training(case: Training, settings: Settings, result: Result) -> list[str]:
-    if settings.dtype == torch.bfloat16:
-        raise SkippedError("trainings are compared in float32")
-    try:
-        pair = run_both(case, settings)
-    except StockFailedError as error:
-        if not case.drawn:
-            raise
-        raise SkippedError(str(error)) from error
-    problems = problems_of_training(case, pair, result)
-    if problems and case.drawn:
-        result.verdict = training_verdict(case, pair) or ""
-    return problems
-
-
-def _compare_float32(case: DrawnCase, settings: Settings, result: Result) -> list[str]:
-    with stock_may_fail(case):
-        trainer = stock_trainer(case, settings)
-        start = noisy_weights(trainer, case.noise)
-        data = make_data(case, load_weights(trainer, start), case.seed)
-        stock = run_steps(trainer, case, data, settings.dtype)
-    _skip_where_not_finite(stock)
-    fused = _run_fused(case, settings, start, data)
-    fill(result, case, stock, fused)
-    problems = problems_of(case, stock, fused, result)
-    others = row_problems(case, stock, fused) + _changed_by_verify(case, settings, start, data, fused)
-    if not problems:
-        others += warning_problems(fused)
-    if problems and not others:
-        result.verdict = rounding_verdict(case, settings, Compared(start, data, stock, fused)) or ""
-    return problems + others
-
-
-def _run_fused(case: DrawnCase, settings: Settings, start: dict[str, torch.Tensor], data: Data) -> Outcome:
-    return run_steps(load_weights(fused_trainer(case, settings), start), case, data, settings.dtype)
-
-
-def _skip_where_not_finite(stock: Outcome) -> None:
-    """A case of which stock's numbers are not finite has nothing to be compared with."""
-    if not (math.isfinite(stock.loss) and math.isfinite(stock.norm)):
-        raise SkippedError("stock's own loss or gradient is not finite")
-
-
-def _changed_by_verify(
-    case: DrawnCase, settings: Settings, start: dict[str, torch.Tensor], data: Data, fused: Outcome
-) -> list[str]:
-    """
-    What `fused_verify` changes, beside a run without it. Not on CUDA, where two runs are not equal to the bit as it is.
-    """
-    plain = {name: value for name, value in case.fused.items() if name != "fused_verify"}
-    if len(plain) == len(case.fused) or settings.device != "cpu":
-        return []
-    without = replace(case, fused=plain)
-    return changed_problems(fused, _run_fused(without, settings, start, data))
-
-
-def _compare_bfloat16(case: DrawnCase, settings: Settings, result: Result) -> list[str]:
-    with stock_may_fail(case):
-        trainer = stock_trainer(case, settings)
-        start = noisy_weights(trainer, case.noise)
-        stock_arm = Restarted(trainer, start)
-        reference_arm = Restarted(float64_trainer(case, settings), start)
-    fused_arm = Restarted(load_weights(fused_trainer(case, settings), start), start)
-    reference, stock, fused = [], [], []
-    rounds, problems = bfloat16_rounds(case), []
-    for seed in range(case.seed, case.seed + rounds[-1]):
-        with stock_may_fail(case):
-            data = make_data(case, reference_arm(), seed)
-            reference.append(run_steps(reference_arm(), case, data, settings.dtype))
-            check_reference(reference[-1])
-            stock.append(run_steps(stock_arm(), case, data, settings.dtype))
-        _skip_where_not_finite(stock[-1])
-        fused.append(run_steps(fused_arm(), case, data, settings.dtype))
-        if seed == case.seed:
-            fill(result, case, stock[0], fused[0])
-        if len(fused) in rounds:
-            problems = problems_of_batches(reference, stock, fused, result)
-            if problems and len(fused) in rounds[-2:] and not result.metrics_differ:
-                verdict = flip_verdict(reference, stock, fused)
-                if verdict is None and len(fused) == rounds[-1]:
-                    verdict = chance_verdict(reference, stock, fused)
-                result.verdict = verdict or ""
-            if not problems or result.metrics_differ or result.verdict:
-                break
-    return problems

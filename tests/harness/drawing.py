@@ -64,7 +64,7 @@ def draw_last_options(drawing: Draw) -> None:
 
 
 def _is_on_policy(options: Options) -> bool:
-    """Whether no step of a case with these options needs old log-probs from a forward of their own."""
+    """Return `True` if no step of a case with these options needs old log-probs from another forward."""
     steps_per_window = options.get("gradient_accumulation_steps", 1)
     steps = options.get("steps_per_generation", steps_per_window) * options.get("num_iterations", 1)
     if steps_per_window % steps != 0:

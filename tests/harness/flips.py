@@ -15,9 +15,7 @@ from typing import Literal
 
 import torch
 
-from trl_fused_grpo.parity.errors import Errors, measure
-from trl_fused_grpo.parity.judge import BFLOAT16_BATCHES, bfloat16_problems
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.judge import BFLOAT16_BATCHES, Errors, Result, bfloat16_problems, measure
 
 from .steps import Outcome
 
@@ -80,9 +78,9 @@ def flip_verdict(
 
 def _selects_others(reference: Outcome, outcome: Outcome) -> bool:
     """
-    Whether the entropy quantile selects other tokens than in float64, or vLLM's bounds mask others. It is not known
-    where a trainer asks for the quantile more often, as with `fused_verify`, or leaves sequences out, whose ratios it
-    does not compute.
+    Return `True` if the entropy quantile selects other tokens than in float64, or vLLM's bounds mask others. It is not
+    known where a trainer asks for the quantile more often, as with `fused_verify`, or leaves sequences out: it does not
+    compute their ratios.
     """
     selections = [(reference.high_entropy, outcome.high_entropy)]
     if not outcome.leaves_out:

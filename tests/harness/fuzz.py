@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from trl_fused_grpo.parity import report
-from trl_fused_grpo.parity.jobs import run_cases
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.compare import run_cases
+from trl_fused_grpo.parity.judge import Result
 from trl_fused_grpo.parity.trainers import Settings
 
 from .case import DrawnCase, Training

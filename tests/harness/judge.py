@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from trl_fused_grpo.parity.judge import AGAIN, NO_ROW, bfloat16_batches, float32_problems
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.judge import AGAIN, NO_ROW, Result, bfloat16_batches, float32_problems
 
 from .case import Customisation, DrawnCase
 from .steps import Outcome
@@ -44,7 +43,7 @@ def with_metrics_of_others(case: DrawnCase, stock: Outcome, fused: Outcome) -> O
 
 def changed_problems(verified: Outcome, plain: Outcome) -> list[str]:
     """
-    What `fused_verify` changes, though nothing may change, not even a bit.
+    Say what `fused_verify` changes: nothing may change, not even a bit.
 
     Args:
         verified ([`Outcome`]):
@@ -62,13 +61,13 @@ def changed_problems(verified: Outcome, plain: Outcome) -> list[str]:
 
 
 def warning_problems(fused: Outcome) -> list[str]:
-    """Whether `fused_verify` warned in float32, which is wrong where nothing is out of tolerance."""
+    """Say if `fused_verify` warned in float32, which is wrong where nothing is out of tolerance."""
     beyond = [error for errors in fused.verified.values() for error in errors if not error <= VERIFY_BOUND]
     return [f"fused_verify warns of {beyond[0]:.1e}"] if beyond else []
 
 
 def bfloat16_rounds(case: DrawnCase) -> list[int]:
-    """Over how many batches a case is judged in bfloat16: the first, and where it exceeds a limit the next ones."""
+    """Return over how many batches a case is judged: the first, and where it exceeds a limit the next ones."""
     rounds = [bfloat16_batches(case)]
     while rounds[-1] <= LEAST_BATCHES:
         rounds.append(AGAIN * rounds[-1])
@@ -76,7 +75,7 @@ def bfloat16_rounds(case: DrawnCase) -> list[int]:
 
 
 def row_problems(case: DrawnCase, stock: Outcome, fused: Outcome) -> list[str]:
-    """Whether rows went through the fused function, where some had to."""
+    """Say if no row went through the fused function, where some had to."""
     if case.customised != Customisation():
         return []  # TRL's own method may have been left to compute
     may_be_empty = any(getattr(case.data, name, ()) for name in ("empty_rows", "empty_micro_batches", "truncated_rows"))

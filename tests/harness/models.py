@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from trl_fused_grpo.parity.tiny import model_config, save_checkpoint, tiny_model
-from trl_fused_grpo.parity.tiny.adapters import ADAPTERS, ATTENTION
-from trl_fused_grpo.parity.tiny.families import FAMILIES, MARKER_ID, VARIANTS, Family
-from trl_fused_grpo.parity.tiny.families.family import ALTERNATING, SLIDING
+from trl_fused_grpo.parity.tiny.families import ALTERNATING, FAMILIES, SLIDING, VARIANTS, Family
+from trl_fused_grpo.parity.tiny.models import ADAPTERS, ATTENTION
 
 
 __all__ = ["model_config", "save_checkpoint", "tiny_model"]
@@ -60,6 +59,7 @@ VARIANTS |= {
     "gpt2-attention-dropout": replace(_GPT2, options={**_GPT2.options, "attn_pdrop": 0.3}),
     "gpt2-dropout": replace(_GPT2, options={**_GPT2.options, "resid_pdrop": 0.3}),
 }
+MARKER_ID = 17  # a word that can stand in every prompt, where PEFT's aLoRA looks for it
 _VIRTUAL, _FEEDFORWARD = {"num_virtual_tokens": 4}, ["down_proj"]
 ADAPTERS |= {
     "tied-copy": ("LoraConfig", {**ATTENTION, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),

@@ -12,10 +12,8 @@ from typing import Any, Literal
 import torch
 
 from trl_fused_grpo.parity.case import Trainer
-from trl_fused_grpo.parity.errors import differing_metrics, measure
-from trl_fused_grpo.parity.judge import TOLERANCE
-from trl_fused_grpo.parity.result import Result
-from trl_fused_grpo.parity.run_case import Data
+from trl_fused_grpo.parity.judge import TOLERANCE, Result, differing_metrics, measure
+from trl_fused_grpo.parity.tiny.batches import Data
 from trl_fused_grpo.parity.trainers import Settings, load_weights
 
 from .case import DrawnCase, Training
@@ -99,7 +97,7 @@ def training_verdict(case: Training, pair: Pair) -> Literal["tie", "rounding"] |
 
 
 def _moves_as_far(stock: Run, fused: Run, moved: list[Run]) -> bool:
-    """Whether nothing of a training is further from stock's than stock's is when it is moved."""
+    """Return `True` if nothing of a training is further from stock's than stock's is when it is moved."""
     errors = update_errors(stock, fused)
     spreads = [update_errors(stock, one) for one in moved]
     pairs = [(errors.gradient, max(spread.gradient for spread in spreads))]
@@ -127,7 +125,7 @@ def _is_within_spread(case: DrawnCase, compared: Compared, moved: list[Outcome])
 
 
 def _are_within_spread(pairs: list[tuple[float, float]], tolerance: float) -> bool:
-    """Whether each error, which stands beside what moves stock by rounding, is within the tolerance or explained."""
+    """Return `True` if each error is within the tolerance, or explained by how far rounding moves stock."""
     return all(error <= tolerance or error <= min(_SPREAD * spread, _JUMP) for error, spread in pairs)
 
 

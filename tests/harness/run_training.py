@@ -32,6 +32,7 @@ from trl_fused_grpo.parity.trainers import (
 )
 
 from .case import Customisation, Training
+from .models import MARKER_ID
 from .serve import serve_rollouts
 from .steps import class_under_test
 
@@ -144,7 +145,10 @@ class Trainings:
         cls = trl_class(own) if isinstance(own, type) else StockGRPOTrainer
         first = stock_trainer(plain, settings, _with_own_model(custom, cls), _config_of(custom))
         self.start = noisy_weights(first, case.noise)
-        self._data = batches.rollout(plain, load_weights(first, self.start), seed=case.seed)
+        self._data = batches.make_data(plain, load_weights(first, self.start), case.seed)
+        if case.adapter == "alora":
+            for generation in self._data:
+                generation["prompt_ids"] = [[*ids[:-2], MARKER_ID, ids[-1]] for ids in generation["prompt_ids"]]
 
     def stock(
         self, start: dict[str, torch.Tensor] | None = None, change: Callable[[Trainer], Any] | None = None

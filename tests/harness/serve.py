@@ -4,15 +4,15 @@ from typing import Any
 
 from trl_fused_grpo._compat.trainers import is_rloo
 from trl_fused_grpo.parity.case import Trainer
-from trl_fused_grpo.parity.tiny import serve
+from trl_fused_grpo.parity.tiny import batches
 
 
 def serve_rollouts(trainer: Trainer, generations: list[dict[str, Any]]) -> None:
-    """Have a trainer generate prepared completions, see [`serve.serve_rollouts`], RLOO's too."""
+    """Have a trainer generate prepared completions, see [`batches.serve_rollouts`], RLOO's too."""
     if not is_rloo(trainer):
-        serve.serve_rollouts(trainer, generations)
+        batches.serve_rollouts(trainer, generations)
         return
-    answer = serve.answers(trainer, generations)
+    answer = batches.answers(trainer, generations)
     if not hasattr(trainer, "_tokenize_prompts"):  # TRL 0.27 and 0.28
         trainer._generate_single_turn = lambda prompts: _ids(answer(len(prompts)))
         return

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.judge import Result
 from trl_fused_grpo.parity.trainers import Settings
 
 from .compare import compare

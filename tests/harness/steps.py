@@ -13,9 +13,9 @@ import torch
 import trl_fused_grpo
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.parity import run_case, trainers
-from trl_fused_grpo.parity.case import Rollout, Trainer
-from trl_fused_grpo.parity.run_case import Data
+from trl_fused_grpo.parity.case import Trainer
 from trl_fused_grpo.parity.tiny import batches
+from trl_fused_grpo.parity.tiny.batches import Data
 from trl_fused_grpo.parity.trainers import Settings, StockGRPOTrainer
 
 from .case import DrawnCase
@@ -76,10 +76,8 @@ def _built(trainer: Trainer) -> Trainer:
 
 
 def make_data(case: DrawnCase, trainer: Trainer, seed: int) -> Data:
-    """Completions or micro-batches of a case, see [`batches`]. Ties at the entropy quantile are recognised later."""
-    if isinstance(case.data, Rollout):
-        return batches.rollout(case, trainer, seed)
-    return batches.micro_batches(case, trainer, seed, draws=1)
+    """Make the data of a case, see [`batches.make_data`]. Ties at the entropy quantile are recognised later."""
+    return batches.make_data(case, trainer, seed, draws=1)
 
 
 def run_steps(trainer: Trainer, case: DrawnCase, data: Data, dtype: torch.dtype) -> Outcome:

@@ -4,7 +4,7 @@ import math
 from typing import Any, Protocol
 
 from trl_fused_grpo.parity.case import SkippedError
-from trl_fused_grpo.parity.errors import Errors, close, measure
+from trl_fused_grpo.parity.judge import Errors, close, measure
 
 from .case import Training
 from .run_training import Pair, Run
@@ -96,7 +96,7 @@ def _fill(figures: Figures, stock: Run, fused: Run, errors: Errors) -> None:
 
 
 def training_problems(case: Training, stock: Run, fused: Run) -> list[str]:
-    """What is not equal in two trainings, see [`problems_of`]."""
+    """Say what is not equal in two trainings, see [`problems_of`]."""
     return _problems_of_run(case, stock, fused, update_errors(stock, fused))
 
 
@@ -142,7 +142,7 @@ def differing_entries(stock: list[dict[str, Any]], fused: list[dict[str, Any]]) 
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two things that were logged or seen are the same; numbers up to rounding."""
+    """Return `True` if two things that were logged or seen are the same, numbers up to rounding."""
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return close(a, b)
     return type(a) is type(b) and a == b

@@ -13,14 +13,15 @@ from trl_fused_grpo import read_lm_head
 from trl_fused_grpo._compat.models import PADDING_MATTERS, TRANSFORMERS
 from trl_fused_grpo._compat.trl import LOGPS_FROM_LOGITS, RETURNS_AUX_LOSS
 from trl_fused_grpo.parity import MODEL_CASES, Settings, compare
-from trl_fused_grpo.parity.cases.model import families
-from trl_fused_grpo.parity.run_case import make_data, run_case
+from trl_fused_grpo.parity.cases import FAMILY_CASES
+from trl_fused_grpo.parity.run_case import run_case
+from trl_fused_grpo.parity.tiny.batches import make_data
 from trl_fused_grpo.parity.tiny.families import FAMILIES, VARIANTS, Family
 from trl_fused_grpo.parity.trainers import fused_trainer, load_weights, noisy_weights, stock_trainer
 
 
 CASES = {case.name: case for case in MODEL_CASES}
-FAMILY_CASES = [case.name for case in families()]
+FAMILY_CASES = [case.name for case in FAMILY_CASES]
 
 
 def compared(case, folder):

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from tests.harness.chance import chance_verdict
-from trl_fused_grpo.parity.errors import measure
-from trl_fused_grpo.parity.judge import bfloat16_problems
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.judge import Result, bfloat16_problems, measure
 from trl_fused_grpo.parity.run_case import Outcome
 
 

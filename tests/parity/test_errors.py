@@ -7,7 +7,7 @@ import torch
 
 from tests.harness.run_training import Run
 from tests.harness.training_errors import differing_entries, first_difference, update_errors
-from trl_fused_grpo.parity.errors import differing_metrics, measure
+from trl_fused_grpo.parity.judge import differing_metrics, measure
 from trl_fused_grpo.parity.run_case import Outcome
 
 

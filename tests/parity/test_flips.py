@@ -1,13 +1,12 @@
 """In bfloat16 a bound may decide by rounding: which batches are set aside, and what is a fault all the same."""
 
 import math
-import sys
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.harness import compare
+from tests.harness.compare import DrawnComparison, compare
 from tests.harness.flips import flip_verdict
 from tests.harness.random_cases import name_of, random_case
 from tests.harness.steps import Outcome, fused_trainer, make_data, run_steps, stock_trainer
@@ -140,7 +139,7 @@ def test_a_drawn_case_beyond_a_limit_is_judged_over_more_batches(tmp_path, error
         ran.append(Outcome(1.0, {"a": torch.ones(999) + error * torch.randn(999, generator=generator)}))
         return ran[-1]
 
-    with mock.patch.multiple(sys.modules[compare.__module__], run_steps=run, make_data=mock.DEFAULT):
+    with mock.patch.multiple(DrawnComparison, run_steps=staticmethod(run), make_data=mock.DEFAULT):
         result = compare(random_case('random:{"rows":2,"group":2}'), Settings(tmp_path, dtype=torch.bfloat16))
     assert (len(ran), result.verdict) == (3 * batches, verdict)
 
@@ -174,8 +173,7 @@ def test_a_drawn_case_that_stock_cannot_train_is_skipped_in_bfloat16_too(tmp_pat
 
 
 def test_a_drawn_case_whose_gradient_is_no_number_in_stock_is_skipped_in_bfloat16_too(tmp_path):
-    module = sys.modules[compare.__module__]
-    run_steps, runs = module.run_steps, []
+    run_steps, runs = DrawnComparison.run_steps, []
 
     def run(*args):
         runs.append(run_steps(*args))
@@ -183,7 +181,7 @@ def test_a_drawn_case_whose_gradient_is_no_number_in_stock_is_skipped_in_bfloat1
             runs[-1].tensors["model.norm.weight"].fill_(math.nan)
         return runs[-1]
 
-    with mock.patch.object(module, "run_steps", run):
+    with mock.patch.object(DrawnComparison, "run_steps", staticmethod(run)):
         result = compare(random_case('random:{"rows":2,"group":2}'), Settings(tmp_path, dtype=torch.bfloat16))
     assert (result.verdict, len(runs)) == ("skipped", 2)
     assert "not finite" in result.reason

@@ -9,11 +9,12 @@ from functools import partial
 import pytest
 import torch
 
-from tests.harness import CUSTOMISED_CASES, compare
+from tests.harness import CUSTOMISED_CASES
+from tests.harness.compare import DrawnComparison
 from tests.harness.fuzz import run_named
 from trl_fused_grpo.parity import CASES, ISSUE_1082_CASES, Settings
-from trl_fused_grpo.parity.jobs import run_cases
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.compare import run_cases
+from trl_fused_grpo.parity.judge import Result
 
 
 def named(cases, name):
@@ -84,9 +85,10 @@ def test_customised_cases_may_be_shared(tmp_path):
 
 def test_nothing_runs_after_a_case_that_lost_the_device(tmp_path, monkeypatch):
     """A kernel that reads out of bounds fails later, in a case that has no part in it; stock's would be skipped."""
-    module = sys.modules[compare.__module__]
-    monkeypatch.setattr(module, "_compare_float32", lambda *_: [])
-    monkeypatch.setattr(module, "_device_loss", lambda: "CUDA error: device-side assert triggered")
+    monkeypatch.setattr(DrawnComparison, "in_float32", lambda self: [])
+    monkeypatch.setattr(
+        sys.modules[DrawnComparison.__module__], "_device_loss", lambda: "CUDA error: device-side assert triggered"
+    )
     names = [f"random:0:{index}" for index in range(3)]
     results = list(run_named(names, Settings(tmp_path, device="cuda"), jobs=1))
     assert [result.verdict for result in results] == ["failed"]

@@ -17,7 +17,7 @@ from tests.harness.steps import make_data, run_steps, stock_trainer
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.trl import RETURNS_AUX_LOSS, TRL
 from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
-from trl_fused_grpo.parity.result import Result
+from trl_fused_grpo.parity.judge import Result
 from trl_fused_grpo.parity.trainers import load_weights, noisy_weights
 
 

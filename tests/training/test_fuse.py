@@ -16,7 +16,8 @@ from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, fuse, fuse_config,
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.trainers import STEP_METHODS, trl_class
 from trl_fused_grpo.parity.case import Batch, Case
-from trl_fused_grpo.parity.run_case import make_data, run_case
+from trl_fused_grpo.parity.run_case import run_case
+from trl_fused_grpo.parity.tiny.batches import make_data
 from trl_fused_grpo.parity.trainers import Settings, fused_trainer, stock_trainer
 from trl_fused_grpo.training.findings import Findings, loss_type_of, replaced_method, replaced_objective
 from trl_fused_grpo.training.plan import why_forwards_are_not_shared

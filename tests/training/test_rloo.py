@@ -17,7 +17,7 @@ from trl_fused_grpo._compat.trl import COMPUTES_LOGPS_OF_PADDING
 from trl_fused_grpo.loss.forecast import grad_rows_first
 from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
 from trl_fused_grpo.parity.case import Batch, Case
-from trl_fused_grpo.parity.run_case import make_data
+from trl_fused_grpo.parity.tiny.batches import make_data
 from trl_fused_grpo.training.findings import Findings, Level, replaced_objective
 from trl_fused_grpo.training.requests import DEFERRED
 

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging as transformers_logging
 
 from trl_fused_grpo.parity import CASES, ISSUE_1082_CASES, MODEL_CASES, Case, Result, Settings, report
-from trl_fused_grpo.parity.jobs import run_cases
+from trl_fused_grpo.parity.compare import run_cases
 from trl_fused_grpo.patching import unpatched
 
 
@@ -38,6 +38,15 @@ class Dtype(str, Enum):
     bfloat16 = "bfloat16"
 
 
+# Options that `python -m tests.harness` has too
+DeviceOption = Annotated[Device, typer.Option("--device", help="Where to run.")]
+DtypeOption = Annotated[
+    Dtype, typer.Option("--dtype", help="float32 compares with stock; bfloat16 compares both with float64.")
+]
+JobsOption = Annotated[int, typer.Option("--jobs", min=1, help="Processes that share the cases.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure.")]
+
+
 def parity(
     case: Annotated[
         list[str] | None, typer.Option("--case", metavar="NAME", help="Run this case only; may be repeated.")
@@ -53,12 +62,10 @@ def parity(
         ),
     ] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
-    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.auto,
-    dtype: Annotated[
-        Dtype, typer.Option(help="float32 compares with stock; bfloat16 compares both with float64.")
-    ] = Dtype.float32,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure.")] = None,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    jobs: JobsOption = 1,
+    json_file: JsonOption = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the errors.")] = None,
 ) -> None:
     """
@@ -98,7 +105,7 @@ def check_folders(*files: Path | None) -> None:
 
 
 def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
-    """The cases of these names, once each, or all; what other names are near one that is none is said."""
+    """Return the cases of these names, once each, or all. An unknown name is refused, with those that are near."""
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:
@@ -117,14 +124,14 @@ def print_cases(cases: Sequence[Case], console: Console) -> None:
 
 @contextmanager
 def comparing(device: Device, dtype: Dtype) -> Generator[Settings, None, None]:
-    """While it lasts, TRL is stock, its warnings are off, and checkpoints have a folder."""
+    """Within the context TRL is stock, its warnings are off, and checkpoints have a folder."""
     place = _device_of(device)
     with unpatched(), _quiet(), tempfile.TemporaryDirectory(prefix="trl-fused-grpo-") as folder:
         yield Settings(Path(folder), place, getattr(torch, dtype.value))
 
 
 def collect(results: Iterable[Result], names: Sequence[str], console: Console) -> list[Result]:
-    """Results in the order of the names, which they need not come in; a progress bar is shown meanwhile."""
+    """Return results in the order of the names, in whichever they come, and show a progress bar meanwhile."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     places, collected = {name: place for place, name in enumerate(names)}, []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -136,7 +143,7 @@ def collect(results: Iterable[Result], names: Sequence[str], console: Console) -
 
 
 def make_console() -> Console:
-    """Where to print. A log has no width of its own, and the table does not fit into 80 columns."""
+    """Return where to print. A log has no width, and the table does not fit into 80 columns."""
     console = Console()
     if not console.is_terminal:
         console.width = 140

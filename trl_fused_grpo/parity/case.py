@@ -1,4 +1,4 @@
-"""What a comparison is made of: a configuration, and the data that goes in."""
+"""A comparison: a configuration, and the data that goes in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,10 +22,9 @@ class Batch:
     Micro-batches that the trainer gets as they are: its own generation is left out.
 
     Attributes:
-        old (`str`, *optional*): old log-probs: `None` leaves them out, `"policy"` gives the current ones, `"far"` moves
-            them so that part of the ratios lies beyond each clip bound, `"drifted"` moves whole rows beyond one bound
-            or the other.
-        ratio (`str`, *optional*): vLLM importance ratios: `"report"` gives one value a sequence, of mean 0.005, as
+        old (`str`, *optional*): old log-probs: `"policy"` gives the current ones, `"far"` moves part of the ratios
+            beyond each clip bound, `"drifted"` moves whole rows beyond one bound or the other.
+        ratio (`str`, *optional*): vLLM importance ratios: `"report"` gives one a sequence, of mean 0.005, as
             Liger-Kernel's bug report 1082 does.
         reference (`bool`): whether reference log-probs are given.
         sampling (`bool`): whether the sampler's log-probs are given.
@@ -62,7 +61,6 @@ class Rollout:
         nan (`bool`): whether the sampler gives no log-prob (NaN) for some tokens.
         env_mask (`bool`): whether some completion tokens were written by an environment.
         truncated_rows (`tuple[int, ...]`): rows that stop without an end-of-sequence token.
-        has_marker (`bool`): whether the token before the last of every prompt is [`tiny.families.MARKER_ID`].
         equal_completions (`bool`): whether all completions to the first prompt are the same, so that their advantages
             are zero.
         lengths (`tuple`): of the prompts and completions of a micro-batch.
@@ -72,7 +70,6 @@ class Rollout:
     nan: bool = False
     env_mask: bool = False
     truncated_rows: tuple[int, ...] = ()
-    has_marker: bool = False
     equal_completions: bool = False
     lengths: Lengths = LENGTHS
 
@@ -88,27 +85,24 @@ class Case:
         config (`Mapping[str, Any]`): `GRPOConfig` options. A TRL that lacks one of them skips the case.
         data (`Batch` or `Rollout`): finished micro-batches, or completions from which TRL makes them.
         model (`str`): tiny model, see [`tiny.model_config`].
-        adapter (`str`, *optional*): PEFT adapter by its name in [`tiny.adapters`], for example `"attention"`: LoRA on
-            the attention projections.
+        adapter (`str`, *optional*): PEFT adapter, a name in [`tiny.models.ADAPTERS`].
         head (`bool`): whether the case is about a kind of output projection, and so belongs to `--models` too.
         frozen_head (`bool`): whether the output projection needs no gradient.
         frozen (`tuple[str, ...]`): ends of the names of further parameters that need no gradient.
-        noise (`float`): standard deviation of what is added to the trained weights, so that policy and reference
-            differ.
+        noise (`float`): standard deviation of what is added to the trained weights: policy and reference differ.
         mode (`str`): `"train"`, `"eval"`, or `"log-probs"` for the log-prob method without gradient alone.
-        accumulation_windows (`int`): how many accumulation windows run. Each has the micro-batches of one optimizer
-            step.
+        accumulation_windows (`int`): how many run. Each has the micro-batches of one optimizer step.
         update (`bool`): whether weights move between accumulation windows.
-        min_trl (`str`, *optional*): first TRL version that supports the case; `None`: all that this package supports.
+        min_trl (`str`, *optional*): first TRL version that supports the case.
         recomputed (`str`): rows recomputed in backward: `"none"` where the forecast must be right, `"some"` where it is
             wrong on purpose, `"any"` where the objective has no forecast.
         wrong_forecast (`bool`): whether the fused trainer gets a wrong forecast.
         fused (`Mapping[str, Any]`): `FusedGRPOConfig` options of the fused trainer.
-        stock_fails (`tuple[str, ...]`): parts of the messages with which stock itself fails on some versions. The case
-            is skipped there, and only where stock fails so.
-        compare_bf16 (`bool`): whether bfloat16 is compared. `False` where rounding changes discrete choices, such as an
-            expert's routing.
+        stock_fails (`tuple[str, ...]`): parts of the messages with which stock itself fails on some versions. There the
+            case is skipped.
+        compare_bf16 (`bool`): whether bfloat16 is compared. `False` where rounding decides the routing of experts.
         compare_liger (`bool`): whether TRL's Liger loss is compared, where there is one.
+        seed (`int`): of the tokens and of everything else that data is drawn from.
     """
 
     name: str
@@ -131,7 +125,4 @@ class Case:
     stock_fails: tuple[str, ...] = ()
     compare_bf16: bool = True
     compare_liger: bool = True
-
-
-FAR = Batch(old="far")
-DRIFTED = Batch(old="drifted")
+    seed: int = 0

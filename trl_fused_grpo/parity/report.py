@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,8 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE
-from .result import Result
+from trl_fused_grpo import __version__
+
+from .judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE, Result
 from .trainers import Settings, has_liger_loss
 
 
@@ -26,23 +28,13 @@ _SMALLEST = 1e-9  # where the plot puts an error of zero
 
 def environment(settings: Settings) -> dict[str, str]:
     """With which the figures were measured: versions by distribution name, `"device"` and `"dtype"`."""
-    names = ("trl-fused-grpo", "trl", "transformers", "liger-kernel", "torch", "peft")
-    device = settings.device
-    if device == "cuda":
-        device = f"cuda ({torch.cuda.get_device_name()})"
-    dtype = str(settings.dtype).removeprefix("torch.")
-    return {name: _version(name) for name in names} | {"device": device, "dtype": dtype}
-
-
-def _version(distribution: str) -> str:
-    if distribution == "trl-fused-grpo":
-        from trl_fused_grpo import __version__
-
-        return __version__
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
+    versions = {"trl-fused-grpo": __version__}
+    for name in ("trl", "transformers", "liger-kernel", "torch", "peft"):
+        versions[name] = "not installed"
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    device = f"cuda ({torch.cuda.get_device_name()})" if settings.device == "cuda" else settings.device
+    return {**versions, "device": device, "dtype": str(settings.dtype).removeprefix("torch.")}
 
 
 def passed(results: Sequence[Result]) -> bool:
@@ -70,23 +62,22 @@ def print_report(
     console.print(_summary(results))
 
 
+def _new_table(title: str, *texts: str, numbers: Sequence[str]) -> Table:
+    table = Table(*texts, title=title, title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
 def _table(results: Sequence[Result], settings: Settings, layouts: bool, measured: str) -> Table:
     about = environment(settings)
     title = " · ".join(f"{name} {value}" for name, value in about.items() if name not in ("device", "dtype"))
-    table = Table(
-        title=f"{title}\n{about['device']} · {about['dtype']} · {_explanation(settings, measured)}",
-        title_style="",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("case", no_wrap=True, max_width=48)
-    if layouts:
-        table.add_column("layout")
-    headings = ["loss", "loss\nerror", f"worst {measured}\nerror", "metrics\ndiffer"]
-    if has_liger_loss():
-        headings.append("gradient norm\nstock Liger")
-    for heading in [*headings, f"{measured} norm\nfused", "rows\nrecomputed"]:
-        table.add_column(heading, justify="right")
+    title = f"{title}\n{about['device']} · {about['dtype']} · {_explanation(settings, measured)}"
+    numbers = ["loss", "loss\nerror", f"worst {measured}\nerror", "metrics\ndiffer"]
+    numbers += ["gradient norm\nstock Liger"] if has_liger_loss() else []
+    numbers += [f"{measured} norm\nfused", "rows\nrecomputed"]
+    table = _new_table(title, "case", *(["layout"] if layouts else []), numbers=numbers)
+    table.columns[0].no_wrap, table.columns[0].max_width = True, 48
     table.add_column("verdict")
     for result in results:
         table.add_row(*_row(result, layouts), style="dim" if result.verdict == "skipped" else None)
@@ -96,21 +87,14 @@ def _table(results: Sequence[Result], settings: Settings, layouts: bool, measure
 def print_issue_1082(results: Sequence[Result], settings: Settings, console: Console) -> None:
     """Print what TRL's Liger loss and the fused trainer make of each thing that Liger-Kernel's issue 1082 names."""
     about = environment(settings)
-    table = Table(
-        title=f"TRL {about['trl']}, liger-kernel {about['liger-kernel']}: gradients relative to TRL's own path",
-        title_style="",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("what the objective depends on")
-    for heading in ("norm,\nTRL's Liger loss", "norm,\nfused", "distance,\nTRL's Liger loss", "distance,\nfused"):
-        table.add_column(heading, justify="right")
+    title = f"TRL {about['trl']}, liger-kernel {about['liger-kernel']}: gradients relative to TRL's own path"
+    numbers = [f"{of},\n{name}" for of in ("norm", "distance") for name in ("TRL's Liger loss", "fused")]
+    table = _new_table(title, "what the objective depends on", numbers=numbers)
     for result in results:
-        liger = result.liger or ("" if has_liger_loss() else "none in this TRL")
-        ratio = liger or _number(result.liger_ratio, ".3f" if (result.liger_ratio or 0) < 10 else ".1f")
-        distance = "" if liger else _number(result.liger_error, ".2g")
-        fused = (_number(result.fused_ratio, ".3f"), _number(result.gradient_error, ".1e"))
-        table.add_row(result.description, ratio, fused[0], distance, fused[1])
+        liger = _liger_ratio(result) if has_liger_loss() else "none in this TRL"
+        norms = liger, _number(result.fused_ratio, ".3f")
+        distances = _number(result.liger_error, ".2g"), _number(result.gradient_error, ".1e")
+        table.add_row(result.description, *norms, *distances)
     console.print(table)
     console.print(_summary(results))
 
@@ -136,9 +120,13 @@ def _row(result: Result, layouts: bool) -> list[str]:
         "" if result.verdict == "skipped" else str(len(result.metrics_differ)),
     ]
     if has_liger_loss():
-        cells.append(result.liger or _number(result.liger_ratio, ".3f" if (result.liger_ratio or 0) < 10 else ".1f"))
+        cells.append(_liger_ratio(result))
     cells += [_number(result.fused_ratio, ".3f"), _number(result.recomputed, ".0%")]
     return [*cells, _styled(result.verdict, result.verdict)]
+
+
+def _liger_ratio(result: Result) -> str:
+    return result.liger or _number(result.liger_ratio, ".3f" if (result.liger_ratio or 0) < 10 else ".1f")
 
 
 def _number(value: float | None, form: str) -> str:
@@ -152,7 +140,7 @@ def _pair(fused: float | None, stock: float | None) -> str:
 
 
 def counts_of(results: Sequence[Result]) -> str:
-    """How many results have which verdict, in rich's markup."""
+    """Return how many results have which verdict, in rich's markup."""
     counts = Counter(result.verdict for result in results)
     verdicts = [*filter(counts.get, _STYLES), *sorted(counts.keys() - _STYLES.keys())]
     return ", ".join(_styled(verdict, f"{counts[verdict]} {verdict}") for verdict in verdicts)
@@ -171,25 +159,17 @@ def _summary(results: Sequence[Result]) -> str:
 
 def write_json(results: Sequence[Result], settings: Settings, path: Path) -> None:
     """Write versions, settings and every figure. Those that are not finite become the strings `"inf"` and `"nan"`."""
+    slack = {"gradients": SLACK, "parameter": PARAMETER_SLACK, "loss": LOSS_SLACK, "loss_floor": LOSS_FLOOR}
     content = {
         "environment": environment(settings),
-        "tolerance": {
-            "float32": TOLERANCE,
-            "bfloat16": {
-                "gradients": SLACK,
-                "parameter": PARAMETER_SLACK,
-                "loss": LOSS_SLACK,
-                "loss_floor": LOSS_FLOOR,
-            },
-        },
+        "tolerance": {"float32": TOLERANCE, "bfloat16": slack},
         "passed": passed(results),
-        "cases": [{k: _finite(v) for k, v in asdict(result).items()} for result in results],
+        "cases": [
+            {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(result).items()}
+            for result in results
+        ],
     }
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_plot(results: Sequence[Result], settings: Settings, path: Path) -> bool:
@@ -202,14 +182,22 @@ def write_plot(results: Sequence[Result], settings: Settings, path: Path) -> boo
     shown = [result for result in results if result.gradient_error is not None]
     if not shown:
         return False
-    places = range(len(shown))
     liger = has_liger_loss()
     figure = Figure(figsize=(14 if liger else 9, 2 + 0.2 * len(shown)), layout="constrained")
     panels = figure.subplots(1, 2 if liger else 1, sharey=True, squeeze=False)[0]
-    _plot_errors(panels[0], shown, settings)
+    if settings.dtype == torch.bfloat16:
+        _draw(panels[0], [r.stock_gradient_error for r in shown], "#999999", "stock", "D")
+    else:
+        panels[0].axvline(TOLERANCE, color="#d55e00", linestyle="--", label=f"tolerance {TOLERANCE:.0e}")
+    _draw(panels[0], [r.gradient_error for r in shown], "#0072b2", "fused")
+    reference = "float64" if settings.dtype == torch.bfloat16 else "stock TRL"
+    _finish(panels[0], f"worst gradient error, relative to {reference}")
     if liger:
-        _plot_ratios(panels[1], shown)
-    panels[0].set_yticks(places, [result.name for result in shown], fontsize=8)
+        panels[1].axvline(1.0, color="#999999", linewidth=1)
+        _draw(panels[1], [r.liger_ratio or None for r in shown], "#d55e00", "stock Liger")
+        _draw(panels[1], [r.fused_ratio or None for r in shown], "#0072b2", "fused")
+        _finish(panels[1], "gradient norm over stock TRL's")
+    panels[0].set_yticks(range(len(shown)), [result.name for result in shown], fontsize=8)
     panels[0].set_ylim(len(shown) - 0.5, -0.5)
     about = environment(settings)
     figure.suptitle(f"TRL {about['trl']}, {about['device']}, {about['dtype']}", fontsize=11)
@@ -217,31 +205,14 @@ def write_plot(results: Sequence[Result], settings: Settings, path: Path) -> boo
     return True
 
 
-def _plot_errors(axes: Any, shown: Sequence[Result], settings: Settings) -> None:
-    def draw(values: list[float | None], color: str, label: str, marker: str) -> None:
-        points = [(max(v, _SMALLEST), i) for i, v in enumerate(values) if v is not None and math.isfinite(v)]
-        if points:
-            axes.scatter(*zip(*points, strict=True), s=18, color=color, label=label, marker=marker)
+def _draw(axes: Any, values: Sequence[float | None], color: str, label: str, marker: str = "o") -> None:
+    points = [(max(v, _SMALLEST), i) for i, v in enumerate(values) if v is not None and math.isfinite(v)]
+    if points:
+        axes.scatter(*zip(*points, strict=True), s=18, color=color, label=label, marker=marker)
 
-    if settings.dtype == torch.bfloat16:
-        draw([r.stock_gradient_error for r in shown], "#999999", "stock", "D")
-        axes.set_xlabel("worst gradient error, relative to float64")
-    else:
-        axes.axvline(TOLERANCE, color="#d55e00", linestyle="--", label=f"tolerance {TOLERANCE:.0e}")
-        axes.set_xlabel("worst gradient error, relative to stock TRL")
-    draw([r.gradient_error for r in shown], "#0072b2", "fused", "o")
+
+def _finish(axes: Any, label: str) -> None:
+    axes.set_xlabel(label)
     axes.set_xscale("log")
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="lower right", fontsize=8)
-
-
-def _plot_ratios(axes: Any, shown: Sequence[Result]) -> None:
-    axes.axvline(1.0, color="#999999", linewidth=1)
-    for attribute, color, label in (("liger_ratio", "#d55e00", "stock Liger"), ("fused_ratio", "#0072b2", "fused")):
-        points = [(getattr(r, attribute), i) for i, r in enumerate(shown) if getattr(r, attribute)]
-        if points:
-            axes.scatter(*zip(*points, strict=True), s=18, color=color, label=label)
-    axes.set_xscale("log")
-    axes.set_xlabel("gradient norm over stock TRL's")
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="lower right", fontsize=8)

@@ -14,18 +14,13 @@ from transformers import set_seed
 from trl_fused_grpo._compat import trl as trl_compat
 
 from .case import Case, Rollout, SkippedError, Trainer
-from .tiny import batches
-from .tiny.serve import serve_batches, serve_rollouts, serves_batches
+from .tiny.batches import Data, log_probs, serve_batches, serve_rollouts, serves_batches
 from .trainers import load_weights
 
 
 # Standard deviation of the weights' step between accumulation windows: ratios leave 1 but not the clip bounds
 STEP = 0.0005
-
-# Timings, and what only the fused trainer logs.
-_NOT_COMPARED = ("step_time", "fused/")
-
-Data = list[dict[str, Any]]
+_NOT_COMPARED = ("step_time", "fused/")  # timings, and what only the fused trainer logs
 
 
 @dataclass
@@ -37,10 +32,8 @@ class Outcome:
         loss (`float`): sum of the micro-batches' losses.
         tensors (`dict[str, torch.Tensor]`): gradient of every parameter after each accumulation window, or log-probs
             and entropies. On the CPU.
-        metrics (`dict[str, list[float]]`): by name, what TRL would log after each accumulation window: the average over
-            its micro-batches.
-        rows (`int`, *optional*): rows whose log-probabilities were computed, over all forwards; `None` where the
-            trainer does not count them.
+        metrics (`dict[str, list[float]]`): what TRL would log after each accumulation window: micro-batches' average.
+        rows (`int`, *optional*): rows whose log-probs were computed, over all forwards, if the trainer counts them.
         recomputed (`int`, *optional*): how many of these rows backward computed a second time.
         layout (`str`, *optional*): how the fused trainer laid the rows out: `"packed"` or `"padded"`.
     """
@@ -54,39 +47,25 @@ class Outcome:
 
     @property
     def norm(self) -> float:
-        """Euclidean norm of all tensors together."""
+        """The Euclidean norm of all tensors together."""
         return float(sum(t.double().square().sum() for t in self.tensors.values()) ** 0.5)
-
-
-def make_data(case: Case, trainer: Trainer, seed: int = 0) -> Data:
-    """Completions or micro-batches of a case, see [`tiny.batches`]."""
-    make = batches.rollout if isinstance(case.data, Rollout) else batches.micro_batches
-    return make(case, trainer, seed)
 
 
 @contextmanager
 def stock_may_fail(case: Case) -> Generator[None, None, None]:
-    """
-    Within the context, stock runs.
-
-    Raises:
-        [`SkippedError`]:
-            When stock fails as the case says.
-    """
+    """Within the context stock runs. Where it fails as the case says, the case is skipped."""
     try:
         yield
-    except SkippedError:
-        raise
     except Exception as error:
         message = " ".join(str(error).split())
-        if not any(part in message for part in case.stock_fails):
+        if isinstance(error, SkippedError) or not any(part in message for part in case.stock_fails):
             raise
         raise SkippedError(f"stock itself fails: {type(error).__name__}: {message[:120]}") from error
 
 
 class Restarted:
     """
-    A trainer that runs several batches, each from the same start. To build one takes longer than to run one.
+    A trainer that runs several batches, each from the same start: to build one takes longer than to run one.
 
     Args:
         trainer ([`GRPOTrainer`]): freshly built.
@@ -95,22 +74,18 @@ class Restarted:
 
     def __init__(self, trainer: Trainer, start: Mapping[str, torch.Tensor]):
         self._trainer, self._start = trainer, start
-        self._values = [(vars(holder), _values(holder)) for holder in (trainer, trainer.state)]
+        # Counters, coefficients, switches, and what is not there yet. Lists and tensors are a run's to clear
+        kept = (type(None), bool, int, float, str)
+        self._values = [
+            (vars(holder), {name: value for name, value in vars(holder).items() if isinstance(value, kept)})
+            for holder in (trainer, trainer.state)
+        ]
 
     def __call__(self) -> Trainer:
-        """The trainer as it was built, with the weights of the start."""
+        """Return the trainer as it was built, with the weights of the start."""
         for attributes, values in self._values:
             attributes.update(values)
         return load_weights(self._trainer, self._start)
-
-
-def _values(holder: Any) -> dict[str, Any]:
-    """Counters, coefficients and switches, and what is not there yet. Lists and tensors are a run's to clear."""
-    return {
-        name: value
-        for name, value in vars(holder).items()
-        if value is None or isinstance(value, (bool, int, float, str))
-    }
 
 
 def run_case(
@@ -121,20 +96,14 @@ def run_case(
     after_step: Callable[[Trainer, int], None] | None = None,
 ) -> Outcome:
     """
-    Run a case through a trainer's own step.
+    Run a case through a trainer's own step, and return what came out.
 
     Args:
         trainer ([`GRPOTrainer`]): freshly built, or [`Restarted`].
         case ([`Case`]): what to run.
-        data (`list[dict]`): from [`make_data`].
-        dtype (`torch.dtype`): what weights are rounded to when they move, also where the trainer computes in a higher
-            precision.
-        after_step (`Callable`, *optional*): gets the trainer and the number of the accumulation window after each
-            micro-batch.
-
-    Returns:
-        [`Outcome`]:
-            Loss, gradients, metrics and how many rows were recomputed.
+        data (`list[dict]`): from [`tiny.batches.make_data`].
+        dtype (`torch.dtype`): what weights are rounded to when they move, whatever the trainer computes in.
+        after_step (`Callable`, *optional*): gets the trainer and the accumulation window's number after a micro-batch.
     """
     set_seed(0)
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
@@ -151,7 +120,7 @@ def run_case(
 @contextmanager
 def _served_in_rows(trainer: Trainer) -> Generator[None, None, None]:
     """
-    While it lasts, what serves micro-batches counts as code that may see them and no more. Before TRL 1.14 a replaced
+    While it lasts, what serves micro-batches counts as code that sees them and no more. Before TRL 1.14 a replaced
     method may read log-probs of padding too, and no case would have rows without padding.
     """
     if not (serves_batches(trainer) and hasattr(trainer, "_fused")):
@@ -162,8 +131,7 @@ def _served_in_rows(trainer: Trainer) -> Generator[None, None, None]:
     replaced_method = findings.replaced_method
 
     def not_served(trainer: Trainer, names: Iterable[str]) -> str | None:
-        is_served = serves_batches(trainer)
-        return replaced_method(trainer, [name for name in names if not (is_served and name == "_prepare_inputs")])
+        return replaced_method(trainer, [n for n in names if n != "_prepare_inputs" or not serves_batches(trainer)])
 
     ladder.fall(findings.Reason(findings.Level.ROWS, "micro-batches are served"))
     with mock.patch.object(findings, "replaced_method", not_served):
@@ -178,17 +146,13 @@ def _collect_metrics(trainer: Trainer, mode: str, outcome: Outcome) -> None:
     metrics.clear()
 
 
-def _examples(trainer: Trainer, count: int) -> list[dict[str, str]]:
-    return [trainer.train_dataset[0]] * count
-
-
 def _train(
     trainer: Trainer, case: Case, dtype: torch.dtype, after_step: Callable[[Trainer, int], None] | None
 ) -> Outcome:
     args = trainer.args
     outcome, forwards = Outcome(), {}  # what several micro-batches share, the backward of the last completes
     model = trainer.model_wrapped
-    generation = _examples(trainer, args.per_device_train_batch_size * args.steps_per_generation)
+    generation = [trainer.train_dataset[0]] * args.per_device_train_batch_size * args.steps_per_generation
     for window in range(case.accumulation_windows):
         model.zero_grad()
         for i in range(args.gradient_accumulation_steps):
@@ -225,24 +189,14 @@ def _move_weights(trainer: Trainer, window: int, dtype: torch.dtype) -> None:
 
 def _evaluate(trainer: Trainer) -> Outcome:
     trainer.model.eval()
-    examples = _examples(trainer, trainer.args.per_device_train_batch_size)
+    examples = [trainer.train_dataset[0]] * trainer.args.per_device_train_batch_size
     loss, *_ = trainer.prediction_step(trainer.model_wrapped, examples, prediction_loss_only=True)
     outcome = Outcome(loss=float(loss))
     _collect_metrics(trainer, "eval", outcome)
     return outcome
 
 
-@torch.no_grad()
 def _log_probs(trainer: Trainer, data: Data) -> Outcome:
-    inputs = {name: value.to(trainer.accelerator.device) for name, value in data[0].items()}
-    mask = inputs["completion_mask"].bool()
-    logps, entropies, *_ = trainer._get_per_token_logps_and_entropies(
-        trainer.model,
-        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        inputs["completion_ids"].size(1),
-        batch_size=2,
-        compute_entropy=True,
-    )
-    tensors = {"log-probs": logps[mask].cpu(), "entropies": entropies[mask].cpu()}
-    return Outcome(loss=float(logps[mask].mean()), tensors=tensors)
+    logps, entropies = log_probs(trainer, data[0], batch_size=2)
+    mask = data[0]["completion_mask"].bool()
+    return Outcome(float(logps[mask].mean()), {"log-probs": logps[mask], "entropies": entropies[mask]})

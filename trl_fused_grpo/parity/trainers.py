@@ -2,28 +2,27 @@
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
 
 from .case import Batch, Case, Rollout, SkippedError, Trainer
 from .tiny import save_checkpoint, tokenizer
-from .tiny.adapters import adapter_config
 from .tiny.batches import GROUP, ROWS
+from .tiny.models import adapter_config
 
 
 MAX_COMPLETION_LENGTH = 16
+_BASE = {"beta": 0.0, "gradient_checkpointing": False, "per_device_train_batch_size": ROWS, "num_generations": GROUP}
 PROMPTS = 16  # of the dataset: an epoch has two generation batches of four micro-batches
 
 # TRL's Liger loss runs without Liger's layer kernels and uncompiled, so that it runs without a GPU too.
@@ -56,24 +55,14 @@ class Settings:
     dtype: torch.dtype = torch.float32
     fused_class: Callable[..., Trainer] | None = None
 
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return tokenizer()
-
 
 def has_liger_loss() -> bool:
-    """Whether the installed TRL can compute the loss with Liger's chunked loss (TRL <= 1.13)."""
+    """Return `True` if the installed TRL has Liger's chunked loss (TRL <= 1.13)."""
     return hasattr(StockGRPOTrainer, "compute_liger_loss")
 
 
 def config_options(config: Mapping[str, Any], config_class: Any = GRPOConfig) -> dict[str, Any]:
-    """
-    A case's options as the installed `GRPOConfig`, or a subclass of it, names them.
-
-    Raises:
-        [`SkippedError`]:
-            When TRL lacks an option that the case needs.
-    """
+    """Return a case's options as the installed TRL names them. Where it lacks one, the case is skipped."""
     known = {option.name for option in fields(config_class)}
     options = {}
     for name, value in config.items():
@@ -103,24 +92,25 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len(ids) / 10 + sum(ids) % 97 / 970 for ids in completion_ids]
 
 
-def _construct(
-    cls: Callable[..., Trainer], case: Case, settings: Settings, dtype: torch.dtype, config: Any, **extra: Any
+@_isolated_mixed_precision()
+def _build(
+    cls: Callable[..., Trainer],
+    case: Case,
+    settings: Settings,
+    config: Any,
+    dtype: torch.dtype | None = None,
+    change: Callable[[Trainer], None] | None = None,
+    **extra: Any,
 ) -> Trainer:
+    """Build a trainer that is ready for its first step. `change` gets it before the model is wrapped."""
+    dtype = dtype or settings.dtype
     try:
         checkpoint = save_checkpoint(case.model, settings.folder, settings.dtype)
         peft_config = adapter_config(case.adapter) if case.adapter else None
     except ImportError as missing:
         raise SkippedError(str(missing)) from missing
-    options: dict[str, Any] = {
-        **({"loss_type": "dapo"} if issubclass(config, GRPOConfig) else {}),
-        "beta": 0.0,
-        "gradient_checkpointing": False,
-        "bf16": dtype == torch.bfloat16,
-        "per_device_train_batch_size": ROWS,
-        "num_generations": GROUP,
-        **config_options(case.config, config),
-        **extra,
-    }
+    default = {"loss_type": "dapo"} if issubclass(config, GRPOConfig) else {}
+    options = {**_BASE, **default, "bf16": dtype == torch.bfloat16, **config_options(case.config, config), **extra}
     args = config(
         output_dir=str(settings.folder / "output"),
         report_to="none",
@@ -131,17 +121,16 @@ def _construct(
         **options,
     )
     args._n_gpu = min(args.n_gpu, 1)  # with several visible GPUs, TRL would use nn.DataParallel
-    return cls(
+    trainer = cls(
         model=str(checkpoint),
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * PROMPTS}),
-        processing_class=settings.tokenizer,
+        processing_class=tokenizer(),
         peft_config=peft_config,
     )
-
-
-def _prepare(trainer: Trainer, case: Case) -> Trainer:
+    if change is not None:
+        change(trainer)
     if case.frozen_head:
         trainer.model.get_output_embeddings().requires_grad_(False)
     for name, parameter in trainer.model.named_parameters():
@@ -162,7 +151,7 @@ def stock_trainer(
     case: Case, settings: Settings, cls: Callable[..., Trainer] = StockGRPOTrainer, config: Any = GRPOConfig
 ) -> Trainer:
     """
-    Stock TRL without Liger. Where TRL refuses the case's adapter, it is TRL's objective on dense logits.
+    Build stock TRL's trainer without Liger. Where TRL refuses the case's adapter, it computes on dense logits.
 
     Args:
         case ([`Case`]): what is compared.
@@ -170,61 +159,64 @@ def stock_trainer(
         cls (`Callable`, *optional*, defaults to TRL's `GRPOTrainer`): TRL's class or a subclass.
         config (`type`, *optional*, defaults to `GRPOConfig`): the class of its arguments.
     """
-    refused = case.adapter == "head" and trl_compat.REFUSES_ADAPTER_ON_HEAD
-    with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed() if refused else nullcontext():
-        trainer = _construct(cls, case, settings, settings.dtype, config)
-        if refused:
-            trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
-        return _prepare(trainer, case)
+    if case.adapter == "head" and trl_compat.REFUSES_ADAPTER_ON_HEAD:
+        with trl_compat.adapter_on_head_allowed():
+            return _build(cls, case, settings, config, change=_compute_densely)
+    return _build(cls, case, settings, config)
 
 
 def fused_trainer(case: Case, settings: Settings, config: Any = GRPOConfig) -> Trainer:
-    """The trainer under test, of which `config` is the class of TRL's arguments."""
+    """Build the trainer under test, of which `config` is the class of TRL's arguments."""
     from trl_fused_grpo import FusedGRPOTrainer, fuse_config
 
-    cls = settings.fused_class or FusedGRPOTrainer
     if case.fused:  # else TRL's own config is enough
         config = fuse_config(config)
-    with _isolated_mixed_precision():
-        trainer = _construct(cls, case, settings, settings.dtype, config, use_liger_loss=True, **case.fused)
-        return _prepare(trainer, case)
+    return _build(settings.fused_class or FusedGRPOTrainer, case, settings, config, use_liger_loss=True, **case.fused)
 
 
 def stock_liger_trainer(case: Case, settings: Settings) -> Trainer:
     """
-    Stock TRL with Liger's chunked loss.
+    Build stock TRL's trainer with Liger's chunked loss.
 
     Raises:
-        [`RefusedError`]:
-            When TRL refuses the case.
+        [`RefusedError`]: when TRL refuses the case.
     """
-    liger: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": _NO_LAYER_KERNELS}
-    with _isolated_mixed_precision():
-        try:
-            trainer = _construct(StockGRPOTrainer, case, settings, settings.dtype, GRPOConfig, **liger)
-        except (ValueError, NotImplementedError) as error:
-            raise RefusedError(str(error)) from error
+
+    def run_uncompiled(trainer: Trainer) -> None:
         loss = trainer.liger_loss if hasattr(trainer, "liger_loss") else trainer.liger_grpo_loss
         loss.compiled = False
-        return _prepare(trainer, case)
+
+    liger: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": _NO_LAYER_KERNELS}
+    try:
+        return _build(StockGRPOTrainer, case, settings, GRPOConfig, change=run_uncompiled, **liger)
+    except (ValueError, NotImplementedError) as error:
+        raise RefusedError(str(error)) from error
 
 
 def float64_trainer(case: Case, settings: Settings, cls: Callable[..., Trainer] = StockGRPOTrainer) -> Trainer:
     """
-    Stock TRL's objective on dense float64 log-probs and entropies: the reference for bfloat16.
+    Build the reference for bfloat16: stock TRL's objective on dense float64 log-probs and entropies.
 
     Weights and activations are float64. Transformers writes RMS norms, routers and Mamba-2's logits in float32 whatever
     the model's dtype, which leaves an error of order 1e-7, four orders of magnitude below bfloat16's.
     """
-    options = {name: value for name, value in case.config.items() if name != "cast_lm_head_to_fp32"}
-    with _isolated_mixed_precision(), trl_compat.adapter_on_head_allowed():
-        trainer = _construct(cls, replace(case, config=options), settings, torch.float32, GRPOConfig)
+
+    def compute_in_float64(trainer: Trainer) -> None:
         for model in filter(None, (trainer.model, trainer.ref_model)):
             model.double()
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("eager")  # the grouped GEMM has no float64
-        trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
-        return _prepare(trainer, case)
+        _compute_densely(trainer)
+
+    options = {name: value for name, value in case.config.items() if name != "cast_lm_head_to_fp32"}
+    with trl_compat.adapter_on_head_allowed():
+        return _build(
+            cls, replace(case, config=options), settings, GRPOConfig, torch.float32, change=compute_in_float64
+        )
+
+
+def _compute_densely(trainer: Trainer) -> None:
+    trainer._get_per_token_logps_and_entropies = MethodType(_dense_log_probs, trainer)
 
 
 def _dense_log_probs(
@@ -236,12 +228,11 @@ def _dense_log_probs(
     batch_size: int | None = None,
     compute_entropy: bool = False,
     compute_aux_loss: bool = False,
-    num_images: list[int] | None = None,
-    num_tiles: list[int] | None = None,
-    **images: Any,
+    **images: Any,  # also how many images and tiles each prompt has
 ) -> tuple[torch.Tensor | None, ...]:
     dtype = next(model.parameters()).dtype
-    extra = {n: v.to(dtype) if v.is_floating_point() else v for n, v in images.items() if v is not None}
+    tensors = {name: value for name, value in images.items() if isinstance(value, torch.Tensor)}
+    extra: dict[str, Any] = {n: v.to(dtype) if v.is_floating_point() else v for n, v in tensors.items()}
     if compute_aux_loss:
         extra["output_router_logits"] = True
     outputs = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **extra)
@@ -256,7 +247,7 @@ def _dense_log_probs(
 
 
 def noisy_weights(trainer: Trainer, noise: float) -> dict[str, torch.Tensor]:
-    """A copy of a model's parameters on the CPU, by name; seeded noise is added to those that need a gradient."""
+    """Copy a model's parameters to the CPU, by name. Those that need a gradient get seeded noise."""
     generator = torch.Generator().manual_seed(1)
     result = {}
     for name, parameter in trainer.model.named_parameters():

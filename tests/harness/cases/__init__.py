@@ -1,6 +1,6 @@
 """
 The cases of `--customised`: a user changes the trainer, its model or what stands around it, and whole runs of
-`trainer.train()` are compared. What is changed is written in `parity/customisations/`.
+`trainer.train()` are compared. What is changed is written in `tests/harness/customisations/`.
 """
 
 from tests.harness.case import Training

@@ -104,12 +104,10 @@ def rewards_and_reference() -> list[Training]:
 
 def own_loops() -> list[Training]:
     return [
-        _case("own-loop", "compute_loss in a loop of one's own", trained_by(a.own_loop)),
+        _case("own-loop", "compute_loss in the user's loop", trained_by(a.own_loop)),
         _case("own-loop-kl", "the same, beta", trained_by(a.own_loop), KL),
         _case("own-loop-vllm", "the same, vLLM", trained_by(a.own_loop), VLLM, data=SAMPLED),
-        _case(
-            "own-steps-vllm", "training_step in a loop of one's own, vLLM", trained_by(a.own_steps), VLLM, data=SAMPLED
-        ),
+        _case("own-steps-vllm", "training_step in the user's loop, vLLM", trained_by(a.own_steps), VLLM, data=SAMPLED),
         _case("generation-alone", "what generation returns, beta", trained_by(a.generate_alone), KL),
         _case("generation-alone-vllm", "the same, vLLM", trained_by(a.generate_alone), VLLM, data=SAMPLED),
     ]

@@ -7,7 +7,6 @@ from trl_fused_grpo.parity.case import Rollout
 
 
 PLAIN, UNEVEN = Rollout(), Rollout(lengths=UNEVEN_LENGTHS)
-WITH_MARKER = Rollout(lengths=UNEVEN_LENGTHS, has_marker=True)
 SAMPLED = Rollout(sampling="token", lengths=UNEVEN_LENGTHS)  # as if vLLM had generated
 VLLM = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
 KL = {"beta": 0.5}

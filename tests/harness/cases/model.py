@@ -8,7 +8,7 @@ from tests.harness.case import Training
 from tests.harness.customisations import layers as p
 from tests.harness.customisations import models as m
 
-from .common import AS_PADDED, KL, OFF_POLICY, SAMPLED, UNEVEN, VLLM, WITH_MARKER
+from .common import AS_PADDED, KL, OFF_POLICY, SAMPLED, UNEVEN, VLLM
 from .common import customised_case as _case
 
 
@@ -95,7 +95,7 @@ def models() -> list[Training]:
     return [
         _case("own-backbone", "a backbone with a forward of its own", m.own_backbone()),
         _case("own-class", "a causal LM with a forward of its own", m.own_class()),
-        _case("own-attention", "an attention function of one's own, by column", m.own_attention()),
+        _case("own-attention", "the user's attention function, by column", m.own_attention()),
         _case(
             "longrope", "RoPE longrope around its switching length, old log-probs", config=OFF_POLICY, model="longrope"
         ),
@@ -147,7 +147,7 @@ def adapters() -> list[Training]:
         case("lora-kl", "LoRA, beta with adapters disabled", "attention", KL),
         case("lora-dropout", "lora_dropout, TRL's padding", "dropout", fused=AS_PADDED),
         case("lora-dropout-checkpointing", "the same with checkpointing", "dropout", checkpointing, fused=AS_PADDED),
-        case("alora", "aLoRA's invocation in every prompt", "alora", data=WITH_MARKER),
+        case("alora", "aLoRA's invocation in every prompt", "alora"),
         case("prompt-tuning", "virtual tokens before each row", "prompt-tuning"),
         case("prefix-tuning", "virtual keys before each row", "prefix-tuning"),
         case("ia3", "IA3", "ia3"),

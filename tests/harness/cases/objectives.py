@@ -11,7 +11,7 @@ from .common import customised_case as _case
 def objectives() -> list[Training]:
     quantile = {"top_entropy_quantile": 0.5}
     return [
-        _case("own-loss", "a _compute_loss of one's own", subclass(o.own_loss)),
+        _case("own-loss", "the user's _compute_loss", subclass(o.own_loss)),
         _case("own-loss-entropy", "one with an entropy term", subclass(o.own_loss_entropy)),
         _case("contrastive-loss", "one with log-probs of other completions too", subclass(o.contrastive_loss)),
         _case("contrastive-loss-first", "other completions before TRL's loss", subclass(o.contrastive_loss_first)),

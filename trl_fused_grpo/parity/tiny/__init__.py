@@ -1,9 +1,9 @@
 """
-The inputs of a comparison: tiny models of many families with their tokenizer, PEFT adapters, images, micro-batches and
-completions. All are made from configurations and seeds: nothing is downloaded. Tests and benchmarks use the models too.
+The inputs of a comparison, made from configurations and seeds: nothing is downloaded. `families` lists the tiny models,
+`models` builds them, their tokenizer and PEFT adapters, `images` and `batches` the data.
 """
 
-from .families import EOS_ID, FIRST_WORD_ID, PAD_ID, UNK_ID, VOCAB_SIZE
+from .families import EOS_ID, FIRST_WORD_ID, PAD_ID, VOCAB_SIZE
 from .models import model_config, save_checkpoint, tiny_model, tokenizer
 
 
@@ -11,7 +11,6 @@ __all__ = [
     "EOS_ID",
     "FIRST_WORD_ID",
     "PAD_ID",
-    "UNK_ID",
     "VOCAB_SIZE",
     "model_config",
     "save_checkpoint",

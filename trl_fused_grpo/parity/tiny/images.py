@@ -22,8 +22,7 @@ class Format:
     How a model family gets images.
 
     Attributes:
-        make (`Callable`): takes the sizes of the images in patches and a generator; returns the inputs that go with the
-            pixels.
+        make (`Callable`): takes the images' sizes in patches and a generator; returns the pixels and their inputs.
         type_ids (`tuple[str, ...]`): names of the inputs that tell image tokens from words.
         sizes (`tuple[tuple[int, int], ...]`): height and width of the images in turn, in patches.
         merged (`int`): how many patches have one token.
@@ -56,8 +55,7 @@ def _pixels(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dic
 def _tiles(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
     """InternVL: an image is cut into tiles of one size."""
     tiles = sum(height * width for height, width in sizes) // 16
-    pixels = torch.randn(tiles, 3, 4 * _PATCH, 4 * _PATCH, generator=generator)
-    return {"pixel_values": pixels, "num_tiles": [tiles]}
+    return {**_pixels(_SIZES[:1] * tiles, generator), "num_tiles": [tiles]}
 
 
 def _padded_pixels(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
@@ -72,32 +70,29 @@ def _padded_pixels(sizes: Sequence[tuple[int, int]], generator: torch.Generator)
 
 def _placed_patches(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
     """Gemma-4: the patches of each image with their places `(x, y)`, padded to as many as the largest has."""
-    longest = max(height * width for height, width in _SIZES)
-    pixels = torch.zeros(len(sizes), longest, 3 * _PATCH * _PATCH)
-    places = torch.full((len(sizes), longest, 2), -1)
-    for i, (height, width) in enumerate(sizes):
-        count = height * width
-        pixels[i, :count] = torch.rand(count, pixels.size(-1), generator=generator)
-        y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        places[i, :count] = torch.stack([x, y], -1).view(-1, 2)
-    return {"pixel_values": pixels, "image_position_ids": places}
+    patches = [torch.rand(height * width, 3 * _PATCH * _PATCH, generator=generator) for height, width in sizes]
+    places = [torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1) for height, width in sizes]
+    return {"pixel_values": _padded(patches), "image_position_ids": _padded(places, -1)}
 
 
 def _shaped_patches(sizes: Sequence[tuple[int, int]], generator: torch.Generator) -> dict[str, Any]:
     """LFM2-VL: the patches of each image, padded to as many as the largest has, with their mask; one tile an image."""
-    longest = max(height * width for height, width in _SIZES)
-    pixels = torch.zeros(len(sizes), longest, 3 * _PATCH * _PATCH)
-    mask = torch.zeros(len(sizes), longest, dtype=torch.long)
-    for i, (height, width) in enumerate(sizes):
-        count = height * width
-        pixels[i, :count] = torch.randn(count, pixels.size(-1), generator=generator)
-        mask[i, :count] = 1
+    patches = [torch.randn(height * width, 3 * _PATCH * _PATCH, generator=generator) for height, width in sizes]
     return {
-        "pixel_values": pixels,
-        "pixel_attention_mask": mask,
+        "pixel_values": _padded(patches),
+        "pixel_attention_mask": _padded([torch.ones(len(one), dtype=torch.long) for one in patches]),
         "spatial_shapes": torch.tensor(sizes),
         "num_tiles": [len(sizes)],
     }
+
+
+def _padded(patches: list[torch.Tensor], value: int = 0) -> torch.Tensor:
+    """One row an image, of as many patches as the largest image of a format may have."""
+    longest = max(height * width for height, width in _SIZES)
+    rows = patches[0].new_full((len(patches), longest, *patches[0].shape[1:]), value)
+    for row, one in zip(rows, patches, strict=True):
+        row[: len(one)] = one
+    return rows
 
 
 FORMATS = {
@@ -113,23 +108,21 @@ FORMATS = {
 
 
 def with_images(prompts: list[list[int]], images: Sequence[int], name: str) -> list[list[int]]:
-    """Prompts with their images' tokens after the first word, in the format of a name."""
-
-    form = FORMATS[name]
-
-    def tokens(count: int) -> list[int]:
-        sizes = [form.size(image) for image in range(count)]
-        each = [[IMAGE_ID + 2, *[IMAGE_ID] * (height * width // form.merged), IMAGE_ID + 3] for height, width in sizes]
-        return [token for image in each for token in image]
-
-    return [[*words[:1], *tokens(count), *words[1:]] for words, count in zip(prompts, images, strict=True)]
+    """Return prompts with their images' tokens after the first word, in the format of a name."""
+    form, results = FORMATS[name], []
+    for words, count in zip(prompts, images, strict=True):
+        tokens = []
+        for height, width in map(form.size, range(count)):
+            tokens += [IMAGE_ID + 2, *[IMAGE_ID] * (height * width // form.merged), IMAGE_ID + 3]
+        results.append([*words[:1], *tokens, *words[1:]])
+    return results
 
 
 def image_inputs(
     name: str, images: Sequence[int], copies: int, input_ids: torch.Tensor, generator: torch.Generator
 ) -> dict[str, Any]:
     """
-    The image inputs of a micro-batch.
+    Make the image inputs of a micro-batch.
 
     Args:
         name (`str`): format of the images, a name in `FORMATS`.
@@ -139,15 +132,12 @@ def image_inputs(
         generator (`torch.Generator`): draws the pixels.
 
     Returns:
-        `dict[str, Any]`:
-            `"num_images"` (a list), `"pixel_values"` (float32), sizes or places, and what tells image tokens from words
-            `[B, P + T]`.
+        `dict[str, Any]`: `"num_images"` (a list), `"pixel_values"` (float32), sizes or places, and what tells image
+            tokens from words `[B, P + T]`.
     """
-    form = FORMATS[name]
-    each = []
+    form, each = FORMATS[name], []
     for row, count in enumerate(images):
-        is_copy = 0 < row < copies
-        sizes = [form.size(image) for image in range(count)]
+        is_copy, sizes = 0 < row < copies, [form.size(image) for image in range(count)]
         each.append(each[0] if is_copy else form.make(sizes, generator) if count else {})
     made = [inputs for inputs in each if inputs]
     inputs: dict[str, Any] = {key: _joined([inputs[key] for inputs in made]) for key in made[0] if key != "num_tiles"}
