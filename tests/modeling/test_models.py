@@ -1,7 +1,6 @@
 """One tiny model of each family and each kind of head: loss and every gradient are stock TRL's."""
 
 import dataclasses
-import sys
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from trl_fused_grpo._compat.models import PADDING_MATTERS, TRANSFORMERS
 from trl_fused_grpo._compat.trl import LOGPS_FROM_LOGITS, RETURNS_AUX_LOSS
 from trl_fused_grpo.parity import MODEL_CASES, Settings, compare
 from trl_fused_grpo.parity.cases import FAMILY_CASES
+from trl_fused_grpo.parity.compare import Comparison
 from trl_fused_grpo.parity.run_case import run_case
 from trl_fused_grpo.parity.tiny.batches import make_data
 from trl_fused_grpo.parity.tiny.families import FAMILIES, VARIANTS, Family
@@ -154,7 +154,7 @@ def failing(*args, **kwargs):
 
 
 def test_a_case_is_skipped_where_stock_fails_as_it_says(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[compare.__module__], "stock_trainer", failing)
+    monkeypatch.setattr(Comparison, "stock_trainer", staticmethod(failing))
     result = compare(dataclasses.replace(CASES["llama"], stock_fails=("no such thing",)), Settings(tmp_path))
     assert (result.verdict, result.reason) == (
         "skipped",

@@ -805,7 +805,7 @@ def test_log_probs_of_another_model_have_its_own_level(tmp_path):
     trainer._get_per_token_logps_and_entropies(teacher, ids, mask, 8)
     assert [shape[:2] for shape in hook.shapes] == [tuple(ids.shape)]
     assert trainer._fused.ladder.level == WINDOW
-    assert trainer._fused.ladder.of_call(teacher).level == HEAD
+    assert trainer._fused.ladder.of_call(trainer._fused.engine, teacher).level == HEAD
 
 
 def test_hooks_that_transformers_adds_at_each_generation_do_not_pile_up(tmp_path):

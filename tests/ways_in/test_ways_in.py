@@ -59,7 +59,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path, monkeypatch, is_module):
     name = ("-m", "scripts.telling") if is_module else (folder / "telling.py",)
     arguments = [str(tmp_path / "told.json"), "--fused_layout", "dense", "--", "-m", "--help"]
     before, main_module = [*sys.path], sys.modules["__main__"]
-    assert run("--fused_layout", "packed", "--fused-balance", "none", *name, *arguments) == 3
+    assert run("--fused_layout", "packed", "--fused-skip-old-logps", "none", *name, *arguments) == 3
     argv, path, trainer, layout = json.loads((tmp_path / "told.json").read_text())
     assert argv == [str(folder / "telling.py"), *arguments]
     assert path == str(tmp_path if is_module else folder)
