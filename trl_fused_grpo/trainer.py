@@ -122,7 +122,7 @@ class FusedTrainerMixin(_Trainer):
             return super()._generate_and_score_completions(inputs)
         with self._fused.generation() as correction:
             output = super()._generate_and_score_completions(inputs)
-            if self._fused.deferred.has_left_out_old:
+            if self._fused.deferred.has_deferred_old_logps:
                 self._fused.old_logps.mark(output, correction)
             return output
 

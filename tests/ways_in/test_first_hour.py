@@ -100,9 +100,9 @@ imports_torch = partial(pytest.param, marks=pytest.mark.nightly)
     [
         (["docto"], "trl-fused-grpo: No such command 'docto'.*"),
         (["doctor", "--modl", "x"], "trl-fused-grpo: No such option.*--model.*"),
-        imports_torch(["doctor", "--device", "tpu"], "trl-fused-grpo: .*--device is cpu or cuda, not tpu."),
+        (["doctor", "--device", "tpu"], "trl-fused-grpo: .*--device is cpu or cuda, not tpu."),
         imports_torch(["doctor", "--model", "nope"], "trl-fused-grpo doctor: the model nope cannot be loaded: .*"),
-        imports_torch(["grpo", "--config", "nope.yaml"], "trl-fused-grpo grpo: nope.yaml cannot be read: .*"),
+        (["grpo", "--config", "nope.yaml"], "trl-fused-grpo grpo: nope.yaml cannot be read: .*"),
         imports_torch(
             ["grpo", "--fused_layot", "packed"],
             "trl-fused-grpo grpo: there is no option fused_layot; did you mean fused_layout\\?",
@@ -111,6 +111,7 @@ imports_torch = partial(pytest.param, marks=pytest.mark.nightly)
             ["grpo", "--config", "wrong.yaml"],
             "trl-fused-grpo grpo: there is no option fused_memry; did you mean fused_memory\\?",
         ),
+        (["run", "-m", "nope"], "trl-fused-grpo run: there is no module nope that can be run."),
         (["run", "--fused_compil", "true", "train.py"], "trl-fused-grpo run: there is no option --fused_compil.*"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -244,12 +244,6 @@ def dtype_of_products(accelerator: Any, model: Any) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, model.dtype)
 
 
-def convolutions_are_tf32() -> bool:
-    """Return `True` if float32 convolutions on CUDA are rounded to TF32, as torch lets cuDNN do."""
-    cudnn: Any = torch.backends.cudnn
-    return cudnn.conv.fp32_precision == "tf32" if hasattr(cudnn, "conv") else cudnn.allow_tf32
-
-
 def operations_are_seen() -> bool:
     """
     Return `True` if a mode sees every operation that runs, as one that counts FLOPs: the compiler does not work under

@@ -58,10 +58,10 @@ def _doctor(
     weights. Exits with 1 where the trainer would refuse, with its message, and with 2 where there is nothing to look
     at: no such model, no such option.
     """
-    from .doctor import doctor
-
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"--device is cpu or cuda, not {device}.")
+    from .doctor import doctor
+
     raise typer.Exit(doctor(model, config, device, as_json))
 
 

@@ -5,9 +5,6 @@ from typing import Any
 
 import yaml
 
-from trl_fused_grpo import FusedGRPOConfig
-from trl_fused_grpo._compat.trl_cli import launch_options, option_names, run_grpo_command
-
 from .words import refuse, unknown_name
 
 
@@ -24,6 +21,10 @@ def grpo(words: list[str]) -> None:
             names += read_options(Path(words[words.index("--config") + 1]))
         except ValueError as error:
             refuse("grpo", str(error))
+    # A file that cannot be read is told before torch is loaded
+    from trl_fused_grpo import FusedGRPOConfig
+    from trl_fused_grpo._compat.trl_cli import launch_options, option_names, run_grpo_command
+
     known = option_names(FusedGRPOConfig) | launch_options() | {"config", "help"}
     for name in names:
         plain = name.replace("-", "_")

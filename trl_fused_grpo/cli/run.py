@@ -60,13 +60,15 @@ def run_patched(script: str, arguments: list[str], options: dict[str, Any], is_m
         options (`dict`): of [`patch`].
         is_module (`bool`): whether `script` is a module's name.
     """
-    from trl_fused_grpo import patch  # here: help needs none of it
-
     kept = sys.argv, [*sys.path]
     sys.argv = ["-m" if is_module else script, *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if is_module else str(Path(script).resolve().parent)  # as Python does
     try:
+        if is_module and find_spec(script.partition(".")[0]) is None:  # before torch is loaded
+            refuse("run", f"there is no module {script} that can be run.")
+        from trl_fused_grpo import patch
+
         with patch(**options) as handle:
             before = handle.trainers_made
             if is_module:

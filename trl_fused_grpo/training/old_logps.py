@@ -78,7 +78,7 @@ class DeferredLogps:
         self.leaves_evaluation = False
 
     @property
-    def has_left_out_old(self) -> bool:
+    def has_deferred_old_logps(self) -> bool:
         """Return `True` if the generation that runs, or that is not planned yet, did not get its old log-probs."""
         return self._old is not None
 
@@ -191,7 +191,7 @@ class DeferredLogps:
         if left_out is None:
             return []
         from_training = self._from_training
-        reason = self._why_adapters_are_others(left_out)
+        reason = self._why_adapters_differ(left_out)
         reason = reason or self.ladder.findings.why_below(Level.WINDOW)
         if reason is not None:
             logger.warning_once(f"Old log-probs have a forward of their own, because {reason}.")
@@ -203,7 +203,7 @@ class DeferredLogps:
         computed = self._computed(left_out, groups, build_request)
         return [(number, logps) for number, (_, logps) in zip(numbers, computed, strict=True)]
 
-    def _why_adapters_are_others(self, left_out: _LeftOut) -> str | None:
+    def _why_adapters_differ(self, left_out: _LeftOut) -> str | None:
         """Why the training forward gives other log-probs, on any process: all compute as many forwards. Or `None`."""
         if left_out.adapters is None:
             return None

@@ -84,7 +84,7 @@ class FusedState:
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
         self.is_in_train = self._has_summary_to_tell = False
-        self._is_asked = False  # for log-probs, in a training step
+        self._has_asked_for_logps = False  # for log-probs, in a training step
 
     def attach(self, layer_kernels: bool) -> None:
         """
@@ -223,7 +223,7 @@ class FusedState:
             elif self.ladder.level < Level.WINDOW:  # whoever sees a micro-batch may hook or replace something
                 self.look()
             yield
-        if not self._is_asked:
+        if not self._has_asked_for_logps:
             refusals.log_that_nothing_is_fused(self.trainer)
         self.window.step_ends()
         if not self.forwards.is_waiting:
@@ -274,7 +274,7 @@ class FusedState:
             call ([`LogpsArgs`]): its arguments.
             trl_method (`Callable`): TRL's own method.
         """
-        trainer, self._is_asked = self.trainer, self._is_asked or self.window.is_in_step
+        trainer, self._has_asked_for_logps = self.trainer, self._has_asked_for_logps or self.window.is_in_step
         if self.deferred.leaves_out(call, trl_method):
             return trl_compat.logps_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)
         if not self.window.is_in_step and not self.deferred.is_generating:
