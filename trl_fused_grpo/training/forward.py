@@ -215,7 +215,8 @@ class SharedForwards:
         forward = None if place is None else self.plan.forward_at(place)
         if forward is None or not 1 < len(forward.places) <= steps_left or self._has_run_out_of_memory:
             return [micro_batch]
-        if not may_share() or (forward.needs_free_gradients and not self._finds_no_gradients()):
+        # First what all processes ask together
+        if (forward.needs_free_gradients and not self._finds_no_gradients()) or not may_share():
             return [micro_batch]
         return [self.plan.micro_batch(place) for place in forward.places]
 

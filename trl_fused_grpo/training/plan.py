@@ -1,7 +1,7 @@
 """
-The plan of a generation batch, made once when TRL has made the batch: which micro-batches share a forward, and where
-their old and reference log-probs come from. And why it is not more: facts of the options and of library code, which are
-no levels. Each of these functions returns the reason as words that follow "because", or `None`.
+The plan of a generation batch, made once when TRL has made the batch: which micro-batches share a forward, in training
+and for the log-probs that generation has left out. And why it is not more: facts of the options and of library code,
+which are no levels. Each of these functions returns the reason as words that follow "because", or `None`.
 """
 
 from collections.abc import Callable, Iterator
