@@ -73,7 +73,7 @@ class SamplingMetrics:
     """
     Collects the sampling metrics of one generation batch, one micro-batch after the other, until they are logged.
 
-    They are stored by the micro-batch's place in the generation batch, because an interrupted step adds its own again.
+    They are stored by the micro-batch's number in the generation batch, because an interrupted step adds its own again.
 
     Args:
         sequences (`dict[int, Tensor]`):
@@ -85,7 +85,7 @@ class SamplingMetrics:
 
     def add(
         self,
-        place: int,
+        number: int,
         correction: SamplingCorrection,
         logps: Tensor,
         sampling_logps: Tensor,
@@ -94,7 +94,7 @@ class SamplingMetrics:
         left_out: Tensor | None = None,
     ) -> None:
         """
-        Store the values of the micro-batch at `place`; shapes as in [`SamplingCorrection.ratio`]. Sequences of
+        Store the values of a micro-batch, by its `number`; shapes as in [`SamplingCorrection.ratio`]. Sequences of
         `left_out` `[B]`, bool, do not count.
         """
         difference, counts = (logps - sampling_logps).abs(), mask.bool()
@@ -103,7 +103,7 @@ class SamplingMetrics:
             counts, has_ratio = (those & ~left_out.unsqueeze(1) for those in (counts, has_ratio))
         is_known = counts & ~difference.isnan() if correction.nan_ratio_is_one else counts
         columns = [*_summary(difference, is_known), *_summary(ratio, has_ratio), _greatest(-ratio, has_ratio)]
-        self.sequences[place] = torch.stack(columns, dim=1)
+        self.sequences[number] = torch.stack(columns, dim=1)
 
     def gathered(self, accelerator) -> dict[str, float]:
         """The metrics of the generation batch over all processes, which must all call this, under TRL's names."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -28,15 +28,12 @@ from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.head.output_projection import has_adapter, output_projection
 
 from .collectives import on_any_process
+from .engine import LogpsEngine
 from .findings import Findings, Level, Reason, replaced_method, replaced_objective
 from .memory import free_memory
 from .plan import why_forwards_differ
 from .refusals import log_no_effect
 from .requests import LogpsArgs, LogpsRequest
-
-
-if TYPE_CHECKING:
-    from .engine import LogpsEngine
 
 
 logger = logging.get_logger(__name__)
@@ -111,7 +108,7 @@ class Check:
     """
 
     def __init__(
-        self, trainer: GRPOTrainer, engine: "LogpsEngine", build_request: Callable[[dict[str, Any]], LogpsRequest]
+        self, trainer: GRPOTrainer, engine: LogpsEngine, build_request: Callable[[dict[str, Any]], LogpsRequest]
     ):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.engine, self.ladder, self.build_request = engine, engine.ladder, build_request

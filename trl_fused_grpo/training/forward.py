@@ -169,8 +169,8 @@ class SharedForwards:
 
     def reset(self) -> None:
         """Forget all micro-batches, as at the start of a training."""
-        self.follow(Plan())
-        self._losses: list[Tensor] = []
+        self.plan = Plan()
+        self.begin_window()
 
     def follow(self, plan: Plan) -> None:
         """Replace the plan by that of a new generation batch. Log-probs of the one before are dropped."""
@@ -182,7 +182,7 @@ class SharedForwards:
         Forget what an accumulation window has left that was not finished. Where memory runs out in it and
         `auto_find_batch_size` begins the training anew, its gradients are gone in stock too.
         """
-        self._losses = []
+        self._losses: list[Tensor] = []
         self._forget_forward()
 
     def _forget_forward(self) -> None:
@@ -218,7 +218,7 @@ class SharedForwards:
         # First what all processes ask together
         if (forward.needs_free_gradients and not self._finds_no_gradients()) or not may_share():
             return [micro_batch]
-        return [self.plan.micro_batch(place) for place in forward.places]
+        return self.plan.sharing(forward)
 
     def _finds_no_gradients(self) -> bool:
         """Return `True` if no weight of any process has a gradient."""

@@ -7,7 +7,7 @@ and vLLM's importance ratio is computed from the log-probs that come later, with
 in forwards with the same rows as the policy's: equal weights give equal bits.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from trl_fused_grpo.modeling.head.output_projection import output_projection
 
 from .collectives import on_any_process
 from .engine import LogpsEngine
-from .findings import Ladder, Level, Reason
+from .findings import Level, Reason
 from .plan import Plan, why_generation_is_out_of_turn, why_old_logps_are_needed, why_reference_is_not_regrouped
 from .refusals import check_on_policy
 from .requests import DEFERRED, LogpsArgs, LogpsRequest, LossCall, PerTokenLogps, images_of, prompts_and_completions
@@ -60,16 +60,15 @@ class DeferredLogps:
     Args:
         trainer (`GRPOTrainer`): whose log-probs they are.
         engine ([`LogpsEngine`]): computes them.
-        ladder ([`Ladder`]): what was found.
 
     Attributes:
         is_generating (`bool`): whether TRL generates.
         leaves_evaluation (`bool`): whether the last generation has left a module in evaluation that was in training.
     """
 
-    def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine, ladder: Ladder):
+    def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
-        self.engine, self.ladder = engine, ladder
+        self.engine, self.ladder = engine, engine.ladder
         self.is_generating = self._defers_old = self._defers_reference = False
         self._from_training = 0  # first micro-batches of a generation batch whose old log-probs the training gives
         self._policy_state: Any = None
@@ -170,7 +169,7 @@ class DeferredLogps:
             with torch.enable_grad():
                 return replace(build_request({**batch, "ref_per_token_logps": unknown}), head_grad=head_grad)
 
-        groups = [[plan.micro_batch(place) for place in forward.places] for forward in plan.first_iteration]
+        groups = map(plan.sharing, plan.first_iteration)
         for batch, logps in self._computed(left_out, groups, build_as_policys):
             batch["ref_per_token_logps"] = logps
 
@@ -197,10 +196,9 @@ class DeferredLogps:
             logger.warning_once(f"Old log-probs have a forward of their own, because {reason}.")
             from_training = 0
         from_training += plan.forwards[0].places[0]
-        later = [forward.places for forward in plan.first_iteration if forward.places.stop > from_training]
-        groups = [[plan.micro_batch(place) for place in places] for places in later]
-        numbers = [place % len(plan.micro_batches) for places in later for place in places]
-        computed = self._computed(left_out, groups, build_request)
+        later = [forward for forward in plan.first_iteration if forward.places.stop > from_training]
+        numbers = [place % len(plan.micro_batches) for forward in later for place in forward.places]
+        computed = self._computed(left_out, map(plan.sharing, later), build_request)
         return [(number, logps) for number, (_, logps) in zip(numbers, computed, strict=True)]
 
     def _why_adapters_differ(self, left_out: _LeftOut) -> str | None:
@@ -215,7 +213,7 @@ class DeferredLogps:
     def _computed(
         self,
         left_out: _LeftOut,
-        groups: list[list[dict[str, Any]]],
+        groups: Iterable[list[dict[str, Any]]],
         build_request: Callable[[dict[str, Any]], LogpsRequest],
     ) -> list[tuple[dict[str, Any], Tensor]]:
         """The micro-batches of the groups with log-probs `[B, T]` that generation left out."""
@@ -302,27 +300,27 @@ class OldLogps:
         if DEFERRED not in inputs:
             return
         counts = counts and DEFERRED in micro_batch
-        place = trl_compat.step_of(self.trainer) % trl_compat.steps_per_generation(self.trainer) if counts else None
+        number = trl_compat.step_of(self.trainer) % trl_compat.steps_per_generation(self.trainer) if counts else None
         ratio = {}
         if trainers.corrects_sampling(self.trainer):
-            ratio["importance_sampling_ratio"] = self._ratio(inputs, logps, place, result.left_out)
+            ratio["importance_sampling_ratio"] = self._ratio(inputs, logps, number, result.left_out)
         inputs |= ratio
         if counts:
             micro_batch |= {**ratio, "old_per_token_logps": logps}
             del micro_batch[DEFERRED]
             self._log_when_complete()
 
-    def take(self, micro_batch: dict[str, Any], place: int, logps: Tensor) -> None:
+    def take(self, micro_batch: dict[str, Any], number: int, logps: Tensor) -> None:
         """
         Give a marked micro-batch its old log-probs, and what follows from them.
 
         Args:
             micro_batch (`dict`): as TRL keeps it.
-            place (`int`): its place in the generation batch.
+            number (`int`): its number in the generation batch.
             logps (`Tensor`): `[B, T]`, nats, computed with the weights that generated.
         """
         if trainers.corrects_sampling(self.trainer):
-            micro_batch["importance_sampling_ratio"] = self._ratio(micro_batch, logps, place)
+            micro_batch["importance_sampling_ratio"] = self._ratio(micro_batch, logps, number)
         micro_batch["old_per_token_logps"] = logps
         del micro_batch[DEFERRED]
         self._log_when_complete()
@@ -334,21 +332,21 @@ class OldLogps:
         """
         batches = self._unused_micro_batches()
         first = trl_compat.steps_per_generation(self.trainer) - len(batches)
-        for place, batch in enumerate(batches, first):
+        for number, batch in enumerate(batches, first):
             if DEFERRED in batch:
-                self.take(batch, place, self._logps_of(batch))
+                self.take(batch, number, self._logps_of(batch))
 
     def _ratio(
-        self, inputs: dict[str, Any], logps: Tensor, place: int | None, left_out: Tensor | None = None
+        self, inputs: dict[str, Any], logps: Tensor, number: int | None, left_out: Tensor | None = None
     ) -> Tensor:
         """
-        The ratio `[B, T]` or `[B, 1]`. With a `place` in the generation batch it counts in the metrics, but for
+        The ratio `[B, T]` or `[B, 1]`. With a `number` in the generation batch it counts in the metrics, but for
         sequences that were left out `[B]`, whose log-probs are not known.
         """
         values = logps, inputs["sampling_per_token_logps"], trl_compat.loss_mask(self.trainer, inputs)
         ratio = self.correction.ratio(*values)
-        if place is not None:
-            self._metrics.add(place, self.correction, *values, ratio, left_out)
+        if number is not None:
+            self._metrics.add(number, self.correction, *values, ratio, left_out)
         return ratio
 
     def _log_when_complete(self) -> None:
@@ -366,8 +364,8 @@ class OldLogps:
         trainer = self.trainer
         batches: list[dict[str, Any]] = trl_compat.buffered_micro_batches(trainer)
         steps = trl_compat.steps_per_generation(trainer)
-        iteration, place = divmod(trl_compat.step_of(trainer) % (steps * trainer.num_iterations), steps)
-        return batches if iteration < trainer.num_iterations - 1 else batches[place:]
+        iteration, number = divmod(trl_compat.step_of(trainer) % (steps * trainer.num_iterations), steps)
+        return batches if iteration < trainer.num_iterations - 1 else batches[number:]
 
     @torch.no_grad()
     def _logps_of(self, inputs: dict[str, Any]) -> Tensor:
@@ -390,7 +388,7 @@ class RLOOOldLogps(OldLogps):
             if counts and DEFERRED in loss_call.micro_batch:
                 self._fill(loss_call.micro_batch, result.logps)
 
-    def take(self, micro_batch: dict[str, Any], place: int, logps: Tensor) -> None:
+    def take(self, micro_batch: dict[str, Any], number: int, logps: Tensor) -> None:
         self._fill(micro_batch, logps)
 
     def _fill(self, batch: dict[str, Any], logps: Tensor) -> None:

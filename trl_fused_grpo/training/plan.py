@@ -58,17 +58,19 @@ class Plan:
         """The micro-batch at a place."""
         return self.micro_batches[place % len(self.micro_batches)]
 
-    def forward_at(self, place: int) -> Forward:
-        """The forward that begins at a place; one for its micro-batch alone where none does."""
-        return next(
-            (forward for forward in self.forwards if forward.places[0] == place), Forward(range(place, place + 1))
-        )
+    def sharing(self, forward: Forward) -> list[dict[str, Any]]:
+        """The micro-batches that share a forward, in order."""
+        return [self.micro_batch(place) for place in forward.places]
+
+    def forward_at(self, place: int) -> Forward | None:
+        """The forward that begins at a place, or `None`."""
+        return next((forward for forward in self.forwards if forward.places[0] == place), None)
 
     @property
     def first_iteration(self) -> tuple[Forward, ...]:
         """The forwards in which each micro-batch is trained on for the first time."""
-        first = self.forwards[0].places[0] if self.forwards else 0
-        return tuple(forward for forward in self.forwards if forward.places[0] < first + len(self.micro_batches))
+        end = self.forwards[0].places[0] + len(self.micro_batches)
+        return tuple(forward for forward in self.forwards if forward.places[0] < end)
 
 
 def plan_forwards(
@@ -235,7 +237,7 @@ def why_weights_move(trainer: Any, steps_left: int | None = None) -> str | None:
         trainer (`GRPOTrainer`): whose options say how often and in which steps it is trained on.
         steps_left (`int`, *optional*): micro-batches until the weights move; by default any step counts.
     """
-    steps = trainer.args.steps_per_generation * trainer.num_iterations
+    steps = trl_compat.steps_of_generation_batch(trainer)
     moves = trainer.args.gradient_accumulation_steps % steps != 0 if steps_left is None else steps_left < steps
     return "the weights move while a generation batch is in use" if moves else None
 

@@ -77,14 +77,14 @@ class FusedState:
         self.ladder = Ladder(trainer)
         self.engine = LogpsEngine(trainer, defaults, self.ladder)
         self.forwards = SharedForwards(trainer, self.engine)
-        self.deferred = DeferredLogps(trainer, self.engine, self.ladder)
+        self.deferred = DeferredLogps(trainer, self.engine)
         self.old_logps = RLOOOldLogps(trainer) if trainers.is_rloo(trainer) else OldLogps(trainer)
         self.check = Check(trainer, self.engine, self.request_of)
         self.window = AccumulationWindow(trainer)
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
         self.is_in_train = self._has_summary_to_tell = False
-        self._has_asked_for_logps = False  # for log-probs, in a training step
+        self._has_asked_for_logps = False  # TRL, in any training step
 
     def attach(self, layer_kernels: bool) -> None:
         """
