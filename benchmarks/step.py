@@ -15,6 +15,7 @@ case says otherwise. The learning rate is zero, so that every step starts from t
 
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -93,23 +94,34 @@ def lower(trainer: Any, level: str | None) -> None:
 
 
 class Profile(TrainerCallback):
-    """Writes which kernels the last step ran, and a trace of it."""
+    """
+    How long the GPU works in the last step. With a path also which kernels it ran, and a trace of it. Without one the
+    CPU is not watched, which would slow it down.
+    """
 
-    def __init__(self, path: Path, step: int):
-        self.path, self.step = path, step
+    def __init__(self, path: Path | None, step: int):
+        self.path, self.step, self.busy_ms = path, step, 0.0
         self.profiler: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start before the last step."""
         if state.global_step == self.step:
-            self.profiler = torch.profiler.profile()
+            cuda = [torch.profiler.ProfilerActivity.CUDA]
+            self.profiler = torch.profiler.profile(activities=None if self.path else cuda)
             self.profiler.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop after it."""
-        if self.profiler is not None:
-            torch.cuda.synchronize()
-            self.profiler.stop()
+        if self.profiler is None:
+            return
+        torch.cuda.synchronize()
+        self.profiler.stop()
+        until = 0.0
+        on_gpu = [e.time_range for e in self.profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        for event in sorted(on_gpu, key=lambda event: event.start):  # microseconds; some run at the same time
+            self.busy_ms += max(0.0, event.end - max(event.start, until)) / 1e3
+            until = max(until, event.end)
+        if self.path is not None:
             averages = self.profiler.key_averages()
             tables = [
                 averages.table(sort_by=key, row_limit=45, max_name_column_width=90)
@@ -117,7 +129,7 @@ class Profile(TrainerCallback):
             ]
             self.path.write_text("\n".join(tables))
             self.profiler.export_chrome_trace(str(self.path.with_suffix(".json.gz")))
-            self.profiler = None
+        self.profiler = None
 
 
 def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: int, extra: dict[str, Any]) -> Any:
@@ -193,16 +205,17 @@ def run_arm(
     )
     clock = StepClock(device)
     trainer.add_callback(clock)
-    if profile is not None:
-        trainer.add_callback(Profile(profile, steps - 1))
+    watch = Profile(profile, steps - 1) if fused and device == "cuda" else None
+    if watch is not None:
+        trainer.add_callback(watch)
     start = time.perf_counter()
     try:
         trainer.train()
     except torch.OutOfMemoryError as error:
         return {"name": name, "options": extra, "failed": str(error)[:200]}
     seconds, peaks = clock.seconds[first:], clock.peaks[first:]
-    if profile is not None:  # its step took longer
-        seconds = seconds[:-1] or seconds
+    if watch is not None:  # its step took longer
+        seconds = seconds[:-1]
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     ms = statistics.median(seconds) * 1e3
     record = {
@@ -221,6 +234,8 @@ def run_arm(
     }
     if device == "cuda" and torch.cuda.get_device_name() in PEAK_FLOPS:
         record["mfu"] = flops / (ms / 1e3) / PEAK_FLOPS[torch.cuda.get_device_name()]
+    if watch is not None:
+        record |= {"gpu_busy_ms": watch.busy_ms, "gpu_waits": 1 - watch.busy_ms / ms}
     if fused:
         record["layout"] = trainer.fused_layout()
         record["level"] = trainer._fused.ladder.level.name.lower() if hasattr(trainer._fused, "ladder") else None
@@ -245,13 +260,13 @@ def run_case(
     contenders += [("ours", {}), *(("ours, " + ", ".join(f"{k}={v}" for k, v in arm.items()), arm) for arm in arms)]
     records: list[dict[str, Any]] = []
     for contender, extra in contenders:
-        steps = 1 + (stock_repeats if contender == "stock" else repeats)
-        is_profiled = profile is not None and contender != "stock"
-        path = profile.with_suffix(f".{name}.{len(records)}.txt") if is_profiled and profile else None
+        steps = 1 + (stock_repeats if contender == "stock" else repeats + (device == "cuda"))  # the last is watched
+        title = re.sub(r"[^\w.]+", "-", f"{name}.{len(records)}")  # of the files
+        path = profile.with_suffix(f".{title}.txt") if profile else None
         try:
             options = {name: value for name, value in extra.items() if name != "flash"}
             with flash_attention_by(extra.get("flash")):
-                record = run_arm(contender, case, rollout, device, steps + is_profiled, options, path)
+                record = run_arm(contender, case, rollout, device, steps, options, path)
         except Exception as error:
             traceback.print_exc(limit=-6)
             record = {"name": contender, "options": extra, "failed": f"{type(error).__name__}: {error}"[:300]}

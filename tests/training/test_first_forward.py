@@ -1,6 +1,7 @@
 """The first forward of an accumulation window takes the memory of the gradients that are not there yet."""
 
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -32,8 +33,8 @@ def begun(folder, **options):
     return trainer
 
 
-def memory_of(trainer):
-    return gradient_memory(trainer, trainer._fused.engine.causal_lm(trainer.model), True)
+def memory_of(trainer, compiled=False):
+    return gradient_memory(trainer, trainer._fused.engine.causal_lm(trainer.model), True, compiled)
 
 
 def limits_of(trainer, padded, has_images=False):
@@ -41,10 +42,11 @@ def limits_of(trainer, padded, has_images=False):
 
 
 def test_more_tokens_fit_when_backward_begins_and_when_it_ends():
-    gradients = GradientMemory(free=1000, inputs=6, working=4)
-    assert gradients.most_tokens == gradients.tokens(padded=100) == 100  # of 10 bytes each, when it begins
-    assert gradients.tokens(padded=10) == 15  # when it ends they need 60 bytes, which inputs of TRL's tokens had
-    assert GradientMemory().tokens(7) == 0
+    gradients = GradientMemory(free=1000, inputs=6, working=4, working_of_trl=4)
+    assert gradients.tokens(padded=100) == 200  # of 10 bytes each, when it begins
+    assert gradients.tokens(padded=10) == 25  # when it ends they need 100 bytes, as TRL's 10 tokens with their inputs
+    assert replace(gradients, working_of_trl=6).tokens(padded=10) == 30  # of 120 bytes
+    assert replace(gradients, casts_of_trl=50).tokens(padded=10) == 27  # of 110 bytes
 
 
 def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(tmp_path):
@@ -54,10 +56,17 @@ def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(t
     hidden, inner = config.hidden_size, config.intermediate_size
     ends = 2 * (hidden + heads[0]) + 2 * (hidden + heads[1]) + 3 * (hidden + inner)
     weights = 4 * sum(parameter.numel() for parameter in trainer.model.parameters())
-    expected = weights, 4 * config.num_hidden_layers * hidden, int(memory._NUMBERS_OF_PRODUCTS * 4 * ends)
-    assert memory_of(trainer) == GradientMemory(*expected)
+    inputs, working = 4 * config.num_hidden_layers * hidden, int(memory._WITHOUT_CASTS * 4 * ends)
+    assert memory_of(trainer) == GradientMemory(weights, inputs, working, working)
+    head = trainer.model.lm_head.weight.nbytes
     with mock.patch.object(trainer.accelerator.state, "_mixed_precision", "bf16"):
-        assert memory_of(trainer).working == expected[2] // 2
+        working, of_trl = (int(of_byte * 2 * ends) for of_byte in (memory._COMPILED, memory._OF_TRL))
+        expected = GradientMemory(weights, inputs, working, of_trl, weights // 2 - head)
+        assert memory_of(trainer, compiled=True) == expected
+        assert memory_of(trainer).working == memory_of(trainer).working_of_trl == int(memory._AS_IT_IS * 2 * ends)
+        trainer.is_fsdp_enabled = True
+        working = int(memory._WITHOUT_CASTS * 2 * ends)
+        assert memory_of(trainer, compiled=True) == GradientMemory(weights, inputs, working, working)
 
 
 def test_only_gradients_that_will_come_count(tmp_path):
@@ -73,10 +82,10 @@ def test_only_gradients_that_will_come_count(tmp_path):
 
 def test_the_first_forward_gets_more_tokens_up_to_a_limit(tmp_path):
     trainer = begun(tmp_path)
-    more, most = memory_of(trainer).tokens, memory.MAX_TOKENS
-    assert more(most) == memory_of(trainer).most_tokens > more(1000) > 50
-    assert limits_of(trainer, 1000) == (1000 + more(1000), 1000)
-    assert limits_of(trainer, most - 1) == (most - 1 + more(most), most - 1)
+    tokens, most = memory_of(trainer).tokens, memory.MAX_TOKENS
+    assert tokens(1000) > 1050
+    assert limits_of(trainer, 1000) == (tokens(1000), 1000)
+    assert limits_of(trainer, most - 1) == (tokens(most - 1), most - 1)
     assert limits_of(trainer, 10 * most) == (memory.MOST_OF_FIRST, most)
     assert limits_of(trainer, 1000, has_images=True) == (1000, 1000)
     assert limits_of(begun(tmp_path, fused_memory=None, gradient_checkpointing=False), 10 * most) == (most, most)
@@ -185,7 +194,7 @@ def test_deepspeed_keeps_its_own(tmp_path):
 def test_a_window_of_one_forward_trains_what_stock_trains(
     tmp_path, monkeypatch, caplog, options, keeps_gradients, forwards
 ):
-    monkeypatch.setattr(memory, "_NUMBERS_OF_PRODUCTS", 0.05)  # as if the tiny model had 60 layers
+    monkeypatch.setattr(memory, "_WITHOUT_CASTS", 0.05)  # as if the tiny model had 60 layers
     seen, beside_gradients, begins, made = [], [], [], []
 
     def trained(cls):
@@ -232,7 +241,7 @@ def test_a_window_of_one_forward_trains_what_stock_trains(
 
 
 def test_the_metrics_of_such_a_window_are_stock_s(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_NUMBERS_OF_PRODUCTS", 0.05)
+    monkeypatch.setattr(memory, "_WITHOUT_CASTS", 0.05)
 
     def trained(cls):
         trainer = make_trainer(tmp_path, cls, max_steps=1, **WINDOW)

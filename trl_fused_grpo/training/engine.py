@@ -206,13 +206,15 @@ class LogpsEngine:
         tokens_from = token_counter(batches, self.shares_prompts(call.model))
         return call.input_ids.numel() if tokens_from is None else [*tokens_from(0)][-1]
 
+    def layers_to_compile(self, model: nn.Module) -> tuple[list[tuple[int, Any]], str | None]:
+        """The layers of a model that run compiled, each with its number, and where none do the reason."""
+        reason = why_not_compiled(self.options.fused_compile, self.trainer.accelerator.device)
+        return layers_to_compile(model) if reason is None else ([], reason)
+
     def _compiled_layers(self, model: nn.Module) -> AbstractContextManager[None]:
         """While it lasts, a model's layers run compiled, where they can."""
-        reason = why_not_compiled(self.options.fused_compile, self.trainer.accelerator.device)
-        layers: list[tuple[int, Any]] = []
-        if reason is None:
-            layers, reason = layers_to_compile(model)
-            log_no_effect("fused_compile=True" if self.options.fused_compile else None, reason)
+        layers, reason = self.layers_to_compile(model)
+        log_no_effect("fused_compile=True" if self.options.fused_compile else None, reason)
         return compiling(layers)
 
     def _refuse(self, findings: Findings, error: RowsRefusedError) -> Findings:

@@ -41,9 +41,10 @@ USABLE = 0.95
 
 # More tokens at once were not measured
 MOST_OF_FIRST = 32_768
-# While a layer is computed again and its backward runs there are at most so many numbers for each in the inputs and
-# outputs of its products: 1.5 to 1.6 in Qwen3 of 0.6B to 4B with kernels, up to 1.9 in other families without
-_NUMBERS_OF_PRODUCTS = 2.0
+# What a layer takes while it is computed again and its backward runs, for each byte of the inputs and outputs of its
+# products. Where float32 weights are cast for them, Qwen3 takes 1.7 compiled and 3.1 to 3.5 as in TRL's forward
+_COMPILED, _AS_IT_IS, _OF_TRL = 1.75, 3.5, 2.5
+_WITHOUT_CASTS = 2.0
 
 
 class DeviceMemory:
@@ -136,23 +137,23 @@ class GradientMemory:
         free (`int`): of all gradients on this process.
         inputs (`int`): what checkpointed layers keep of a token until backward comes to them.
         working (`int`): what a layer takes for a token while it is computed again.
+        working_of_trl (`int`): the same in TRL's forward.
+        casts_of_trl (`int`): what TRL's forward takes for casts of weights when it ends, and no layer is computed.
     """
 
     free: int = 0
     inputs: int = 0
     working: int = 1
-
-    @property
-    def most_tokens(self) -> int:
-        """How many more tokens than in TRL's padding a forward may have at the most."""
-        return self.free // (self.inputs + self.working)
+    working_of_trl: int = 1
+    casts_of_trl: int = 0
 
     def tokens(self, padded: int) -> int:
         """
-        How many more tokens than a micro-batch in TRL's padding a forward may have. There is room for them when
-        backward begins, and still when it ends: then no inputs are kept, and the gradients are there.
+        How many tokens a forward may have where TRL's has `padded`. There is room for them when backward begins, and
+        still when it ends: then no inputs are kept, and the gradients are there.
         """
-        return min(self.most_tokens, padded * self.inputs // self.working)
+        of_trl = padded * self.inputs + max(padded * self.working_of_trl, self.casts_of_trl)
+        return min((self.free + of_trl) // (self.inputs + self.working), of_trl // self.working)
 
 
 class TokenLimits(NamedTuple):
@@ -168,14 +169,14 @@ class TokenLimits(NamedTuple):
     others: int
 
 
-def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, packed: bool) -> GradientMemory:
+def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, packed: bool, compiled: bool = False) -> GradientMemory:
     """
     The memory of the gradients of a trainer's policy, if the first forward of an accumulation window may take it.
 
     Args:
         trainer (`GRPOTrainer`): whose policy it is.
         causal_lm (`PreTrainedModel`): the policy, in no wrapper.
-        packed (`bool`): whether the policy's rows are packed.
+        packed, compiled (`bool`): whether the policy's rows are packed, and whether its layers run compiled.
     """
     with layers_as_they_are():
         if why_not_in_memory_of_gradients(trainer, causal_lm, packed) is not None:
@@ -186,13 +187,22 @@ def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, packed: bool) -> G
     parts = [text, *filter(None, [causal_lm.get_output_embeddings()])]
     weights = {parameter for part in parts for parameter in torch_compat.parameters_of(part)}
     trained = [weight for weight in weights if weight.requires_grad and weight.device.type == device]
+    free = sum(map(torch_compat.local_bytes, trained))
     embedding: Any = causal_lm.get_input_embeddings()
     size = embedding.weight.element_size()
-    size_of_products = 2 if trainer.accelerator.mixed_precision in ("bf16", "fp16") else size
+    size_of_products, working, of_trl, casts = size, _WITHOUT_CASTS, _WITHOUT_CASTS, 0
+    if trainer.accelerator.mixed_precision in ("bf16", "fp16"):
+        size_of_products = 2
+        if size == 4 and not trainer.is_fsdp_enabled:  # FSDP casts weights as it gathers them, autocast keeps the casts
+            working, of_trl = (_COMPILED, _OF_TRL) if compiled else (_AS_IT_IS, _AS_IT_IS)
+            head: Any = causal_lm.get_output_embeddings()  # whose gradient is there when backward begins, beside them
+            casts = free // 2 - sum(map(torch_compat.local_bytes, {*head.parameters()} & {*trained}))
     return GradientMemory(
-        free=sum(map(torch_compat.local_bytes, trained)),
+        free=free,
         inputs=len(layers_of(text)) * causal_lm.config.get_text_config().hidden_size * size,
-        working=int(_NUMBERS_OF_PRODUCTS * width * size_of_products),
+        working=int(working * width * size_of_products),
+        working_of_trl=int(of_trl * width * size_of_products),
+        casts_of_trl=casts,
     )
 
 
@@ -281,10 +291,12 @@ def token_limits(engine: Any, has_images: bool, padded: int) -> TokenLimits:
         return TokenLimits(most, most)
     gradients = GradientMemory()
     if engine.memory is None and not has_images:  # what a vision tower takes for an image is not known
-        gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), True)
+        layers, _ = engine.layers_to_compile(engine.unwrapped(trainer.model))
+        gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), True, bool(layers))
     free = int(of_all_processes(trainer.accelerator, "free memory", [gradients.free]).amin())
-    others, more = min(padded, MAX_TOKENS), replace(gradients, free=free).tokens(padded)
-    first = min(padded + more, MOST_OF_FIRST) if more else others
+    first = others = min(padded, MAX_TOKENS)
+    if free:
+        first = min(max(padded, replace(gradients, free=free).tokens(padded)), MOST_OF_FIRST)
     in_budget = 0 if engine.memory is None else engine.memory.most_tokens(trainer.model.parameters())
     return TokenLimits(max(first, in_budget), max(others, in_budget))
 
