@@ -64,9 +64,13 @@ def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(t
         expected = GradientMemory(weights, inputs, working, of_trl, weights // 2 - head)
         assert memory_of(trainer, compiled=True) == expected
         assert memory_of(trainer).working == memory_of(trainer).working_of_trl == int(memory._AS_IT_IS * 2 * ends)
-        trainer.is_fsdp_enabled = True
+        trainer.is_fsdp_enabled, is_fsdp = True, trainer.is_fsdp_enabled
         working = int(memory._WITHOUT_CASTS * 2 * ends)
         assert memory_of(trainer, compiled=True) == GradientMemory(weights, inputs, working, working)
+        trainer.is_fsdp_enabled = is_fsdp
+        frozen = trainer.model.model.norm.weight.requires_grad_(False)
+        expected = GradientMemory(weights - frozen.nbytes, inputs, working, working)
+        assert memory_of(trainer, compiled=True) == expected  # as with adapters
 
 
 def test_only_gradients_that_will_come_count(tmp_path):

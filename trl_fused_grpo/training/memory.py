@@ -193,7 +193,8 @@ def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, packed: bool, comp
     size_of_products, working, of_trl, casts = size, _WITHOUT_CASTS, _WITHOUT_CASTS, 0
     if trainer.accelerator.mixed_precision in ("bf16", "fp16"):
         size_of_products = 2
-        if size == 4 and not trainer.is_fsdp_enabled:  # FSDP casts weights as it gathers them, autocast keeps the casts
+        # FSDP casts weights as it gathers them, autocast those that are trained, and keeps the casts
+        if size == 4 and not trainer.is_fsdp_enabled and len(trained) == len(weights):
             working, of_trl = (_COMPILED, _OF_TRL) if compiled else (_AS_IT_IS, _AS_IT_IS)
             head: Any = causal_lm.get_output_embeddings()  # whose gradient is there when backward begins, beside them
             casts = free // 2 - sum(map(torch_compat.local_bytes, {*head.parameters()} & {*trained}))
