@@ -38,10 +38,6 @@ def patched_options() -> FusedOptions | None:
 def fused_loss_of(args: Any) -> tuple[bool, FusedOptions]:
     """
     Return whether a fused trainer that is made now has the fused loss, and the options that its arguments do not have.
-
-    Args:
-        args (`GRPOConfig`, *optional*): its arguments. Whoever takes the fused trainer wants its loss, unless they say
-            `use_liger_loss=False`.
     """
     said = getattr(args, "use_liger_loss", None)
     is_on = said is None or bool(said)

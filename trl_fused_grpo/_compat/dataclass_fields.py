@@ -38,15 +38,7 @@ def _descendants(cls: type) -> list[type]:
 
 
 def add_field(cls: Any, name: str, of_type: Any, new: Any) -> None:
-    """
-    Add a field to a dataclass in place, and to the dataclasses that inherit from it.
-
-    Args:
-        cls (`type`): a dataclass.
-        name (`str`): of the field; one that the class has is replaced.
-        of_type (`type`): of its value, as argument parsers see it.
-        new (`dataclasses.Field`): its default and metadata.
-    """
+    """Add a field to a dataclass in place, and to the dataclasses that inherit from it."""
     cls.__annotations__[name] = of_type
     setattr(cls, name, new)
     _regenerate(cls)

@@ -72,11 +72,6 @@ def _is_imported(module: str) -> bool:
 def is_library_function(function: Any, stop: Any = None) -> bool:
     """
     Return `True` if a function, and everything that it wraps, was defined in one of the [`LIBRARIES`] or this package.
-
-    Args:
-        function (`Callable`): a function, bound method, partial or callable object.
-        stop (`Callable`, *optional*): a function that counts as a library's wherever it was defined: the forward of a
-            module's class, whose own code is not a replacement.
     """
     is_wrapped = False
     while function is not None:
@@ -117,10 +112,6 @@ _OF_COMPILER = ("__compiled_fn_", "__resume_at_")
 def replaced_name(namespace: Mapping[str, Any], names: Iterable[str] | None = None) -> str | None:
     """
     A name in the namespace of a library's file, class or object under which somebody has put code of theirs, or `None`.
-
-    Args:
-        namespace (`Mapping`): `vars` of it.
-        names (`Iterable[str]`, *optional*): those to look at; by default all.
     """
     for name in tuple(namespace) if names is None else names:
         if name.startswith(_OF_COMPILER):

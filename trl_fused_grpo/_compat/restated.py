@@ -50,13 +50,7 @@ def unknown_source(trainer: Any) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def source_digest(cls: Any, *functions: Any) -> str:
-    """
-    A number for the source of some methods of a trainer of TRL and of those that its objective calls.
-
-    Args:
-        cls (`type`): the trainer.
-        functions (`Callable`): its methods as they are now.
-    """
+    """A number for the source of some methods of a trainer of TRL and of those that its objective calls."""
     called = [getattr(cls, name) for name in OBJECTIVE_METHODS if hasattr(cls, name)]
     return hashlib.sha256("\n".join(map(_source, (*functions, *called))).encode()).hexdigest()[:16]
 

@@ -16,11 +16,6 @@ def run_grpo_command(arguments: list[str], config: type, module: str) -> None:
     """
     Run `trl grpo` with other options and another script: TRL parses, and starts processes through `accelerate launch`.
 
-    Args:
-        arguments (`list[str]`): what follows `trl grpo`.
-        config (`type`): the dataclass whose options TRL's parser knows in place of `GRPOConfig`'s.
-        module (`str`): what each process runs in place of TRL's script.
-
     Raises:
         `ImportError`: when TRL's command line cannot be redirected.
     """

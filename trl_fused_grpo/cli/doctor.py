@@ -42,15 +42,7 @@ _DISTRIBUTED = ("deepspeed", "fsdp")
 
 
 def doctor(model: str | None, config: Path | None, device: str | None, as_json: bool) -> int:
-    """
-    Print what a training would do, and return the exit code: 1 where the trainer would refuse.
-
-    Args:
-        model (`str`, *optional*): a folder, or a name on the Hub.
-        config (`Path`, *optional*): a YAML file for `trl grpo`.
-        device (`str`, *optional*): `"cpu"` or `"cuda"`; by default the one that is here.
-        as_json (`bool`): whether to print JSON.
-    """
+    """Print what a training would do, and return the exit code: 1 where the trainer would refuse."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     summary, refused = _installed(device), None
     if model is not None or config is not None:

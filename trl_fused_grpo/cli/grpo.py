@@ -9,12 +9,7 @@ from .words import refuse, unknown_name
 
 
 def grpo(words: list[str]) -> None:
-    """
-    Run `trl grpo` with the fused trainer.
-
-    Args:
-        words (`list[str]`): what follows `grpo` on the command line.
-    """
+    """Run `trl grpo` with the fused trainer."""
     names = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
     if "--config" in words[:-1]:
         try:

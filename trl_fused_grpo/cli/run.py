@@ -53,12 +53,6 @@ def command_line() -> ArgumentParser:
 def run_patched(script: str, arguments: list[str], options: dict[str, Any], is_module: bool) -> None:
     """
     Run a script, or a module, as `__main__`, with [`patch`] around it. Processes that it starts itself are not patched.
-
-    Args:
-        script (`str`): path of a script, or a module's name.
-        arguments (`list[str]`): `sys.argv` after the script.
-        options (`dict`): of [`patch`].
-        is_module (`bool`): whether `script` is a module's name.
     """
     kept = sys.argv, [*sys.path]
     sys.argv = ["-m" if is_module else script, *arguments]

@@ -10,32 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GRPOBatch:
-    """
-    One micro-batch of `B` completions of at most `T` tokens, under TRL's names.
+    """One micro-batch of `B` completions of at most `T` tokens, under TRL's names."""
 
-    Args:
-        mask (`Tensor`): loss mask `[B, T]`: TRL's completion mask times its tool mask.
-        advantages (`Tensor`): `[B, 1]` or `[B, T]`.
-        old_per_token_logps (`Tensor`, *optional*): `[B, T]`, nats; `None` where the policy is the old policy.
-        ref_per_token_logps (`Tensor`, *optional*): `[B, T]`, nats; `None` leaves the KL term out.
-        importance_sampling_ratio (`Tensor`, *optional*): ratio of policy and vLLM, `[B, T]` or `[B, 1]`.
-        sampling_per_token_logps (`Tensor`, *optional*):
-            `[B, T]`, nats; the off-policy sequence mask compares the policy with them.
-        normalizer (`Tensor` or `float`, *optional*):
-            Divisor of the summed terms, in tokens or, by reduction, sequences; `None` counts those of this micro-batch.
-        accumulation (`float`): gradient accumulation steps, 1.0 in evaluation.
-        entropy_normalizer (`Tensor` or `float`, *optional*): divisor of the summed entropies, in tokens.
-    """
-
-    mask: Tensor
-    advantages: Tensor
-    old_per_token_logps: Tensor | None = None
-    ref_per_token_logps: Tensor | None = None
-    importance_sampling_ratio: Tensor | None = None
-    sampling_per_token_logps: Tensor | None = None
+    mask: Tensor  # loss mask `[B, T]`: TRL's completion mask times its tool mask
+    advantages: Tensor  # [B, 1] or `[B, T]`
+    old_per_token_logps: Tensor | None = None  # [B, T], nats; `None` where the policy is the old policy
+    ref_per_token_logps: Tensor | None = None  # [B, T], nats; `None` leaves the KL term out
+    importance_sampling_ratio: Tensor | None = None  # ratio of policy and vLLM, `[B, T]` or `[B, 1]`
+    sampling_per_token_logps: Tensor | None = None  # [B, T], nats
     normalizer: Tensor | float | None = None
-    accumulation: float = 1.0
-    entropy_normalizer: Tensor | float | None = None
+    accumulation: float = 1.0  # gradient accumulation steps, 1.0 in evaluation
+    entropy_normalizer: Tensor | float | None = None  # divisor of the summed entropies, in tokens
 
 
 def as_columns(values: Tensor) -> Tensor:
@@ -60,21 +45,14 @@ def zero_masked(values: Tensor | None, mask: Tensor) -> Tensor | None:
 
 
 def check_shapes(
-    token_ids: Tensor,
-    per_token: Mapping[str, Tensor | None],
-    per_sequence: Mapping[str, Tensor | None],
-    broadcast: Mapping[str, Tensor | None] | None = None,
-    ids_name: str = "token ids",
+    token_ids: Tensor,  # [B, T]
+    per_token: Mapping[str, Tensor | None],  # tensors by name that must be `[B, T]`
+    per_sequence: Mapping[str, Tensor | None],  # tensors that must be `[B]`, `[B, 1]` or `[B, T]`
+    broadcast: Mapping[str, Tensor | None] | None = None,  # tensors that must be `[B, 1]` or `[B, T]`
+    ids_name: str = "token ids",  # what the caller calls the token ids, for the message
 ) -> None:
     """
     Raise when a tensor does not fit the token ids. A tensor that is `None` is left out of the check.
-
-    Args:
-        token_ids (`Tensor`): `[B, T]`.
-        per_token (`dict[str, Tensor]`): tensors by name that must be `[B, T]`.
-        per_sequence (`dict[str, Tensor]`): tensors that must be `[B]`, `[B, 1]` or `[B, T]`.
-        broadcast (`dict[str, Tensor]`, *optional*): tensors that must be `[B, 1]` or `[B, T]`.
-        ids_name (`str`): what the caller calls the token ids, for the message.
 
     Raises:
         `ValueError`: naming the tensor, its shape and the shapes that fit.

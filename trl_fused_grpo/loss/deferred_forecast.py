@@ -15,16 +15,11 @@ class DeferredForecast:
     A [`BatchForecast`] that computes the importance ratio from the log-probabilities that the fused head computes.
 
     For the token modes, where the policy is the old policy.
-
-    Args:
-        without_ratio ([`BatchForecast`]): the forecast of the same batch with ratio one.
-        correction ([`SamplingCorrection`]): computes the ratio.
-        sampling_logps (`Tensor`): `[B, T]`, nats.
     """
 
-    without_ratio: BatchForecast
-    correction: SamplingCorrection
-    sampling_logps: Tensor
+    without_ratio: BatchForecast  # the forecast of the same batch with ratio one
+    correction: SamplingCorrection  # computes the ratio
+    sampling_logps: Tensor  # [B, T], nats
 
     @classmethod
     def joined(cls, parts: list["DeferredForecast"]) -> "DeferredForecast":

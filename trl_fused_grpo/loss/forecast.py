@@ -26,25 +26,15 @@ from .sequence_forecast import SequenceForecast
 
 @dataclass(frozen=True)
 class GradientTerms:
-    """
-    The numbers that a row's gradients are computed from, one per position `[B, T]` or row `[N]`.
+    """The numbers that a row's gradients are computed from, one per position `[B, T]` or row `[N]`."""
 
-    Args:
-        scale (`Tensor`): weight of the policy term.
-        on_policy (`Tensor`, *optional*): gradient of the policy term; `None` where it depends on the log-probability.
-        advantages (`Tensor`): advantages.
-        old_logps, ref_logps (`Tensor`, *optional*): log-probabilities of old policy and reference, nats.
-        kl_weights (`Tensor`, *optional*): weight of the KL term; `None` without one.
-        entropy_grads (`Tensor`, *optional*): gradient of the entropies; `None` without an entropy bonus.
-    """
-
-    scale: Tensor
-    on_policy: Tensor | None
+    scale: Tensor  # weight of the policy term
+    on_policy: Tensor | None  # gradient of the policy term; `None` where it depends on the log-probability
     advantages: Tensor
-    old_logps: Tensor | None
-    ref_logps: Tensor | None
-    kl_weights: Tensor | None
-    entropy_grads: Tensor | None
+    old_logps: Tensor | None  # log-probabilities of old policy and reference, nats
+    ref_logps: Tensor | None  # log-probabilities of old policy and reference, nats
+    kl_weights: Tensor | None  # weight of the KL term; `None` without one
+    entropy_grads: Tensor | None  # gradient of the entropies; `None` without an entropy bonus
 
     def at(self, index: Tensor) -> "GradientTerms":
         """Select the flat positions `index` `[N]`."""
@@ -72,20 +62,12 @@ class GradientTerms:
 
 @dataclass(frozen=True)
 class BatchForecast:
-    """
-    The forecast for all positions of a micro-batch.
+    """The forecast for all positions of a micro-batch."""
 
-    Args:
-        objective ([`GRPOObjective`]): the options of the loss.
-        needs_grad (`Tensor`): bool mask `[B, T]`: true where a position can receive a gradient.
-        terms ([`GradientTerms`]): `[B, T]` each, multiplied by `unit`.
-        unit (`Tensor`): scale of the forecast against the true gradients, a power of two; a scalar tensor.
-    """
-
-    objective: GRPOObjective
-    needs_grad: Tensor
-    terms: GradientTerms
-    unit: Tensor
+    objective: GRPOObjective  # the options of the loss
+    needs_grad: Tensor  # bool mask `[B, T]`: true where a position can receive a gradient
+    terms: GradientTerms  # [B, T] each, multiplied by `unit`
+    unit: Tensor  # scale of the forecast against the true gradients, a power of two; a scalar tensor
 
     @classmethod
     def joined(cls, parts: list["BatchForecast"]) -> "BatchForecast":
@@ -137,12 +119,6 @@ def forecast(
 ) -> BatchForecast | SequenceForecast | None:
     """
     Forecast the gradient of every position of a micro-batch, up to one common factor.
-
-    Args:
-        objective ([`GRPOObjective`]): the options of the loss.
-        batch ([`GRPOBatch`]): the micro-batch.
-        correction ([`SamplingCorrection`], *optional*):
-            Computes the importance ratio of policy and sampler from the log-probabilities of whole sequences.
 
     Returns:
         [`BatchForecast`]; [`SequenceForecast`] where a token's gradient depends on its sequence
@@ -203,11 +179,7 @@ def _on_policy_gradient(objective: GRPOObjective, batch: GRPOBatch, weights: Ten
 
 def grad_rows_first(mask: Tensor, needs_grad: Tensor | None) -> tuple[Tensor, int]:
     """
-    Return the flat positions `[N]` where `mask` is true, those that need a gradient first, and how many these are.
-
-    Args:
-        mask (`Tensor`): bool `[B, T]`.
-        needs_grad (`Tensor`, *optional*): bool `[B, T]`; all positions need a gradient without it.
+    Return the flat positions `[N]` where `mask` `[B, T]` is true, those that need a gradient first, and how many do.
     """
     if needs_grad is None:
         positions = mask.flatten().nonzero().squeeze(-1)

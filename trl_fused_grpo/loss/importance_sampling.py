@@ -21,20 +21,12 @@ SAMPLING_METRICS = (
 
 @dataclass(frozen=True)
 class SamplingCorrection:
-    """
-    How the importance ratio of policy and sampler is bounded, under TRL's options.
+    """How the importance ratio of policy and sampler is bounded, under TRL's options."""
 
-    Args:
-        mode (`str`): `"token_truncate"`, `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`.
-        clip_min, clip_max (`float`, *optional*): bounds of the ratio. The `truncate` modes clamp the ratio to them, the
-            `mask` modes set a ratio outside to zero.
-        nan_ratio_is_one (`bool`): whether a token without a sampling log-prob (NaN) gets ratio one (TRL >= 1.11).
-    """
-
-    mode: str
+    mode: str  # `"token_truncate"`, `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`
     clip_min: float | None
     clip_max: float | None
-    nan_ratio_is_one: bool
+    nan_ratio_is_one: bool  # whether a token without a sampling log-prob (NaN) gets ratio one (TRL >= 1.11)
 
     @property
     def is_per_sequence(self) -> bool:
@@ -43,11 +35,7 @@ class SamplingCorrection:
 
     def ratio(self, logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> Tensor:
         """
-        Compute the importance ratio as TRL does.
-
-        Args:
-            logps, sampling_logps (`Tensor`): `[..., T]`, nats, the first without gradient.
-            mask (`Tensor`): loss mask, same shape.
+        Compute the importance ratio from log-probs and a mask `[..., T]`, without gradient, as TRL does.
 
         Returns:
             `Tensor`: `[..., T]`, or `[..., 1]` for the sequence modes.
@@ -74,11 +62,6 @@ class SamplingMetrics:
     Collects the sampling metrics of one generation batch, one micro-batch after the other, until they are logged.
 
     They are stored by the micro-batch's number in the generation batch, because an interrupted step adds its own again.
-
-    Args:
-        sequences (`dict[int, Tensor]`):
-            For each sequence `[B, 7]`: sum, number and greatest of the absolute differences of its log-probabilities,
-            in nats; sum, number, greatest and negative least of its importance ratios.
     """
 
     sequences: dict[int, Tensor] = field(default_factory=dict)

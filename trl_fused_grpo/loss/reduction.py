@@ -51,11 +51,6 @@ def luspo_counts_padding(objective: GRPOObjective, has_kl: bool, has_token_facto
 
     They take the mean over all positions. Padding counts where the term differs from token to token, `[B, T]`. Where
     one term holds for the whole sequence, `[B, 1]`, there is no padding to count.
-
-    Args:
-        has_kl (`bool`): whether there is a KL term, which differs from token to token.
-        has_token_factors (`bool`): whether the policy term may be multiplied by a factor of each token: an importance
-            ratio of the sampler, or the mask of high entropy.
     """
     if objective.loss_type != "luspo" or objective.reduction is not None:
         return False
@@ -109,15 +104,7 @@ def step_normalizer(
 
 
 def tokens_per_process(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
-    """
-    Tokens of the optimizer step, divided by the number of processes, as gradients are averaged; a scalar tensor.
-
-    Args:
-        mask (`Tensor`): `[B, T]`.
-        num_items_in_batch (`Tensor` or `float`, *optional*):
-            Tokens of the optimizer step over all processes. Without it `mask` is taken for the whole step of this
-            process, and the processes exchange their counts.
-    """
+    """Tokens of the optimizer step, divided by the number of processes, as gradients are averaged; a scalar tensor."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_items_in_batch is not None:
         tokens = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=mask.device)

@@ -46,15 +46,7 @@ class RLOOForecast(SequenceForecast):
 def rloo_forecast(
     objective: GRPOObjective, mask: Tensor, advantages: Tensor, old_logps: Tensor | None
 ) -> BatchForecast | SequenceForecast:
-    """
-    Forecast the gradient of every position of a micro-batch, up to one common factor.
-
-    Args:
-        objective ([`GRPOObjective`]): of [`rloo_objective`].
-        mask (`Tensor`): `[B, T]`, the completion mask.
-        advantages (`Tensor`): `[B]`.
-        old_logps (`Tensor`, *optional*): `[B]`, the sum over each sequence, nats; `None` where the ratio is one.
-    """
+    """Forecast the gradient of every position `[B, T]` up to one factor; `old_logps` `[B]` are sums over sequences."""
     batch = GRPOBatch(mask, as_columns(advantages.detach()).float())
     on_policy = forecast(objective, batch)
     assert isinstance(on_policy, BatchForecast), "at ratio one each token has its gradient"

@@ -30,24 +30,14 @@ def head_of(weight: Tensor | LMHead, bias: Tensor | None) -> LMHead:
 
 
 def selected_logps(
-    token_ids: Tensor,
-    temperature: float | Tensor,
-    hidden: Tensor,
+    token_ids: Tensor,  # [B, T], int64
+    temperature: float | Tensor,  # one for all tokens, or `[B]`, `[B, 1]` or `[B, T]`
+    hidden: Tensor,  # [B, T, H], each the hidden state that predicts the token at its place
     head: LMHead,
-    positions: Tensor,
+    positions: Tensor,  # [N], in the order of the forecast's rows
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """
-    Log-probabilities and entropies `[B, T]` at the flat `positions`, zero elsewhere.
-
-    Args:
-        token_ids (`Tensor`): `[B, T]`, int64.
-        temperature (`float` or `Tensor`): one for all tokens, or `[B]`, `[B, 1]` or `[B, T]`.
-        hidden (`Tensor`): `[B, T, H]`, each the hidden state that predicts the token at its place.
-        head ([`LMHead`]): the head.
-        positions (`Tensor`): `[N]`, in the order of the forecast's rows.
-        options: further arguments of [`fused_linear_logps`].
-    """
+    """Log-probabilities and entropies `[B, T]` at the flat `positions`, zero elsewhere."""
     if isinstance(temperature, Tensor):
         temperature = as_columns(temperature).expand(token_ids.shape).flatten().index_select(0, positions)  # [N]
     rows = hidden.flatten(0, -2)  # [B * T, H]
@@ -68,21 +58,15 @@ def selected_logps(
 
 @torch.no_grad()
 def reference_logps(
-    logps: Tensor | None,
-    hidden: Tensor | None,
-    weight: Tensor | LMHead | None,
-    bias: Tensor | None,
-    selected: Tensor,
-    logps_of: Callable[..., tuple[Tensor, Tensor | None]],
+    logps: Tensor | None,  # [B, T], nats
+    hidden: Tensor | None,  # [B, T, H], and what [`head_of`] takes
+    weight: Tensor | LMHead | None,  # [B, T, H], and what [`head_of`] takes
+    bias: Tensor | None,  # [B, T, H], and what [`head_of`] takes
+    selected: Tensor,  # bool `[B, T]`, the positions to compute
+    logps_of: Callable[..., tuple[Tensor, Tensor | None]],  # [`selected_logps`] with token ids and temperature
 ) -> Tensor:
     """
     Log-probabilities of the reference `[B, T]`: those given, or else computed from its hidden states and head.
-
-    Args:
-        logps (`Tensor`, *optional*): `[B, T]`, nats.
-        hidden, weight, bias (`Tensor`, *optional*): `[B, T, H]`, and what [`head_of`] takes.
-        selected (`Tensor`): bool `[B, T]`, the positions to compute.
-        logps_of (`Callable`): [`selected_logps`] with token ids and temperature.
 
     Raises:
         `ValueError`: when neither log-probabilities nor hidden states and weight are given.

@@ -22,26 +22,14 @@ from .objective import GRPOObjective, kl_reference, token_terms
 
 @dataclass(frozen=True)
 class SequenceForecast:
-    """
-    The forecast for all positions of a micro-batch.
+    """The forecast for all positions of a micro-batch."""
 
-    Args:
-        objective ([`GRPOObjective`]): the options of the loss.
-        batch ([`GRPOBatch`]): the micro-batch.
-        needs_grad (`Tensor`): bool `[B, T]`: true at all positions of sequences that can receive a gradient.
-        weights (`Tensor`): `[B, T]`, the weight of each token, multiplied by `unit`.
-        entropy_grads (`Tensor`, *optional*): `[B, T]`, gradient of the entropies, multiplied by `unit`.
-        unit (`Tensor`): scale of the forecast against the true gradients, a power of two; a scalar tensor.
-        correction ([`SamplingCorrection`], *optional*):
-            Computes the importance ratio of policy and sampler. Without it the micro-batch has the ratio, if any.
-    """
-
-    objective: GRPOObjective
+    objective: GRPOObjective  # the options of the loss
     batch: GRPOBatch
-    needs_grad: Tensor
-    weights: Tensor
-    entropy_grads: Tensor | None
-    unit: Tensor
+    needs_grad: Tensor  # bool `[B, T]`: true at all positions of sequences that can receive a gradient
+    weights: Tensor  # [B, T], the weight of each token, multiplied by `unit`
+    entropy_grads: Tensor | None  # [B, T], gradient of the entropies, multiplied by `unit`
+    unit: Tensor  # scale of the forecast against the true gradients, a power of two; a scalar tensor
     correction: SamplingCorrection | None = None
 
     @classmethod
@@ -110,14 +98,7 @@ class SequenceForecast:
         return SequenceRowForecast(self, grad_rows, groups, sequences, number * width + index % width)
 
     def gradients(self, sequences: Tensor, places: Tensor, logps: Tensor) -> Tensor:
-        """
-        The gradients `[n]` of the log-probabilities of some sequences.
-
-        Args:
-            sequences (`Tensor`): `[k]`: which sequences of the micro-batch.
-            places (`Tensor`): `[n]`: flat positions in `[k, T]`.
-            logps (`Tensor`): `[n]`, nats.
-        """
+        """The gradients `[n]` of the log-probabilities of some sequences."""
         batch, weights = selected(self.batch, sequences), self.weights[sequences]  # [k, T]
         # As the trainer fills positions that are not projected
         base = torch.zeros_like(weights) if batch.old_per_token_logps is None else batch.old_per_token_logps
@@ -135,22 +116,13 @@ class SequenceForecast:
 
 @dataclass(frozen=True)
 class SequenceRowForecast:
-    """
-    A [`Forecast`] for the rows in the order in which the fused head takes them.
+    """A [`Forecast`] for the rows in the order in which the fused head takes them."""
 
-    Args:
-        forecast ([`SequenceForecast`]): of the micro-batch.
-        grad_rows (`int`): rows from there on are expected to receive no gradient.
-        groups ([`RowGroups`]): the rows of each sequence.
-        sequences (`Tensor`): `[groups]`: which sequence of the micro-batch each is.
-        places (`Tensor`): `[grad_rows]`: flat positions in `[groups, T]`.
-    """
-
-    forecast: SequenceForecast
-    grad_rows: int
-    groups: RowGroups
-    sequences: Tensor
-    places: Tensor
+    forecast: SequenceForecast  # of the micro-batch
+    grad_rows: int  # rows from there on are expected to receive no gradient
+    groups: RowGroups  # the rows of each sequence
+    sequences: Tensor  # [groups]: which sequence of the micro-batch each is
+    places: Tensor  # [grad_rows]: flat positions in `[groups, T]`
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         width = self.forecast.weights.shape[1]

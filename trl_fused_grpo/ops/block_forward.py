@@ -34,22 +34,13 @@ class RowValues(NamedTuple):
 
 
 def run_block(
-    block: RowBlock,
-    linear: ChunkedLinear,
-    values: RowValues,
-    precomputed: PrecomputedGrads | None,
-    assumed_grads: AssumedGrads,
+    block: RowBlock,  # the rows
+    linear: ChunkedLinear,  # all rows and the head
+    values: RowValues,  # of all rows, filled in
+    precomputed: PrecomputedGrads | None,  # takes the assumed gradients; without it there are none
+    assumed_grads: AssumedGrads,  # tells them
 ) -> None:
-    """
-    Fill in the values of a block's rows, and add the gradients that are assumed for them.
-
-    Args:
-        block ([`RowBlock`]): the rows.
-        linear ([`ChunkedLinear`]): all rows and the head.
-        values ([`RowValues`]): of all rows, filled in.
-        precomputed ([`PrecomputedGrads`], *optional*): takes the assumed gradients; without it there are none.
-        assumed_grads (`Callable`): tells them.
-    """
+    """Fill in the values of a block's rows, and add the gradients that are assumed for them."""
     if precomputed is not None and block.assumes == "equal":
         _run_equal_block(block, linear, values, precomputed, assumed_grads)
         return

@@ -48,9 +48,5 @@ def default_group_mib(hidden_size: int, tokens: int) -> float:
 
     That is what one decoder layer keeps for its backward, which comes later. Layers that are computed again in
     backward keep that much one after the other, all others together.
-
-    Args:
-        hidden_size (`int`): `H`.
-        tokens (`int`): in the model's rows at a time; in a trainer those of TRL's padded micro-batch.
     """
     return _LAYER_BYTES * hidden_size * tokens / 2**20

@@ -87,11 +87,6 @@ def choose_backward(head_needs_grad: bool, forecast: Forecast | None, entropy_gr
 
     Over all rows, `"frozen"` takes 2 GEMMs, `"forecast"` 3, and `"recompute"` 1 + 3 x the fraction of rows that have a
     gradient. `"frozen"` precomputes the gradient of the log-probabilities only, not that of the entropies.
-
-    Args:
-        head_needs_grad (`bool`): whether weight, bias or a low-rank term needs a gradient.
-        forecast ([`Forecast`], *optional*): the forecast that the caller has.
-        entropy_grad (`bool`): whether the entropies will receive a gradient.
     """
     if not head_needs_grad and not entropy_grad:
         return "frozen"

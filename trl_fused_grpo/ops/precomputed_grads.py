@@ -38,13 +38,7 @@ class ResidualGrads(NamedTuple):
 
 
 class PrecomputedGrads:
-    """
-    The row gradients that the forward assumed, and the gradients that it accumulated from them.
-
-    Args:
-        accumulator (`GradAccumulator`): gradients of hidden states and head.
-        includes_all_rows (`bool`): whether no row was left out as one that needs no gradient.
-    """
+    """The row gradients that the forward assumed, and the gradients that it accumulated from them."""
 
     def __init__(self, accumulator: GradAccumulator, includes_all_rows: bool):
         self.accumulator, self.includes_all_rows = accumulator, includes_all_rows

@@ -21,38 +21,21 @@ _MOST_PACKED_ROWS = 2048
 
 @dataclass(frozen=True)
 class RowBlock:
-    """
-    Rows whose gradients are assumed together.
+    """Rows whose gradients are assumed together."""
 
-    Args:
-        rows (`slice`): the rows.
-        parts (`list[slice]`): the same rows; the logits of one part exist at a time.
-        assumes (`str`):
-            Which gradients the forward assumes: `"none"`, `"forecast"`, or `"equal"` for one gradient of all rows that
-            is known when the last part is through.
-    """
-
-    rows: slice
-    parts: list[slice]
+    rows: slice  # the rows
+    parts: list[slice]  # the same rows; the logits of one part exist at a time
     assumes: Literal["none", "forecast", "equal"]
 
 
 @dataclass(frozen=True)
 class RowLimits:
-    """
-    How many rows of logits fit into which memory.
+    """How many rows of logits fit into which memory."""
 
-    Args:
-        chunk (`int`): into that of a chunk.
-        packed (`int`): at most for several groups together.
-        group (`int`): into that of one group.
-        head_grad (`int`): into that of a gradient of the head, rounded up.
-    """
-
-    chunk: int
-    packed: int
-    group: int
-    head_grad: int
+    chunk: int  # into that of a chunk
+    packed: int  # at most for several groups together
+    group: int  # into that of one group
+    head_grad: int  # into that of a gradient of the head, rounded up
 
     @classmethod
     def of(
@@ -70,15 +53,7 @@ class RowLimits:
 
 
 def plan_blocks(rows: int, grad_rows: int, groups: RowGroups | None, limits: RowLimits) -> list[RowBlock]:
-    """
-    Partition rows into blocks.
-
-    Args:
-        rows (`int`): all rows.
-        grad_rows (`int`): those from there on are expected to receive no gradient.
-        groups ([`RowGroups`], *optional*): of the rows before.
-        limits ([`RowLimits`]): how many rows of logits may exist at a time.
-    """
+    """Partition rows into blocks."""
     without = [RowBlock(part, [part], "none") for part in split_range(grad_rows, rows, limits.chunk)]
     if groups is None:
         return [RowBlock(part, [part], "forecast") for part in split_range(0, grad_rows, limits.chunk)] + without

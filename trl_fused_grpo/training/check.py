@@ -46,14 +46,7 @@ _ROWS_AT_ONCE = 4096  # of a gradient, in float64
 
 
 def why_not_checked(trainer: Any, findings: Findings, causal_lm: PreTrainedModel) -> str | None:
-    """
-    Why log-probs cannot be compared with TRL's own, or `None`.
-
-    Args:
-        trainer (`GRPOTrainer`): whose log-probs they are.
-        findings ([`Findings`]): those that count.
-        causal_lm (`PreTrainedModel`): its causal language model, in no wrapper.
-    """
+    """Why log-probs cannot be compared with TRL's own, or `None`."""
     if trl_compat.shares_sequences(trainer):
         return "sequences are split over processes"
     if (reason := findings.why_below(Level.HEAD)) is not None:
@@ -94,18 +87,7 @@ def why_gradients_are_not_checked(
 
 
 class Check:
-    """
-    Compares a micro-batch with TRL's own path, and logs how far it is from it.
-
-    Args:
-        trainer (`GRPOTrainer`): whose micro-batches they are.
-        engine ([`LogpsEngine`]): knows options and model.
-        build_request (`Callable`): the request of a micro-batch's loss.
-
-    Attributes:
-        is_running (`bool`): whether a micro-batch is computed for comparison.
-        asks_trl (`bool`): whether it is computed by TRL's own path.
-    """
+    """Compares a micro-batch with TRL's own path, and logs how far it is from it."""
 
     def __init__(
         self, trainer: GRPOTrainer, engine: LogpsEngine, build_request: Callable[[dict[str, Any]], LogpsRequest]
@@ -137,11 +119,6 @@ class Check:
         """
         Compare the log-probs of a micro-batch before it is trained on, if one is due. All processes come here at the
         same steps.
-
-        Args:
-            inputs (`dict`): the micro-batch.
-            call ([`LogpsArgs`]): TRL's call for its log-probs.
-            trl_method (`Callable`): TRL's own method for it.
         """
         if not self.is_due:
             return
@@ -207,13 +184,7 @@ class Check:
         return dict(micro_batch), trl_compat.entropy_control(self.trainer)
 
     def keep(self, before: tuple[dict[str, Any], dict[str, Any]], trl_loss: Any) -> None:
-        """
-        Keep a micro-batch until its backward is done.
-
-        Args:
-            before (`tuple[dict, dict]`): its [`snapshot`].
-            trl_loss (`functools.partial`): TRL's own `_compute_loss` with its model, for given inputs.
-        """
+        """Keep a micro-batch until its backward is done."""
         if self._awaits_gradients:
             self._loss = *before, trl_loss.func
 
@@ -221,9 +192,6 @@ class Check:
         """
         Compare the gradient in the output projection of the micro-batch whose backward was the last, if it is asked
         for. All processes come here at the same steps.
-
-        Args:
-            compute_loss (`Callable`): the loss of a micro-batch by a given `_compute_loss`.
         """
         if not self._awaits_gradients or self.is_running:
             return

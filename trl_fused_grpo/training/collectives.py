@@ -18,11 +18,6 @@ def of_all_processes(accelerator: Any, what: str, values: list[int] | list[bool]
     """
     Numbers of each process `[processes, n]`.
 
-    Args:
-        accelerator (`Accelerator`): whose processes they are.
-        what (`str`): what the numbers are, in words.
-        values (`list`): those of this process, as many on each.
-
     Raises:
         `RuntimeError`: where another process tells something else at the same time, as one that is customised alone.
     """

@@ -50,14 +50,7 @@ class _HeadOptions(NamedTuple):
 
 
 class LogpsEngine:
-    """
-    Computes log-probabilities as the options of a trainer say.
-
-    Args:
-        trainer (`GRPOTrainer`): whose models and options they are.
-        defaults ([`FusedOptions`]): the options that its arguments do not have.
-        ladder ([`Ladder`]): what was found; it falls where a model refuses rows.
-    """
+    """Computes log-probabilities as the options of a trainer say."""
 
     def __init__(self, trainer: GRPOTrainer, defaults: FusedOptions, ladder: Ladder):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
@@ -117,12 +110,6 @@ class LogpsEngine:
         """
         Return `True` if a model's rows are packed: nothing else was asked for, and level and model allow it.
 
-        Args:
-            model (`nn.Module`): the model, in its wrappers or bare.
-            findings ([`Findings`]): those that count.
-            reads_padding (`bool`, *optional*):
-                Whether TRL's objective reads padding. By default the trainer's objective is asked.
-
         Raises:
             `ValueError`: when packed rows were asked for and are not allowed, with the reason.
         """
@@ -148,20 +135,12 @@ class LogpsEngine:
 
     def compute(
         self,
-        logps_request: LogpsRequest,
-        call: LogpsArgs,
-        trl_method: Callable,
-        findings: Findings | None = None,
+        logps_request: LogpsRequest,  # at which positions of the batch
+        call: LogpsArgs,  # TRL's call
+        trl_method: Callable,  # TRL's own method for it, which knows how images belong to rows
+        findings: Findings | None = None,  # those that count for the call. By default the training's
     ) -> PerTokenLogps:
-        """
-        Compute log-probabilities of a batch, and what else TRL asks for.
-
-        Args:
-            logps_request ([`LogpsRequest`]): at which positions of the batch.
-            call ([`LogpsArgs`]): TRL's call.
-            trl_method (`Callable`): TRL's own method for it, which knows how images belong to rows.
-            findings ([`Findings`], *optional*): those that count for the call. By default the training's.
-        """
+        """Compute log-probabilities of a batch, and what else TRL asks for."""
         findings = self.ladder.findings if findings is None else findings
         unwrapped, accelerator = self.unwrapped(call.model), self.trainer.accelerator
         causal_lm = self.causal_lm(unwrapped)
@@ -260,12 +239,7 @@ class LogpsEngine:
 
 
 class RandomStates:
-    """
-    States of the random number generators of the CPU and of a tensor's device.
-
-    Args:
-        like (`Tensor`): on the device.
-    """
+    """States of the random number generators of the CPU and of a tensor's device."""
 
     def __init__(self, like: Tensor):
         self._device = like.device

@@ -72,14 +72,9 @@ WHAT_IS_DONE = {
 
 @dataclass(frozen=True)
 class Findings:
-    """
-    All reasons to do less.
+    """All reasons to do less."""
 
-    Args:
-        reasons (`tuple[Reason, ...]`): in the order in which they were found.
-    """
-
-    reasons: tuple[Reason, ...] = ()
+    reasons: tuple[Reason, ...] = ()  # in the order in which they were found
 
     @property
     def level(self) -> Level:
@@ -98,15 +93,7 @@ class Findings:
 
 
 class Ladder:
-    """
-    Keeps the findings of a training, and tells a new one once.
-
-    Args:
-        trainer (`GRPOTrainer`): whose training it is.
-
-    Attributes:
-        findings ([`Findings`]): of the last look.
-    """
+    """Keeps the findings of a training, and tells a new one once."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -127,15 +114,7 @@ class Ladder:
         self._tell()
 
     def look(self, engine: Any, *more: Reason, is_in_train: bool = False, together: bool = False) -> Findings:
-        """
-        Gather the findings anew.
-
-        Args:
-            engine ([`LogpsEngine`]): knows models and options.
-            more ([`Reason`]): found by others.
-            is_in_train (`bool`): whether TRL's `train` runs, which has called an overridden one then.
-            together (`bool`): whether all processes look, and the lowest level of any counts on each.
-        """
+        """Gather the findings anew."""
         trainer = self.trainer
         reasons = [*reasons_of_trainer(trainer, is_in_train), *more, *self._for_good]
         for model in {id(m): m for m in (trainer.model_wrapped, trainer.ref_model) if m is not None}.values():
@@ -312,14 +291,7 @@ def _hooked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def reasons_of_model(model: nn.Module, causal_lm: PreTrainedModel, forces_rows: bool) -> list[Reason]:
-    """
-    What of a model is not a library's, or makes a sequence depend on others.
-
-    Args:
-        model (`nn.Module`): in its wrappers or bare.
-        causal_lm (`PreTrainedModel`): the causal language model inside.
-        forces_rows (`bool`): whether a layout without padding was asked for, the user's word for unknown code.
-    """
+    """What of a model is not a library's, or makes a sequence depend on others."""
     outer = replaced_around_head(model, causal_lm)
     stock = (
         [Reason(Level.STOCK, f"{outer} may see or change what the model returns in TRL's own call")] if outer else []

@@ -30,15 +30,7 @@ logger = logging.get_logger(__name__)
 
 
 class AccumulationWindow:
-    """
-    Counts the training steps of an accumulation window.
-
-    Args:
-        trainer (`GRPOTrainer`): which accumulates gradients.
-
-    Attributes:
-        is_in_step (`bool`): whether a training step runs.
-    """
+    """Counts the training steps of an accumulation window."""
 
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
@@ -48,12 +40,7 @@ class AccumulationWindow:
         self.begin()
 
     def begin(self, epoch: Any = None) -> None:
-        """
-        TRL takes the micro-batches of the next window.
-
-        Args:
-            epoch (`Iterator`, *optional*): of the epoch, from which they come. By default a loop is not TRL's.
-        """
+        """TRL takes the micro-batches of the next window."""
         self._steps_done = 0
         if epoch is not None and self._epoch() is epoch:
             return
@@ -152,13 +139,6 @@ class SharedForwards:
     """
     Follows the plan of a generation batch. Keeps the log-probs of a forward until each micro-batch has its step, and
     their losses until the backward.
-
-    Args:
-        trainer (`GRPOTrainer`): whose micro-batches they are.
-        engine ([`LogpsEngine`]): computes their log-probs.
-
-    Attributes:
-        plan ([`Plan`]): of the generation batch that is trained on; empty before the first.
     """
 
     def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
@@ -205,11 +185,6 @@ class SharedForwards:
         """
         The micro-batches that share the forward that begins with `micro_batch`, as planned; it alone where something
         has changed since.
-
-        Args:
-            micro_batch (`dict`): what TRL trains on.
-            steps_left (`int`): micro-batches until the accumulation window ends, this one included.
-            may_share (`Callable`): whether findings and model still allow it.
         """
         place = self._place_of(micro_batch)
         forward = None if place is None else self.plan.forward_at(place)
@@ -281,12 +256,6 @@ class SharedForwards:
         """
         Run the backward of a loss together with those that wait for it, or keep the loss for the last micro-batch of
         its forward.
-
-        Args:
-            loss (`Tensor`): a scalar, as TRL gives it to the backward.
-            micro_batch (`dict`): whose loss it is.
-            is_last (`bool`): whether none waits behind it, see [`AccumulationWindow.is_last`].
-            backward (`Callable`): the accelerator's.
         """
         self._losses.append(loss)
         place = self._place_of(micro_batch)

@@ -48,11 +48,6 @@ def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tens
     """
     `beta` times the KL divergence of a micro-batch, aggregated as TRL aggregates its loss; a scalar. Logs the mean over
     tokens, in nats, under the estimator's name.
-
-    Args:
-        trainer (`GRPOTrainer`): whose objective it is.
-        inputs (`dict`): the micro-batch as TRL's `_compute_loss` gets it.
-        logps (`Tensor`): `[B, T]`, nats, differentiable.
     """
     objective = objective_of(trainer)
     if padding_counts(trainer):

@@ -35,18 +35,7 @@ class PromptsNotSharedError(RuntimeError):
 
 
 class SubBatch:
-    """
-    Selects positions of a sub-batch, and puts what is computed for them back in place.
-
-    Args:
-        logps_request ([`LogpsRequest`]): for the whole batch.
-        rows (`Tensor`): `[b]`: which of its sequences these are.
-
-    Attributes:
-        selected (`Tensor`): `[b, T]`, bool: the positions that are projected.
-        positions (`Tensor`): `[N]`: the same, flat in `[b, T]`. Those that need no gradient come last.
-        forecast ([`Forecast`], *optional*): the gradients expected at `positions`.
-    """
+    """Selects positions of a sub-batch, and puts what is computed for them back in place."""
 
     def __init__(self, logps_request: LogpsRequest, rows: Tensor):
         self.selected = logps_request.mask[rows].bool()  # [b, T]
@@ -79,16 +68,7 @@ class SubBatch:
         return (kept | first & ~(kept & has_tokens).any()).unsqueeze(1)
 
     def in_place(self, results: tuple[Tensor, ...], has_entropies: bool, stats: FusedStats) -> PerTokenLogps:
-        """
-        Put results back to where they belong in `[b, T]`.
-
-        Args:
-            results (`tuple[Tensor]`):
-                What the model returned: log-probabilities `[N]`, then entropies `[N]` and the auxiliary loss where they
-                were asked for.
-            has_entropies (`bool`): whether there are entropies.
-            stats ([`FusedStats`]): of the call.
-        """
+        """Put results back to where they belong in `[b, T]`."""
         values, stats.leaves_out = iter(results), self._leaves_out
         logps = self._scatter(next(values), self._fill)
         entropies = None
@@ -112,12 +92,6 @@ def compute_logps(
 ) -> PerTokenLogps:
     """
     Compute log-probabilities at the requested positions of a batch.
-
-    Args:
-        logps_request ([`LogpsRequest`]): which positions.
-        options ([`LogpsOptions`]): how.
-        call ([`LogpsArgs`]): the batch, the model, and what else to compute.
-        images ([`MultimodalInputs`], *optional*): of the batch, for a multimodal model.
 
     Raises:
         [`RowsRefusedError`]: when the model cannot run with this layout.
@@ -146,13 +120,6 @@ def lay_out(
 ) -> Layout:
     """
     The layout of some sequences of a batch.
-
-    Args:
-        options ([`LogpsOptions`]): with the layout to take.
-        call ([`LogpsArgs`]): the batch.
-        rows (`Tensor`): `[b]`: which sequences.
-        selected (`Tensor`): `[b, T]`, bool: the positions of these that are read.
-        images ([`RowsWithImages`], *optional*): of the batch.
 
     Raises:
         `ValueError`: when a forced layout does not fit the batch.
@@ -193,18 +160,7 @@ def multimodal_inputs(call: LogpsArgs, trl_method: Callable) -> MultimodalInputs
 
 
 class RowsWithImages:
-    """
-    What the sequences of a batch with images need beside their tokens.
-
-    Args:
-        inputs ([`MultimodalInputs`]): of the batch.
-        options ([`LogpsOptions`]): its layout.
-        call ([`LogpsArgs`]): the batch.
-
-    Attributes:
-        keys (`Tensor`, *optional*):
-            `[B]`: a number for the images of each sequence; `None` where prompts are not shared.
-    """
+    """What the sequences of a batch with images need beside their tokens."""
 
     def __init__(self, inputs: MultimodalInputs, options: LogpsOptions, call: LogpsArgs):
         self.inputs, self.keys, self._position_ids = inputs, None, None
@@ -313,12 +269,6 @@ def balanced_partitions(lengths: list[int], parts: int, size: int, prompts: list
     Partition sequences into `parts` of at most `size` with about equal numbers of tokens: the longest first, each into
     the part with the fewest tokens that has room.
 
-    Args:
-        lengths (`list[int]`): tokens of each sequence.
-        parts, size (`int`): `parts * size` is at least the number of sequences.
-        prompts (`list[int]`, *optional*):
-            Number of each sequence's prompt. Sequences of one prompt then go together, as far as a part has room.
-
     Returns:
         `list[list[int]]`: indices of each part, in rising order.
     """
@@ -366,25 +316,18 @@ def prompt_group_ids(prompt_ids: Tensor, prompt_mask: Tensor) -> list[int]:
 
 
 def split_rows(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    completion_length: int,
-    batch_size: int,
-    packed: bool,
-    share_prompts: bool,
+    input_ids: Tensor,  # [B, P + T]
+    attention_mask: Tensor,  # [B, P + T]
+    completion_length: int,  # `T`
+    batch_size: int,  # most sequences of a sub-batch
+    packed: bool,  # how their rows will be laid out
+    share_prompts: bool,  # whether a prompt stands in a packed row once
 ) -> list[Tensor]:
     """
     Split a batch into as many sub-batches as TRL would.
 
     With TRL's padding, sequences stay in order. Where rows are `packed`, sub-batches get about equal numbers of tokens,
     and sequences of one prompt stay together if they share it.
-
-    Args:
-        input_ids, attention_mask (`Tensor`): `[B, P + T]`.
-        completion_length (`int`): `T`.
-        batch_size (`int`): most sequences of a sub-batch.
-        packed (`bool`): how their rows will be laid out.
-        share_prompts (`bool`): whether a prompt stands in a packed row once.
 
     Returns:
         `list[Tensor]`: indices `[b]` of the sequences of each sub-batch.

@@ -77,10 +77,6 @@ class MemoryBudget:
     """
     How many tokens a forward may have in a share of the device's memory. The forwards of the first two optimizer steps
     show what they take, and so does each one of many more tokens than those before.
-
-    Args:
-        fraction (`float`): of the device's memory that may be taken.
-        memory ([`DeviceMemory`]): the device's.
     """
 
     def __init__(self, fraction: float, memory: DeviceMemory):
@@ -91,14 +87,7 @@ class MemoryBudget:
         self._taken = 0  # by it until the end of its backward, gradients included
 
     def begin(self, step: int, tokens: int, parameters: Iterable[nn.Parameter]) -> None:
-        """
-        Look at the next forward with gradients.
-
-        Args:
-            step (`int`): optimizer steps so far.
-            tokens (`int`): of the forward, counted as in [`tokens_of_forward`].
-            parameters (`Iterable[nn.Parameter]`): of the model.
-        """
+        """Look at the next forward with gradients."""
         if step < LEARNED_AT_STEP or tokens > MOST_GROWTH * self._tokens:
             self.memory.forget_peak()
             self._open = tokens, self._stays(parameters)
@@ -130,22 +119,13 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class GradientMemory:
-    """
-    The memory of gradients that are not there yet, and what a forward takes of it, in bytes.
+    """The memory of gradients that are not there yet, and what a forward takes of it, in bytes."""
 
-    Args:
-        free (`int`): of all gradients on this process.
-        inputs (`int`): what checkpointed layers keep of a token until backward comes to them.
-        working (`int`): what a layer takes for a token while it is computed again.
-        working_of_trl (`int`): the same in TRL's forward.
-        casts_of_trl (`int`): what TRL's forward takes for casts of weights when it ends, and no layer is computed.
-    """
-
-    free: int = 0
-    inputs: int = 0
-    working: int = 1
-    working_of_trl: int = 1
-    casts_of_trl: int = 0
+    free: int = 0  # of all gradients on this process
+    inputs: int = 0  # what checkpointed layers keep of a token until backward comes to them
+    working: int = 1  # what a layer takes for a token while it is computed again
+    working_of_trl: int = 1  # the same in TRL's forward
+    casts_of_trl: int = 0  # what TRL's forward takes for casts of weights when it ends, and no layer is computed
 
     def tokens(self, padded: int) -> int:
         """
@@ -157,27 +137,14 @@ class GradientMemory:
 
 
 class TokenLimits(NamedTuple):
-    """
-    The most tokens of forwards that micro-batches share.
+    """The most tokens of forwards that micro-batches share."""
 
-    Args:
-        first (`int`): of the first one of an accumulation window.
-        others (`int`): of those behind it.
-    """
-
-    first: int
-    others: int
+    first: int  # of the first one of an accumulation window
+    others: int  # of those behind it
 
 
 def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, packed: bool, compiled: bool = False) -> GradientMemory:
-    """
-    The memory of the gradients of a trainer's policy, if the first forward of an accumulation window may take it.
-
-    Args:
-        trainer (`GRPOTrainer`): whose policy it is.
-        causal_lm (`PreTrainedModel`): the policy, in no wrapper.
-        packed, compiled (`bool`): whether the policy's rows are packed, and whether its layers run compiled.
-    """
+    """The memory of the gradients of a trainer's policy, if the first forward of an accumulation window may take it."""
     with layers_as_they_are():
         if why_not_in_memory_of_gradients(trainer, causal_lm, packed) is not None:
             return GradientMemory()
@@ -281,11 +248,6 @@ def token_limits(engine: Any, has_images: bool, padded: int) -> TokenLimits:
     """
     The most tokens of shared forwards: without `fused_memory`, what takes no more memory than TRL does. With it they
     may differ from process to process.
-
-    Args:
-        engine ([`LogpsEngine`]): of the trainer whose micro-batches share forwards.
-        has_images (`bool`): whether a micro-batch of any process has images.
-        padded (`int`): tokens of a micro-batch in TRL's padding.
     """
     trainer, most = engine.trainer, engine.options.fused_max_tokens_per_forward
     if most is not None:

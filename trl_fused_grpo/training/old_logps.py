@@ -56,14 +56,6 @@ class DeferredLogps:
     """
     Decides which log-probs of a generation batch are left out, and computes afterwards those that the training forward
     does not give.
-
-    Args:
-        trainer (`GRPOTrainer`): whose log-probs they are.
-        engine ([`LogpsEngine`]): computes them.
-
-    Attributes:
-        is_generating (`bool`): whether TRL generates.
-        leaves_evaluation (`bool`): whether the last generation has left a module in evaluation that was in training.
     """
 
     def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
@@ -83,12 +75,7 @@ class DeferredLogps:
 
     @contextmanager
     def generation(self, steps_left: int) -> Generator[None, None, None]:
-        """
-        While it lasts, TRL generates and asks for log-probs; [`leaves_out`] says which of them it does not get.
-
-        Args:
-            steps_left (`int`): micro-batches until the weights move; zero outside a training step.
-        """
+        """While it lasts, TRL generates and asks for log-probs; [`leaves_out`] says which of them it does not get."""
         trainer = self.trainer
         is_training, findings, options = trainer.model.training, self.ladder.findings, self.engine.options
         if is_training:
@@ -131,10 +118,6 @@ class DeferredLogps:
         """
         Return `True` if a call of TRL's generation gets zeros, because its log-probs are computed later. It is kept for
         [`compute_reference`] and [`old_logps`].
-
-        Args:
-            call ([`LogpsArgs`]): the call.
-            trl_method (`Callable`): TRL's own method for it.
         """
         # A reward function may call the method too, and uses the result
         if not self.is_generating or not trl_compat.is_asked_by_generation():
@@ -150,13 +133,7 @@ class DeferredLogps:
         return leaves_out
 
     def compute_reference(self, plan: Plan, build_request: Callable[[dict[str, Any]], LogpsRequest]) -> None:
-        """
-        Compute the reference's log-probs where generation left them out, and put them into the micro-batches.
-
-        Args:
-            plan ([`Plan`]): of the generation batch, with the forwards that its micro-batches will share.
-            build_request (`Callable`): the request of a micro-batch's loss.
-        """
+        """Compute the reference's log-probs where generation left them out, and put them into the micro-batches."""
         left_out, self._reference = self._reference, None
         if left_out is None:
             return
@@ -179,9 +156,6 @@ class DeferredLogps:
         """
         Compute the old log-probs that generation left out, of micro-batches that the training comes to with other
         weights, or of all where it is not to give any.
-
-        Args:
-            plan, build_request: see [`compute_reference`].
 
         Returns:
             `list[tuple[int, Tensor]]`: numbers of micro-batches in the generation batch, and log-probs `[B, T]`, nats.
@@ -248,9 +222,6 @@ class OldLogps:
     """
     Gives micro-batches the old log-probs that generation left out. With vLLM's correction it computes their importance
     ratios, and logs the metrics that TRL logs of them.
-
-    Args:
-        trainer (`GRPOTrainer`): whose micro-batches they are.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -264,13 +235,7 @@ class OldLogps:
         return self._correction or sampling_correction(self.trainer)
 
     def mark(self, output: dict[str, Any], correction: SamplingCorrection | None = None) -> None:
-        """
-        Mark a generation batch whose old log-probs and ratios the training will compute.
-
-        Args:
-            output (`dict`): of TRL's generation.
-            correction ([`SamplingCorrection`], *optional*): as it was before reward functions ran. TRL applies it then.
-        """
+        """Mark a generation batch whose old log-probs and ratios the training will compute."""
         self._correction = correction
         del output["old_per_token_logps"]
         output[DEFERRED] = torch.tensor(True)
@@ -290,11 +255,6 @@ class OldLogps:
         Put vLLM's ratio, if there is one, into what TRL reads of a marked micro-batch, before TRL reads it. To TRL it
         has no old log-probs yet, so that they are those of the training. From then on the micro-batch is one that TRL
         made, with old log-probs, for the case that the weights move before it is used again.
-
-        Args:
-            loss_call ([`LossCall`]): of TRL's `_compute_loss`.
-            result ([`PerTokenLogps`]): of the training forward.
-            counts (`bool`): whether the call is that of the training. Another leaves the micro-batch as it is.
         """
         inputs, micro_batch, logps = loss_call.inputs, loss_call.micro_batch, result.logps.detach()
         if DEFERRED not in inputs:
@@ -311,14 +271,7 @@ class OldLogps:
             self._log_when_complete()
 
     def take(self, micro_batch: dict[str, Any], number: int, logps: Tensor) -> None:
-        """
-        Give a marked micro-batch its old log-probs, and what follows from them.
-
-        Args:
-            micro_batch (`dict`): as TRL keeps it.
-            number (`int`): its number in the generation batch.
-            logps (`Tensor`): `[B, T]`, nats, computed with the weights that generated.
-        """
+        """Give a marked micro-batch its old log-probs, and what follows from them."""
         if trainers.corrects_sampling(self.trainer):
             micro_batch["importance_sampling_ratio"] = self._ratio(micro_batch, logps, number)
         micro_batch["old_per_token_logps"] = logps

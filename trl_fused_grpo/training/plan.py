@@ -27,31 +27,20 @@ from .requests import can_join_images, objective_of, padding_counts
 
 @dataclass(frozen=True)
 class Forward:
-    """
-    A forward that micro-batches share.
+    """A forward that micro-batches share."""
 
-    Args:
-        places (`range`): of its micro-batches, see [`Plan`].
-        needs_free_gradients (`bool`): whether it fits the memory of TRL's padding only while no weight has a gradient.
-    """
-
-    places: range
+    places: range  # of its micro-batches, see [`Plan`]
+    # It fits the memory of TRL's padding only while no weight has a gradient
     needs_free_gradients: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """
-    What is done with a generation batch.
+    """What is done with a generation batch."""
 
-    Args:
-        micro_batches (`tuple[dict, ...]`): as TRL keeps them.
-        forwards (`tuple[Forward, ...]`):
-            From the place of the first micro-batch that is trained on to the end, without a gap. Places count on
-            through the iterations: a batch of four micro-batches and `num_iterations=2` has eight.
-    """
-
-    micro_batches: tuple[dict[str, Any], ...] = ()
+    micro_batches: tuple[dict[str, Any], ...] = ()  # as TRL keeps them
+    # From the place of the first micro-batch that is trained on to the end, without a gap. Places count on through the
+    # iterations: a batch of four micro-batches and `num_iterations=2` has eight
     forwards: tuple[Forward, ...] = ()
 
     def micro_batch(self, place: int) -> dict[str, Any]:
@@ -78,14 +67,6 @@ def plan_forwards(
 ) -> tuple[Forward, ...]:
     """
     Which micro-batches of a generation batch share a forward. None does beyond an accumulation window or an iteration.
-
-    Args:
-        ends (`list[int]`): for each micro-batch, the number of the last one that fits a forward which begins with it.
-        ends_of_first (`list[int]`): the same where no weight has a gradient yet.
-        places (`range`): those that are planned, see [`Plan`].
-        steps_left (`int`): micro-batches until the current accumulation window ends, 0 where that is not known.
-        accumulation (`int`): micro-batches of a window.
-        begins_window (`bool`): whether a window begins with the first place.
     """
     forwards, place, count = [], places.start, len(ends)
     while place < places.stop:
@@ -103,11 +84,6 @@ def last_that_fit(batches: list[dict[str, Any]], limit: int, share_prompts: bool
     """
     For each micro-batch of a generation batch, the number of the last one that may share its forward of packed rows.
     None do where a row has holes in its mask: such rows keep TRL's padding.
-
-    Args:
-        batches (`list[dict]`): the micro-batches, all of one width.
-        limit (`int`): most tokens that several may have together.
-        share_prompts (`bool`): whether a prompt counts once.
     """
     tokens_from = token_counter(batches, share_prompts)
     if tokens_from is None:
@@ -208,10 +184,6 @@ def why_old_logps_are_needed(trainer: Any, findings: Findings) -> str | None:
     """
     Why old log-probs must be computed during generation; `None` where, until the weights move, the training forward
     gives the same numbers, and nobody else reads them.
-
-    Args:
-        trainer (`GRPOTrainer`): before it generates.
-        findings ([`Findings`]): those that count.
     """
     if trainers.is_rloo(trainer) and trainer.beta != 0.0:
         return f"with beta={trainer.beta} RLOO's KL penalty in the reward reads them"
@@ -230,13 +202,7 @@ def why_generation_is_out_of_turn(trainer: Any) -> str | None:
 
 
 def why_weights_move(trainer: Any, steps_left: int | None = None) -> str | None:
-    """
-    Why a generation batch may be trained on with other weights than generated it, or `None`.
-
-    Args:
-        trainer (`GRPOTrainer`): whose options say how often and in which steps it is trained on.
-        steps_left (`int`, *optional*): micro-batches until the weights move; by default any step counts.
-    """
+    """Why a generation batch may be trained on with other weights than generated it, or `None`."""
     steps = trl_compat.steps_of_generation_batch(trainer)
     moves = trainer.args.gradient_accumulation_steps % steps != 0 if steps_left is None else steps_left < steps
     return "the weights move while a generation batch is in use" if moves else None
@@ -246,11 +212,6 @@ def why_reference_is_not_regrouped(trainer: Any, findings: Findings, packed: boo
     """
     Why the reference's log-probs are computed during generation, as TRL does; `None` where they are computed
     afterwards, in the same rows and groups of micro-batches as the policy's.
-
-    Args:
-        trainer (`GRPOTrainer`): before it generates.
-        findings ([`Findings`]): those that count.
-        packed (`bool`): whether the policy's rows are packed.
     """
     if trainer.beta == 0.0:
         return "there is no reference"
@@ -305,10 +266,6 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | None:
     """
     Why two forwards of the same rows give different numbers in training, or `None`: library modules draw at random.
-
-    Args:
-        model (`nn.Module`): in its wrappers or bare.
-        with_adapters (`bool`): whether its adapters are on.
     """
     modules = torch_compat.modules_of(model)
     if not with_adapters:

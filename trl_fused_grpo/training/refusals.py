@@ -38,10 +38,6 @@ def check_backward(trainer: GRPOTrainer, backward: str | None) -> None:
     """
     Raise when `fused_backward="forecast"` is asked for and a batch of the training may have no forecast.
 
-    Args:
-        trainer (`GRPOTrainer`): at the end of its construction.
-        backward (`str`, *optional*): its `fused_backward`.
-
     Raises:
         `ValueError`: naming the options to change.
     """
@@ -57,12 +53,6 @@ def check_on_policy(trainer: Any, options: FusedOptions, findings: Findings, ste
     """
     Raise when `fused_require_on_policy` is asked for and the weights move while a generation batch is in use, or old
     log-probs need a forward of their own.
-
-    Args:
-        trainer (`GRPOTrainer`): at the end of its construction, or before it generates.
-        options ([`FusedOptions`]): of its arguments now.
-        findings ([`Findings`]): those that count.
-        steps_left (`int`, *optional*): micro-batches until the weights move; by default those of a whole window.
 
     Raises:
         `ValueError`: naming the reason, and the options to change.
@@ -86,15 +76,7 @@ def check_on_policy(trainer: Any, options: FusedOptions, findings: Findings, ste
 
 
 def log_what_has_no_effect(trainer: Any, options: FusedOptions, findings: Findings, packed: bool) -> None:
-    """
-    Log once which options were asked for and have no effect, with the reason, at the end of construction.
-
-    Args:
-        trainer (`GRPOTrainer`): whose options they are.
-        options ([`FusedOptions`]): of its arguments now.
-        findings ([`Findings`]): those that count.
-        packed (`bool`): whether the policy's rows are packed.
-    """
+    """Log once which options were asked for and have no effect, with the reason, at the end of construction."""
     reasons: dict[str, str | None] = {}
     if options.fused_skip_old_logps:
         none = "TRL computes none where no weight moves while a generation batch is in use"
@@ -200,11 +182,6 @@ def check_trl_logps(trainer: Any, causal_lm: PreTrainedModel, reason: str | None
     """
     Raise where TRL's own log-prob method is called and would leave something out.
 
-    Args:
-        trainer (`GRPOTrainer`): whose method it is.
-        causal_lm (`PreTrainedModel`): whose log-probs are asked for.
-        reason (`str`, *optional*): why it is called, if it is.
-
     Raises:
         `ValueError`: naming the reason, when there is an adapter on the output projection, which that method leaves
             out. A method of the user's may know it.
@@ -237,9 +214,6 @@ def check_micro_batch(inputs: dict[str, Any]) -> None:
     """
     Raise when a tensor of a micro-batch does not fit its completions.
 
-    Args:
-        inputs (`dict`): the micro-batch as TRL's `_compute_loss` gets it.
-
     Raises:
         `ValueError`: naming the tensor, its shape and the shapes that fit.
     """
@@ -256,11 +230,6 @@ def check_micro_batch(inputs: dict[str, Any]) -> None:
 def check_token_ids(token_ids: Tensor, mask: Tensor, vocab_size: int) -> None:
     """
     Raise when a token that counts lies outside the vocabulary. This reads one boolean from the device.
-
-    Args:
-        token_ids (`Tensor`): `[B, T]`, int64.
-        mask (`Tensor`): `[B, T]`; where it is zero, a token may be anything.
-        vocab_size (`int`): rows of the output projection that are tokens.
 
     Raises:
         `ValueError`: naming the first such token.

@@ -35,30 +35,16 @@ _TEXT_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep")
 
 @dataclass(frozen=True)
 class LogpsRequest:
-    """
-    Which positions of a batch get a log-probability, and which gradients are expected there.
+    """Which positions of a batch get a log-probability, and which gradients are expected there."""
 
-    Args:
-        mask (`Tensor`): `[B, T]`: the positions whose log-probability is read.
-        fill (`Tensor`, *optional*): `[B, T]`, nats: stands at all other positions. Zero by default.
-        forecast ([`BatchForecast`], [`DeferredForecast`] or [`SequenceForecast`], *optional*):
-            The gradients that the backward is expected to bring.
-        entropy_grad (`bool`): whether entropies will receive a gradient.
-        skippable (`Tensor`, *optional*):
-            `[B]`, bool: the sequences that are left out of the model if they can receive no gradient.
-        reads_padding (`bool`): whether TRL's objective reads padding, so that every row keeps it.
-        micro_batch (`int`, *optional*): sequences in each of the micro-batches that are joined here.
-        head_grad (`bool`, *optional*): of a reference, whether the policy's head has a gradient.
-    """
-
-    mask: Tensor
-    fill: Tensor | None = None
+    mask: Tensor  # [B, T]: the positions whose log-probability is read
+    fill: Tensor | None = None  # [B, T], nats: stands at all other positions. Zero by default
     forecast: BatchForecast | DeferredForecast | SequenceForecast | None = None
-    entropy_grad: bool = False
-    skippable: Tensor | None = None
-    reads_padding: bool = False
-    micro_batch: int | None = None
-    head_grad: bool | None = None
+    entropy_grad: bool = False  # whether entropies will receive a gradient
+    skippable: Tensor | None = None  # [B], bool
+    reads_padding: bool = False  # whether TRL's objective reads padding, so that every row keeps it
+    micro_batch: int | None = None  # sequences in each of the micro-batches that are joined here
+    head_grad: bool | None = None  # of a reference, whether the policy's head has a gradient
 
     @classmethod
     def joined(cls, parts: list["LogpsRequest"]) -> "LogpsRequest":
@@ -80,26 +66,16 @@ class LogpsRequest:
 
 @dataclass(frozen=True)
 class LogpsArgs:
-    """
-    The arguments of TRL's `_get_per_token_logps_and_entropies`, under its names.
+    """The arguments of TRL's `_get_per_token_logps_and_entropies`, under its names."""
 
-    Args:
-        model (`nn.Module`): in all its wrappers. It takes the keyword `fused`.
-        input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
-        logits_to_keep (`int`): `T`.
-        batch_size (`int`, *optional*): sequences in a sub-batch. All in one by default.
-        compute_entropy, compute_aux_loss (`bool`): what to compute beside log-probabilities.
-        multimodal (`dict`): pixels and what belongs to them. Empty for text.
-    """
-
-    model: nn.Module
-    input_ids: Tensor
-    attention_mask: Tensor
-    logits_to_keep: int
-    batch_size: int | None
-    compute_entropy: bool
-    compute_aux_loss: bool
-    multimodal: dict[str, Any]
+    model: nn.Module  # in all its wrappers. It takes the keyword `fused`
+    input_ids: Tensor  # [B, P + T], prompts padded left and completions right
+    attention_mask: Tensor  # [B, P + T], prompts padded left and completions right
+    logits_to_keep: int  # T
+    batch_size: int | None  # sequences in a sub-batch. All in one by default
+    compute_entropy: bool  # what to compute beside log-probabilities
+    compute_aux_loss: bool  # what to compute beside log-probabilities
+    multimodal: dict[str, Any]  # pixels and what belongs to them. Empty for text
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "LogpsArgs":
@@ -159,21 +135,13 @@ def can_join_images(micro_batches: list[dict[str, Any]]) -> bool:
 
 @dataclass
 class LossCall:
-    """
-    A call of TRL's own `_compute_loss`.
+    """A call of TRL's own `_compute_loss`."""
 
-    Args:
-        micro_batch (`dict`): as TRL keeps it for later iterations.
-        inputs (`dict`): what TRL reads, a copy: what is added for TRL goes into the micro-batch only where generation
-            left it to the training forward.
-        beta (`float`): coefficient of the KL term, also while TRL's own KL term is left out.
-        logps (`Tensor`, *optional*): the log-probs `[B, T]` that TRL got.
-    """
-
-    micro_batch: dict[str, Any]
+    micro_batch: dict[str, Any]  # as TRL keeps it for later iterations
+    # What TRL reads, a copy: what is added goes into the micro-batch only where generation left it to the training
     inputs: dict[str, Any]
-    beta: float
-    logps: Tensor | None = None
+    beta: float  # coefficient of the KL term, also while TRL's own KL term is left out
+    logps: Tensor | None = None  # the log-probs `[B, T]` that TRL got
 
 
 def prompts_and_completions(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -185,56 +153,31 @@ def prompts_and_completions(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class LogpsOptions:
-    """
-    How rows are laid out and how the output projection runs.
+    """How rows are laid out and how the output projection runs."""
 
-    Args:
-        causal_lm (`PreTrainedModel`): the causal language model inside the wrappers of the model.
-        scaling ([`LogitScaling`]): of the logits.
-        temperature (`float`): of the sampler.
-        fp32 (`bool`): whether the output projection runs in float32.
-        backward (`str`): `fused_backward` of [`FusedGRPOConfig`].
-        logits_mib (`float`, *optional*): memory for one chunk of logits, in MiB.
-        packed (`bool`): whether rows are packed; otherwise they have TRL's padding.
-        share_prompts (`bool`): whether a prompt stands in a packed row once.
-        forces_rows (`bool`): whether packed rows were asked for, so that no padded ones may stand in for them.
-        needs_last_column (`bool`): see [`layout_choice.Traits`].
-        is_known (`bool`): whether the model's code is a library's. Other code runs as in stock.
-        opens_masks (`bool`): whether what attention returns at TRL's padding may be anything.
-    """
-
-    causal_lm: PreTrainedModel
-    scaling: LogitScaling
-    temperature: float
-    fp32: bool
-    backward: str
-    logits_mib: float | None
-    packed: bool
-    share_prompts: bool
-    forces_rows: bool = False
-    needs_last_column: bool = False
-    is_known: bool = True
-    opens_masks: bool = False
+    causal_lm: PreTrainedModel  # the causal language model inside the wrappers of the model
+    scaling: LogitScaling  # of the logits
+    temperature: float  # of the sampler
+    fp32: bool  # whether the output projection runs in float32
+    backward: str  # `fused_backward` of [`FusedGRPOConfig`]
+    logits_mib: float | None  # memory for one chunk of logits, in MiB
+    packed: bool  # whether rows are packed; otherwise they have TRL's padding
+    share_prompts: bool  # whether a prompt stands in a packed row once
+    forces_rows: bool = False  # whether packed rows were asked for, so that no padded ones may stand in for them
+    needs_last_column: bool = False  # see [`layout_choice.Traits`]
+    is_known: bool = True  # whether the model's code is a library's. Other code runs as in stock
+    opens_masks: bool = False  # whether what attention returns at TRL's padding may be anything
 
 
 @dataclass
 class PerTokenLogps:
-    """
-    The log-probabilities of a batch, and what was computed with them.
+    """The log-probabilities of a batch, and what was computed with them."""
 
-    Args:
-        logps (`Tensor`): `[B, T]`, nats.
-        entropies (`Tensor`, *optional*): `[B, T]`, nats.
-        aux_loss (`Tensor`, *optional*): the load-balancing loss of a Mixture-of-Experts model, a scalar.
-        stats (`list[FusedStats]`): of each sub-batch.
-        left_out (`Tensor`, *optional*): `[B]`, bool: sequences that were left out of the model.
-    """
-
-    logps: Tensor
-    entropies: Tensor | None
-    aux_loss: Tensor | None
-    stats: list[FusedStats] = field(default_factory=list)
-    left_out: Tensor | None = None
+    logps: Tensor  # [B, T], nats
+    entropies: Tensor | None  # [B, T], nats
+    aux_loss: Tensor | None  # the load-balancing loss of a Mixture-of-Experts model, a scalar
+    stats: list[FusedStats] = field(default_factory=list)  # of each sub-batch
+    left_out: Tensor | None = None  # [B], bool: sequences that were left out of the model
 
     def split(self, sizes: list[int]) -> list["PerTokenLogps"]:
         """The result for several micro-batches as those of each. The first one gets the statistics."""
@@ -268,13 +211,7 @@ _OPTIONS_IN_ARGS = (
 
 
 def padding_counts(trainer: GRPOTrainer, beta: float | None = None) -> bool:
-    """
-    Return `True` if TRL's objective reads padding positions too, see [`luspo_counts_padding`].
-
-    Args:
-        trainer (`GRPOTrainer`): whose objective it is.
-        beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
-    """
+    """Return `True` if TRL's objective reads padding positions too, see [`luspo_counts_padding`]."""
     if not trl_compat.LUSPO_COUNTS_PADDING:
         return False
     objective = objective_of(trainer, beta=beta)
@@ -283,14 +220,7 @@ def padding_counts(trainer: GRPOTrainer, beta: float | None = None) -> bool:
 
 
 def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | None = None) -> GRPOObjective:
-    """
-    The trainer's objective as plain options.
-
-    Args:
-        trainer (`GRPOTrainer`): whose objective it is.
-        entropy_coef (`float`): coefficient of the entropy bonus.
-        beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
-    """
+    """The trainer's objective as plain options."""
     loss_type = loss_type_of(trainer)
     if loss_type == "rloo":
         return rloo_objective(trainer.epsilon_low, trainer.epsilon_high)
@@ -319,12 +249,6 @@ def build_call_request(
 ) -> LogpsRequest:
     """
     Decide which positions to project for a call that may not come from TRL's own loss: those of its attention mask.
-
-    Args:
-        trainer (`GRPOTrainer`): whose log-prob method was called.
-        call ([`LogpsArgs`]): the call.
-        every_position (`bool`): whether log-probs of padding may be read.
-        beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
     """
     mask = call.attention_mask[:, -call.logits_to_keep :]  # [B, T]
     reads_padding = padding_counts(trainer, beta)
@@ -333,22 +257,13 @@ def build_call_request(
 
 
 def build_loss_request(
-    trainer: Any,
-    inputs: dict[str, Any],
-    skip_zero_grad: bool,
-    beta: float | None = None,
-    correction: SamplingCorrection | None = None,
+    trainer: Any,  # whose objective it is
+    inputs: dict[str, Any],  # the micro-batch as TRL's `_compute_loss` gets it
+    skip_zero_grad: bool,  # whether sequences that can receive no gradient may be left out
+    beta: float | None = None,  # coefficient of the KL term. Defaults to the trainer's
+    correction: SamplingCorrection | None = None,  # vLLM's, where the ratio comes from the training forward
 ) -> LogpsRequest:
-    """
-    Decide which positions of a micro-batch to project for the loss, and forecast their gradients.
-
-    Args:
-        trainer (`GRPOTrainer`): whose objective it is.
-        inputs (`dict`): the micro-batch as TRL's `_compute_loss` gets it.
-        skip_zero_grad (`bool`): whether sequences that can receive no gradient may be left out.
-        beta (`float`, *optional*): coefficient of the KL term. Defaults to the trainer's.
-        correction ([`SamplingCorrection`], *optional*): vLLM's, where the ratio comes from the training forward.
-    """
+    """Decide which positions of a micro-batch to project for the loss, and forecast their gradients."""
     if trainers.is_rloo(trainer):
         return build_rloo_request(trainer, inputs, skip_zero_grad)
     mask = trl_compat.loss_mask(trainer, inputs)  # [B, T]
@@ -408,14 +323,7 @@ def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:
 
 
 def build_rloo_request(trainer: Any, inputs: dict[str, Any], skip_zero_grad: bool) -> LogpsRequest:
-    """
-    Decide which positions of a micro-batch to project for RLOO's loss, and forecast their gradients.
-
-    Args:
-        trainer (`RLOOTrainer`): whose loss it is.
-        inputs (`dict`): the micro-batch as TRL's `_compute_loss` gets it.
-        skip_zero_grad (`bool`): whether sequences that can receive no gradient may be left out.
-    """
+    """Decide which positions of a micro-batch to project for RLOO's loss, and forecast their gradients."""
     mask = inputs["completion_mask"]  # [B, T]
     if not torch.is_grad_enabled():
         return LogpsRequest(mask)

@@ -53,24 +53,7 @@ logger = logging.get_logger(__name__)
 
 
 class FusedState:
-    """
-    The state of a [`FusedGRPOTrainer`], which the trainer's overrides call.
-
-    Args:
-        trainer (`GRPOTrainer`): not yet constructed.
-        defaults ([`FusedOptions`]): the options that its arguments do not have.
-
-    Attributes:
-        ladder ([`Ladder`]): what was found of code that is not the libraries', and the level that follows.
-        engine ([`LogpsEngine`]): computes log-probs.
-        forwards ([`SharedForwards`]): follows the plan of a generation batch.
-        deferred ([`DeferredLogps`]): log-probs that generation leaves out.
-        old_logps ([`OldLogps`]): what follows from old log-probs that generation leaves out.
-        check ([`Check`]): compares micro-batches with TRL's own path.
-        window ([`AccumulationWindow`]): the training steps between two optimizer steps.
-        micro_batch (`dict`): the inputs of the training step that runs.
-        is_in_train (`bool`): whether TRL's `train` runs.
-    """
+    """The state of a [`FusedGRPOTrainer`], which the trainer's overrides call."""
 
     def __init__(self, trainer: GRPOTrainer, defaults: FusedOptions):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
@@ -89,9 +72,6 @@ class FusedState:
     def attach(self, layer_kernels: bool) -> None:
         """
         Check options and models, and prepare the models, at the end of the trainer's constructor.
-
-        Args:
-            layer_kernels (`bool`): whether `use_liger_kernel` asks for Liger's layers.
 
         Raises:
             `ValueError`: when model or options cannot be fused; the message says what to change.
@@ -243,13 +223,7 @@ class FusedState:
         return bool(replaced or replaced_method(self.trainer, trl_compat.OBJECTIVE_METHODS))
 
     def compute_loss(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
-        """
-        The loss of a micro-batch, a scalar.
-
-        Args:
-            micro_batch (`dict`): what TRL calls its `_compute_loss` with.
-            trl_loss (`Callable`): TRL's own `_compute_loss` for given inputs.
-        """
+        """The loss of a micro-batch, a scalar."""
         refusals.check_micro_batch(micro_batch)
         before = self.check.snapshot(micro_batch)
         loss = self._loss_of(micro_batch, trl_loss)
@@ -268,13 +242,7 @@ class FusedState:
             return loss + kl_term(self.trainer, loss_call.inputs, loss_call.logps)
 
     def per_token_logps(self, call: LogpsArgs, trl_method: Callable) -> tuple[Tensor | None, ...]:
-        """
-        What TRL's log-prob method returns.
-
-        Args:
-            call ([`LogpsArgs`]): its arguments.
-            trl_method (`Callable`): TRL's own method.
-        """
+        """What TRL's log-prob method returns."""
         trainer, self._has_asked_for_logps = self.trainer, self._has_asked_for_logps or self.window.is_in_step
         if self.deferred.leaves_out(call, trl_method):
             return trl_compat.logps_result(torch.zeros_like(call.completion_ids, dtype=torch.float32), None, None)

@@ -148,9 +148,6 @@ def summary_of(engine: LogpsEngine) -> Summary:
     """
     What the training of a constructed trainer does. The first line is the verdict; there are at most a dozen others.
 
-    Args:
-        engine ([`LogpsEngine`]): of the trainer.
-
     Raises:
         `ValueError`: when a layout was asked for that the model does not take.
     """

@@ -19,24 +19,14 @@ logger = logging.get_logger(__name__)
 
 
 class EagerLayer(NamedTuple):
-    """
-    One call of an attention layer.
+    """One call of an attention layer."""
 
-    Args:
-        original (`Callable`): the attention function of its modeling file.
-        module (`nn.Module`): the layer.
-        options (`dict`): keyword arguments of the call, those of [`cu_seqlens_arguments`] among them.
-        window (`int`, *optional*): the sliding window of the layer's mask, in tokens.
-        mask_dtype (`torch.dtype`, *optional*): of the masks that the model asked for; by default that of the query.
-        memo (`dict`): what all layers of a forward have in common.
-    """
-
-    original: Callable
+    original: Callable  # the attention function of its modeling file
     module: nn.Module
-    options: dict[str, Any]
-    window: int | None
-    mask_dtype: torch.dtype | None
-    memo: dict[Any, Any]
+    options: dict[str, Any]  # keyword arguments of the call, those of [`cu_seqlens_arguments`] among them
+    window: int | None  # the sliding window of the layer's mask, in tokens
+    mask_dtype: torch.dtype | None  # of the masks that the model asked for; by default that of the query
+    memo: dict[Any, Any]  # what all layers of a forward have in common
 
     @property
     def own_options(self) -> dict[str, Any]:

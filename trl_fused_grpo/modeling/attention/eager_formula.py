@@ -18,16 +18,10 @@ _KNOWN = {"scaling": _SCALING, "softcap": _SOFTCAP, "sliding_window": _WINDOW, "
 
 
 class EagerFormula(NamedTuple):
-    """
-    Softmax over the scaled scores plus the mask.
+    """Softmax over the scaled scores plus the mask."""
 
-    Args:
-        caps (`bool`): whether scores are soft-capped.
-        has_sinks (`bool`): whether each head has a sink.
-    """
-
-    caps: bool
-    has_sinks: bool
+    caps: bool  # whether scores are soft-capped
+    has_sinks: bool  # whether each head has a sink
 
 
 class _Untouched:
@@ -41,11 +35,6 @@ def eager_formula(original: Callable, module: Any, options: dict[str, Any]) -> E
     """
     The formula of a model's own attention function for the keyword arguments of a call, or `None` when it is none that
     is known.
-
-    Args:
-        original (`Callable`): the function of the modeling file.
-        module (`nn.Module`): the attention layer.
-        options (`dict`): what it is called with after the mask.
     """
     given = frozenset(name for name, option in options.items() if option is not None)
     if "scaling" not in given:

@@ -65,19 +65,15 @@ def flex_attention(
     queries: Tensor,  # [S, heads, D]
     keys: Tensor,  # [K, key heads, D]
     values: Tensor,  # [K, key heads, D]
-    block_mask: Any,
+    block_mask: Any,  # from [`build_block_mask`]
     scaling: float | None,
     softcap: float | None,
     sinks: Tensor | None,  # [heads]
-    attention: Callable | None = None,
+    attention: Callable | None = None,  # [`not_compiled`] or the like, by default compiled
 ) -> Tensor:
     """
     Attention of each sequence to its own keys, its scores capped by `softcap * tanh(score / softcap)`, with or without
     sinks.
-
-    Args:
-        block_mask: from [`build_block_mask`].
-        attention (`Callable`, *optional*): [`not_compiled`] or the like, by default compiled.
 
     Returns:
         `Tensor`: `[S, heads, D]`.
@@ -137,11 +133,6 @@ def build_block_mask(boundaries: Boundaries, queries: int, keys: int, window: in
     The mask under which each of `queries` tokens sees the `keys` of its own sequence up to itself, within a window.
 
     It is built from ranges of blocks, because a mask of all pairs would take more memory than the activations.
-
-    Args:
-        boundaries ([`Boundaries`]): of the sequences.
-        queries, keys (`int`): `S` and `K`.
-        window (`int`, *optional*): in tokens, the token itself among them.
     """
     last = own_keys(boundaries, queries)  # [S]
     cu_k = boundaries.cu_seq_lens_k.long()

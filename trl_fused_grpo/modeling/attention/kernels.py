@@ -15,34 +15,20 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Boundaries(NamedTuple):
-    """
-    Where sequences begin, under transformers' names.
+    """Where sequences begin, under transformers' names."""
 
-    Args:
-        cu_seq_lens_q, cu_seq_lens_k (`Tensor`):
-            `[sequences + 1]`, int32: where the queries and the keys of each sequence begin.
-        max_length_q, max_length_k (`int`): of the longest sequence.
-    """
-
-    cu_seq_lens_q: Tensor
-    cu_seq_lens_k: Tensor
-    max_length_q: int
-    max_length_k: int
+    cu_seq_lens_q: Tensor  # [sequences + 1], int32: where the queries and the keys of each sequence begin
+    cu_seq_lens_k: Tensor  # [sequences + 1], int32: where the queries and the keys of each sequence begin
+    max_length_q: int  # of the longest sequence
+    max_length_k: int  # of the longest sequence
 
 
 class FlashCall(NamedTuple):
-    """
-    FlashAttention over sequences: causal, the last query of each at its last key.
+    """FlashAttention over sequences: causal, the last query of each at its last key."""
 
-    Args:
-        boundaries ([`Boundaries`]): of the sequences.
-        scaling (`float`, *optional*): of the scores.
-        window (`int`, *optional*): the sliding window, in tokens.
-    """
-
-    boundaries: Boundaries
-    scaling: float | None
-    window: int | None
+    boundaries: Boundaries  # of the sequences
+    scaling: float | None  # of the scores
+    window: int | None  # the sliding window, in tokens
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Any:
         """From `[S, heads, D]` and `[K, key heads, D]`: output, log-sum-exp, two random states, a debug mask."""

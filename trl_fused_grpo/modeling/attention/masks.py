@@ -20,11 +20,6 @@ def build_sequence_masks(original: Callable, lengths: list[int], options: dict[s
     """
     The masks of all sequences, flat and one after the other: for `n` tokens `n * n` numbers.
 
-    Args:
-        original (`Callable`): transformers' mask function.
-        lengths (`list[int]`): tokens of each sequence in the row.
-        options (`dict`): its arguments for the whole row.
-
     Returns:
         `Tensor`: `[1, 1, 1, N]`, so that a model that looks at it finds a mask.
     """

@@ -48,12 +48,6 @@ def watched_call(call: WatchedCall, model: nn.Module | None = None) -> Generator
 
     Until the `call` is let go, our functions stand in transformers' tables. Give the call to the model as `watched`
     where rows are packed: layers that are computed again in backward hold it as long as they need them.
-
-    Args:
-        call ([`WatchedCall`]): what is seen goes there.
-        model (`nn.Module`, *optional*):
-            In its wrappers or bare. Our functions stand in its modeling files too, which have the attention of models
-            that load as `"eager"`.
     """
     _install_while_alive(call, model)
     with temporary_value(running_call, call):
@@ -105,13 +99,7 @@ def cudnn_attention_off() -> Generator[None, None, None]:
 
 
 def why_replaced(causal_lm: nn.Module, implementation: str) -> str | None:
-    """
-    Why packed rows cannot stand for a model's attention, or `None`: a function of it is not transformers' own.
-
-    Args:
-        causal_lm (`nn.Module`): the causal language model.
-        implementation (`str`): its `attn_implementation`.
-    """
+    """Why packed rows cannot stand for a model's attention, or `None`: a function of it is not transformers' own."""
     functions = {f"the {kind} function": table.get(implementation) for kind, table in _TABLES.items()}
     if implementation == "eager":
         name = model_compat.EAGER_ATTENTION

@@ -24,12 +24,7 @@ _MASKS_ARE_SEEN: WeakSet[nn.Module] = WeakSet()
 
 
 class PaddedCall:
-    """
-    A forward over padded rows.
-
-    Attributes:
-        leaves_cudnn_off (`bool`): whether its backward too must not take cuDNN's attention.
-    """
+    """A forward over padded rows."""
 
     leaves_cudnn_off = False
 
@@ -38,10 +33,6 @@ class PaddedCall:
 def padded_call(model: nn.Module, opens_masks: bool) -> Generator[PaddedCall, None, None]:
     """
     While it lasts, a forward over padded rows is safe from NaN gradients. Without a gradient or CUDA nothing happens.
-
-    Args:
-        model (`nn.Module`): that runs, the same object at every call.
-        opens_masks (`bool`): whether what attention returns at padding may be anything.
     """
     call = PaddedCall()
     if not (torch.is_grad_enabled() and torch.cuda.is_initialized()):
@@ -66,13 +57,7 @@ def padded_call(model: nn.Module, opens_masks: bool) -> Generator[PaddedCall, No
 
 
 def opened(mask: Any) -> Any:
-    """
-    A mask in which queries without any key attend to all keys.
-
-    Args:
-        mask: bool `[B, 1, L, L]`, true where a query attends to a key. Whatever else there is stays as it is: no mask,
-            that of flex attention, or numbers, of which the least one is no infinity.
-    """
+    """A mask in which queries without any key attend to all keys."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return mask
     return mask | ~mask.any(-1, keepdim=True)

@@ -29,12 +29,6 @@ def cu_seqlens_arguments(
     """
     Keyword arguments that tell attention layers where packed sequences begin, under transformers' names. They go
     through every layer, so that gradient checkpointing finds them again in backward.
-
-    Args:
-        lengths (`Sequence[int]`): tokens of each sequence in the row, `S` in all.
-        key_lengths (`Sequence[int]`): tokens that each attends to, its own last, `K` in all.
-        shared ([`SharedPrefixKV`], *optional*): where those are. Without it each sequence attends to itself alone.
-        device (`torch.device`): of the model's inputs.
     """
     cu_seqlens = torch.tensor([[0, *accumulate(lengths)], [0, *accumulate(key_lengths)]], dtype=torch.int32).to(device)
     return {
@@ -47,22 +41,13 @@ def cu_seqlens_arguments(
 
 
 class SharedPrefixKV(NamedTuple):
-    """
-    Where the keys of each sequence are, when several attend to the same ones.
+    """Where the keys of each sequence are, when several attend to the same ones."""
 
-    Args:
-        index (`Tensor`): `[K]`: position in the row of `S` tokens.
-        first (`Tensor`): `[S]`: where in `index` each position stands first; anything for one that does not.
-        shared (`Tensor`): `[P]`: the positions that stand there more than once, or not at all, and the first two.
-        copies (`Tensor`): `[C]`: for each of these in turn, where in `index` it stands.
-        starts (`Tensor`): `[P + 1]`: where in `copies` each of them begins.
-    """
-
-    index: Tensor
-    first: Tensor
-    shared: Tensor
-    copies: Tensor
-    starts: Tensor
+    index: Tensor  # [K]: position in the row of `S` tokens
+    first: Tensor  # [S]: where in `index` each position stands first; anything for one that does not
+    shared: Tensor  # [P]: the positions that stand there more than once, or not at all, and the first two
+    copies: Tensor  # [C]: for each of these in turn, where in `index` it stands
+    starts: Tensor  # [P + 1]: where in `copies` each of them begins
 
     @classmethod
     def at(cls, index: Tensor, count: int) -> "SharedPrefixKV":
@@ -131,9 +116,6 @@ def chunked(options: dict[str, Any], tokens: int) -> dict[str, Any]:
     """
     The arguments under which each chunk of a sequence is a sequence of its own, for attention in chunks of `tokens`,
     counted from the first key of a sequence. Keys of chunks without queries are left out.
-
-    Args:
-        options (`dict`): those of [`cu_seqlens_arguments`] for the whole sequences.
     """
     cu_seqlens, cu_keys = options["cu_seq_lens_q"], options["cu_seq_lens_k"].tolist()
     shared: SharedPrefixKV | None = options.get("shared_prefix_kv")

@@ -47,18 +47,11 @@ _KIND_OF_LAYER: dict[str, type] = {"sliding_attention": int, "chunked_attention"
 
 
 class KeptMask(NamedTuple):
-    """
-    How transformers would build a mask of the packed row.
+    """How transformers would build a mask of the packed row."""
 
-    Args:
-        stand_in (`Tensor`): what the model got in its place.
-        original (`Callable`): transformers' mask function.
-        options (`dict`): its arguments.
-    """
-
-    stand_in: Tensor
-    original: Callable
-    options: dict[str, Any]
+    stand_in: Tensor  # what the model got in its place
+    original: Callable  # transformers' mask function
+    options: dict[str, Any]  # its arguments
 
 
 # The call that watches the model which runs in this thread
@@ -70,28 +63,13 @@ class WatchedCall:
     What is seen of a model's attention while it runs on packed rows, or on padded ones whose masks are opened.
 
     It is no dataclass on purpose: mixed-precision wrappers rebuild the dataclasses and containers in keyword arguments.
-
-    Args:
-        lengths (`list[int]`, *optional*): tokens of each sequence in a packed row.
-        has_images (`bool`): whether the row has images, whose tokens a mask may treat in its own way.
-        shares_prompts (`bool`): whether sequences in the row may attend to a prompt elsewhere in it.
-        open_mask (`Callable`, *optional*): makes of a mask what the model gets, where rows have TRL's padding.
-
-    Attributes:
-        needs_own_prompts (`bool`): whether the row must not share prompts.
-        windows (`set`):
-            Of the masks that the model asked for: sliding windows, [`Chunk`]s, or `None` for a mask without.
-        memo (`dict`): what is made once for all layers.
-        keeps_masks (`bool`): whether layers with an attention of their own want the masks that packed rows do without.
-        mask_dtype (`torch.dtype`, *optional*): of the masks that it asked for, where they are numbers.
-        reason (`str`, *optional*): why the rows must have TRL's padding.
     """
 
     def __init__(
         self,
-        lengths: list[int] | None = None,
-        has_images: bool = False,
-        shares_prompts: bool = False,
+        lengths: list[int] | None = None,  # tokens of each sequence in a packed row
+        has_images: bool = False,  # whether the row has images, whose tokens a mask may treat in its own way
+        shares_prompts: bool = False,  # whether sequences in the row may attend to a prompt elsewhere in it
         open_mask: Callable[[Any], Any] | None = None,
     ):
         self.lengths, self.open_mask = lengths or [], open_mask

@@ -53,46 +53,20 @@ class FusedRequest:
     """
     What a forward should return in place of logits. The model gets it as one opaque callable: mixed-precision wrappers
     cast the tensors they find in keyword arguments.
-
-    Args:
-        positions (`Tensor`):
-            Flat positions in `[B, T]` of the tokens whose log-prob is asked for, `[N]`.
-        completion_ids (`Tensor`):
-            Token ids `[B, T]`; each is predicted from the position before it.
-        temperature (`float`):
-            Sampling temperature.
-        scaling ([`LogitScaling`], *optional*):
-            Of the logits. By default what the model's configuration says now.
-        forecast ([`Forecast`], *optional*):
-            The gradient each of the `N` rows is expected to receive.
-        logit_positions (`Tensor`, *optional*):
-            Flat positions, in the hidden states `[B, L]`, of the tokens before, `[N]`. Without them the hidden states
-            end with the completion, in TRL's padding.
-        fp32 (`bool`):
-            Whether the head computes in float32 outside autocast.
-        aux_loss (`bool`):
-            Whether to return the load-balancing loss of a Mixture-of-Experts model too.
-        logits_mib (`float`, *optional*):
-            Memory for the logits at a time, in MiB. By default a chunk of them has a size of its own, and a sequence
-            takes what [`default_group_mib`] allows.
-        tokens (`int`):
-            Tokens that TRL's rows would have in the model at a time, padding included.
-        options:
-            Further keyword arguments of [`fused_linear_logps`].
     """
 
     def __init__(
         self,
-        positions: Tensor,
-        completion_ids: Tensor,
-        temperature: float,
-        scaling: LogitScaling | None = None,
-        forecast: Forecast | None = None,
+        positions: Tensor,  # Flat positions in `[B, T]` of the tokens whose log-prob is asked for, `[N]`
+        completion_ids: Tensor,  # Token ids `[B, T]`; each is predicted from the position before it
+        temperature: float,  # Sampling temperature
+        scaling: LogitScaling | None = None,  # Of the logits. By default what the model's configuration says now
+        forecast: Forecast | None = None,  # The gradient each of the `N` rows is expected to receive
         logit_positions: Tensor | None = None,
-        fp32: bool = False,
-        aux_loss: bool = False,
+        fp32: bool = False,  # Whether the head computes in float32 outside autocast
+        aux_loss: bool = False,  # Whether to return the load-balancing loss of a Mixture-of-Experts model too
         logits_mib: float | None = None,
-        tokens: int = 0,
+        tokens: int = 0,  # Tokens that TRL's rows would have in the model at a time, padding included
         **options: Any,
     ):
         self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions

@@ -24,11 +24,6 @@ def load_balancing_loss(causal_lm: PreTrainedModel, outputs: Any, attention_mask
     """
     The auxiliary loss, a scalar.
 
-    Args:
-        causal_lm (`PreTrainedModel`): one for which [`why_no_aux_loss`] knows no reason.
-        outputs (`ModelOutput`): its backbone's, with router logits.
-        attention_mask (`Tensor`, *optional*): `[B, L]`: the positions that count; all of them without.
-
     Raises:
         `ValueError`: when the backbone returned no router logits.
     """

@@ -35,16 +35,10 @@ CHECKPOINTED_BUDGET = 0.0
 
 
 class _Kind(NamedTuple):
-    """
-    What layers have in common that share a compiled code.
+    """What layers have in common that share a compiled code."""
 
-    Args:
-        cls (`type`): their class.
-        budget (`float`): the share of what they would keep for backward that they may.
-    """
-
-    cls: type
-    budget: float
+    cls: type  # their class
+    budget: float  # the share of what they would keep for backward that they may
 
 
 _compiled: dict[_Kind, Callable] = {}
@@ -64,13 +58,7 @@ def compiling(layers: Sequence[tuple[int, Any]]) -> Generator[None, None, None]:
 
 
 def why_not_compiled(asked: bool | None, device: torch.device) -> str | None:
-    """
-    Return why the layers of no model are compiled on a device, or `None`.
-
-    Args:
-        asked (`bool`, *optional*): the option `fused_compile`.
-        device (`torch.device`): where the model is.
-    """
+    """Return why the layers of no model are compiled on a device, or `None`."""
     if asked is False:
         return "fused_compile=False"
     return None if asked else why_not_triton(device)
@@ -79,9 +67,6 @@ def why_not_compiled(asked: bool | None, device: torch.device) -> str | None:
 def layers_to_compile(model: nn.Module) -> tuple[list[tuple[int, Any]], str | None]:
     """
     The decoder layers of a model that can run compiled, each with its number, and where there are none the reason.
-
-    Args:
-        model (`nn.Module`): in no wrapper but PEFT's and the compiler's.
     """
     causal_lm = model_compat.without_adapter(torch_compat.without_compiler(model))
     layers = layers_of(architecture.text_model(causal_lm))
@@ -125,10 +110,6 @@ def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
 def compiled_layers(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Generator[None, None, None]:
     """
     While it lasts, the layers of a model that [`compiling`] names run compiled on the packed row that `call` watches.
-
-    Args:
-        causal_lm (`PreTrainedModel`): in no wrapper.
-        call ([`WatchedCall`], *optional*): of the row.
     """
     layers = _layers_on.get()
     is_seen = torch_compat.operations_are_seen() or torch.is_inference_mode_enabled()
@@ -154,15 +135,7 @@ def compiled_layers(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Gen
 
 
 class _CompiledLayer:
-    """
-    The forward of a layer on one packed row.
-
-    Args:
-        layer (`nn.Module`): the layer.
-        place (`Any`): with the text model's `config` and the layer's `layer_idx`.
-        call ([`WatchedCall`]): of the row.
-        budget (`float`): see [`_Kind`].
-    """
+    """The forward of a layer on one packed row."""
 
     def __init__(self, layer: Any, place: Any, call: WatchedCall, budget: float):
         self.layer, self.place, self.call = layer, place, call

@@ -13,10 +13,6 @@ def override_forward(module: nn.Module, override: Callable) -> None:
     """
     Have a module run `override(module, original, *args, **kwargs)` as its forward. Idempotent: a module that has an
     override keeps it, also where something was wrapped around it since.
-
-    Args:
-        module (`nn.Module`): keeps its class.
-        override (`Callable`): gets the module, its original forward as a function of the arguments, and these.
     """
     if is_override(module.forward):
         return

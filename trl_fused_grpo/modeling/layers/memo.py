@@ -20,9 +20,6 @@ class LayerMemo(Generic[T]):
     """
     Keeps what a function finds out about a model: a walk over all modules takes as long as a layer. When the user
     replaces a decoder layer, or a part of one, as a projection, the function is called again.
-
-    Args:
-        find_out (`Callable`): gets the causal language model.
     """
 
     def __init__(self, find_out: Callable[[PreTrainedModel], T]):

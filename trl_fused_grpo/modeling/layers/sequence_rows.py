@@ -16,21 +16,7 @@ MOST_PARTS = 48  # more sequences than these are grouped a few at a time: findin
 
 
 class SequenceRows:
-    """
-    Rows of their own for the sequences of a packed row, in groups of similar length.
-
-    Args:
-        lengths (`Sequence[int]`): tokens of each sequence in the packed row, `S` in all.
-        device (`torch.device`): of the row.
-        most_groups (`int`, *optional*): how many groups there may be.
-
-    Attributes:
-        indices (`list[Tensor]`):
-            For each group `[n, W]`: which token of the packed row stands where. Behind a sequence its last token
-            stands again, up to the length of the longest.
-        places (`Tensor`): `[S]`: where each token stands in the flat rows of all groups, one after the other.
-        count (`int`): of places in these rows.
-    """
+    """Rows of their own for the sequences of a packed row, in groups of similar length."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, most_groups: int | None = None):
         starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -77,11 +63,6 @@ class SpacedRow(SequenceRows):
     """
     One row for all sequences, with zeros between them: for layers that see no farther back than these. Zeros behind
     the last one make its length a multiple of `ALIGNMENT`.
-
-    Args:
-        lengths (`Sequence[int]`): tokens of each sequence in the packed row, `S` in all.
-        device (`torch.device`): of the row.
-        zeros (`int`): how many stand before each sequence but the first.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, zeros: int):
@@ -128,10 +109,6 @@ class _Pack(torch.autograd.Function):
 def length_groups(lengths: Sequence[int], most: int | None = None) -> list[list[int]]:
     """
     Partition sequences into groups of similar length, so that rows as long as the longest of each cost least.
-
-    Args:
-        lengths (`Sequence[int]`): of the sequences.
-        most (`int`, *optional*): how many groups there may be.
 
     Returns:
         `list[list[int]]`: indices of each group, the longest first.

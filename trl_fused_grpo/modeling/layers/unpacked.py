@@ -29,19 +29,11 @@ from .sequence_rows import SequenceRows, SpacedRow
 
 
 class UnpackedLayers(NamedTuple):
-    """
-    The layers of a model that run unpacked.
+    """The layers of a model that run unpacked."""
 
-    Args:
-        with_state (`list[nn.Module]`): those that carry a state along the sequence.
-        attention (`list[nn.Module]`): attention that reads the model's mask by itself.
-        checkpointed (`list[nn.Module]`): the modules of the text model that can checkpoint; empty where nothing is
-            unpacked.
-    """
-
-    with_state: list[nn.Module]
-    attention: list[nn.Module]
-    checkpointed: list[nn.Module]
+    with_state: list[nn.Module]  # those that carry a state along the sequence
+    attention: list[nn.Module]  # attention that reads the model's mask by itself
+    checkpointed: list[nn.Module]  # the modules of the text model that can checkpoint; empty where nothing is unpacked
 
 
 @LayerMemo

@@ -14,40 +14,23 @@ _HASH_BASE = 6364136223846793005  # any odd number of 64 bits
 
 @dataclass(frozen=True)
 class Layout:
-    """
-    What the model is called with, and where the predictions are found.
+    """What the model is called with, and where the predictions are found."""
 
-    Args:
-        model_inputs (`dict`): keyword arguments of the model.
-        logit_positions (`Tensor`, *optional*):
-            `[B, T]`: flat position, in the hidden states, of the token before each completion token. `None` where rows
-            have TRL's padding: the last `T + 1` columns of the hidden states are those.
-        row ([`PackedRow`], *optional*): what stands in the row, where it is packed.
-    """
-
-    model_inputs: dict[str, Any]
+    model_inputs: dict[str, Any]  # keyword arguments of the model
+    # [B, T]: where in the flat hidden states the token before each completion token is; `None` with TRL's padding
     logit_positions: Tensor | None = None
-    row: "PackedRow | None" = None
+    row: "PackedRow | None" = None  # what stands in the row, where it is packed
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """
-    What stands in a packed row.
+    """What stands in a packed row."""
 
-    Args:
-        index (`Tensor`): `[S]`: flat position in TRL's padded batch `[B, P + T]` of each token.
-        lengths (`list[int]`): tokens of each sequence in the row.
-        has_prompt (`list[bool]`): for each of the `B` sequences, whether its prompt stands in the row under it.
-        shares_prompts (`bool`): whether sequences may attend to a prompt under another one.
-        has_images (`bool`): whether there are images in the row.
-    """
-
-    index: Tensor
-    lengths: list[int]
-    has_prompt: list[bool]
-    shares_prompts: bool = False
-    has_images: bool = False
+    index: Tensor  # [S]: flat position in TRL's padded batch `[B, P + T]` of each token
+    lengths: list[int]  # tokens of each sequence in the row
+    has_prompt: list[bool]  # for each of the `B` sequences, whether its prompt stands in the row under it
+    shares_prompts: bool = False  # whether sequences may attend to a prompt under another one
+    has_images: bool = False  # whether there are images in the row
 
 
 class HolesError(ValueError):
@@ -56,28 +39,15 @@ class HolesError(ValueError):
 
 @dataclass(frozen=True)
 class Rows:
-    """
-    The rows of a sub-batch.
+    """The rows of a sub-batch."""
 
-    Args:
-        input_ids, attention_mask (`Tensor`): `[B, P + T]`, prompts padded left and completions right.
-        completion_length (`int`): `T`.
-        selected (`Tensor`): `[B, T]`, bool: the tokens whose log-probability is read.
-        wanted (`Tensor`): `[B]`, bool: the sequences that the model must see; others may be left out.
-        needs_last_column (`bool`):
-            Whether the longest position must be that of TRL's padded rows, see [`layout_choice.Traits`].
-        image_keys (`Tensor`, *optional*):
-            `[B]`: a number for the images of each sequence, the same for the same images. A prompt is shared among
-            sequences with the same images.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    completion_length: int
-    selected: Tensor
-    wanted: Tensor
+    input_ids: Tensor  # [B, P + T], prompts padded left and completions right
+    attention_mask: Tensor  # [B, P + T], prompts padded left and completions right
+    completion_length: int  # `T`
+    selected: Tensor  # [B, T], bool: the tokens whose log-probability is read
+    wanted: Tensor  # [B], bool: the sequences that the model must see; others may be left out
     needs_last_column: bool = False
-    image_keys: Tensor | None = None
+    image_keys: Tensor | None = None  # [B]
 
     def with_holes(self, mask: Tensor) -> Tensor:
         """
@@ -93,11 +63,6 @@ class Rows:
 def packed(rows: Rows, share_prompts: bool) -> Layout:
     """
     The micro-batch as one row without padding, one sequence after the other.
-
-    Args:
-        rows ([`Rows`]): of the micro-batch.
-        share_prompts (`bool`):
-            Whether a prompt stands in the row once, before the first of its completions. The others attend to it there.
 
     Raises:
         [`HolesError`]: when there are rows that are not one sequence each.

@@ -22,28 +22,15 @@ STATE_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hyb
 
 
 class Traits(NamedTuple):
-    """
-    What the modules of a model tell about the rows that it can take.
+    """What the modules of a model tell about the rows that it can take."""
 
-    Args:
-        has_sinks (`bool`): whether attention has sinks.
-        is_causal (`bool`): whether no module says that its attention is not.
-        needs_last_column (`bool`):
-            Whether factors of rotary positions follow the longest position (longrope, dynamic NTK): then TRL's padding
-            decides them for every token, and rows must reach as far.
-        compresses (`bool`): whether modules compress the tokens that a layer attends to, padding included.
-        chooses (`bool`): whether modules choose the tokens that a layer attends to.
-        is_wrapped (`bool`): whether layers are checkpointed by a module around them.
-        drops_out (`bool`): whether attention is known to drop out in training.
-    """
-
-    has_sinks: bool
-    is_causal: bool
+    has_sinks: bool  # whether attention has sinks
+    is_causal: bool  # whether no module says that its attention is not
     needs_last_column: bool
-    compresses: bool
-    chooses: bool
-    is_wrapped: bool
-    drops_out: bool
+    compresses: bool  # whether modules compress the tokens that a layer attends to, padding included
+    chooses: bool  # whether modules choose the tokens that a layer attends to
+    is_wrapped: bool  # whether layers are checkpointed by a module around them
+    drops_out: bool  # whether attention is known to drop out in training
 
 
 @LayerMemo
@@ -62,14 +49,7 @@ def traits(causal_lm: PreTrainedModel) -> Traits:
 
 
 def why_not_packed(model: nn.Module, causal_lm: PreTrainedModel, reads_padding: bool = False) -> str | None:
-    """
-    Why the rows of a model may not be packed, or `None`.
-
-    Args:
-        model (`nn.Module`): in no wrapper but PEFT's.
-        causal_lm (`PreTrainedModel`): the causal language model in it.
-        reads_padding (`bool`): whether the objective reads log-probs of padding.
-    """
+    """Why the rows of a model may not be packed, or `None`."""
     if reads_padding:
         return "TRL's LUSPO of this version reads padding"
     if (reason := model_compat.why_adapter_reads_rows(model)) is not None:
@@ -125,13 +105,7 @@ def depends_on_width(causal_lm: PreTrainedModel) -> bool:
 
 
 def why_wide_rows_differ(causal_lm: PreTrainedModel, size: int, width: int) -> str | None:
-    """
-    Why a batch of a model that may have packed rows must be as TRL pads it all the same, or `None`.
-
-    Args:
-        causal_lm (`PreTrainedModel`): the model.
-        size, width (`int`): of the batch in TRL's padding, the most of any process.
-    """
+    """Why a batch of a model that may have packed rows must be as TRL pads it all the same, or `None`."""
     config = causal_lm.config.get_text_config()
     columns, chosen = architecture.unscaled_columns(config), architecture.chosen_tokens(config)
     if columns is not None and size * width > columns:

@@ -18,15 +18,7 @@ from .layout import Layout, PackedRow
 
 
 class MultimodalInputs:
-    """
-    What a multimodal model is called with for a batch of `B` sequences in TRL's padding `[B, P + T]`.
-
-    Args:
-        first_rows (`Callable[[int], dict]`):
-            The keyword arguments with which TRL would call the model for so many of the first rows of the batch. Only
-            TRL knows which images belong to a row; it tells by their number.
-        count (`int`): `B`.
-    """
+    """What a multimodal model is called with for a batch of `B` sequences in TRL's padding `[B, P + T]`."""
 
     def __init__(self, first_rows: Callable[[int], dict[str, Any]], count: int):
         self._first_rows, self.count = first_rows, count
@@ -95,14 +87,7 @@ class MultimodalInputs:
         return {name: self.of_batch[name][index] for name in self._per_token} | self._images_of(rows)
 
     def packed(self, layout: Layout, rows: Sequence[int], position_ids: Tensor | None) -> Layout:
-        """
-        A packed layout of text with what belongs to its images.
-
-        Args:
-            layout ([`Layout`]): of these rows, packed.
-            rows (`Sequence[int]`): which rows of the batch it has.
-            position_ids (`Tensor`, *optional*): from [`position_ids`].
-        """
+        """A packed layout of text with what belongs to its images."""
         row = layout.row
         assert row is not None, "the layout is packed"
         batch = torch.tensor(rows, device=row.index.device)
@@ -138,12 +123,7 @@ class MultimodalInputs:
         return positions
 
     def image_keys(self, prompts: Sequence[int]) -> Tensor:
-        """
-        A number for the images of each row `[B]`, the same where images are.
-
-        Args:
-            prompts (`Sequence[int]`): a number for the prompt of each row, the same for the same token ids.
-        """
+        """A number for the images of each row `[B]`, the same where images are."""
         first: dict[int, int] = {}
         pairs = [(row, first.setdefault(prompt, row)) for row, prompt in enumerate(prompts)]
         pairs = [(row, other) for row, other in pairs if row != other]

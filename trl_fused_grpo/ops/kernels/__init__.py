@@ -12,21 +12,11 @@ import torch
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """
-    What happens to the raw logits (the head's output) before the softmax: scale, then softcap, then temperature.
+    """What happens to the raw logits (the head's output) before the softmax: scale, then softcap, then temperature."""
 
-    Args:
-        logit_scale (`float`, *optional*, defaults to `1.0`):
-            Multiplier of the raw logits.
-        softcap (`float`, *optional*):
-            `z` becomes `softcap * tanh(z / softcap)`.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature, which divides the logits.
-    """
-
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
+    logit_scale: float = 1.0  # Multiplier of the raw logits
+    softcap: float | None = None  # `z` becomes `softcap * tanh(z / softcap)`
+    temperature: float = 1.0  # Sampling temperature, which divides the logits
 
 
 @functools.cache
