@@ -1,4 +1,4 @@
-"""A library that lost something which this package builds upon is refused at the import, and what it lost is named."""
+"""A TRL that lost something which this package builds upon is refused at the import, and what it lost is named."""
 
 import subprocess
 import sys
@@ -12,10 +12,8 @@ from trl_fused_grpo._compat import required
 LOSING = """
 import importlib, inspect, sys, types, warnings
 warnings.simplefilter("ignore")
-import torch, trl
-from torch import nn
+import trl
 from trl import GRPOConfig, GRPOTrainer
-from trl_fused_grpo._compat.required import NAMES, VARIABLES
 
 def outcome():
     for name in [n for n in sys.modules if n.split(".")[0] == "trl_fused_grpo"]:
@@ -43,37 +41,6 @@ def renamed(code, name):
     names = {kind: tuple("another_name" if n == name else n for n in getattr(code, kind)) for kind in kinds}
     consts = tuple(renamed(c, name) if isinstance(c, types.CodeType) else c for c in code.co_consts)
     return code.replace(**names, co_consts=consts)
-
-def without_variable(function, name):
-    kept = function.__code__
-    function.__code__ = renamed(kept, name)
-    result = outcome()
-    function.__code__ = kept
-    return result
-
-def without_name(owner, home, name):
-    if owner == "torch.ops.aten":
-        kept = [other for other in NAMES[owner][1] if other != name]
-        torch.ops.aten = types.SimpleNamespace(**{other: getattr(home, other) for other in kept})
-        result = outcome()
-        torch.ops.aten = home
-        return result
-    if owner == "torch.nn.Module" and name in vars(home):
-        original = nn.Module.__init__
-        def init(self, *args, **kwargs):
-            original(self, *args, **kwargs)
-            vars(self).pop(name)
-        nn.Module.__init__ = init
-        result = outcome()
-        nn.Module.__init__ = original
-        return result
-    if isinstance(home, types.ModuleType):
-        kept = vars(home)[name]
-        delattr(home, name)
-        result = outcome()
-        setattr(home, name, kept)
-        return result
-    return without(home if isinstance(home, type) else type(home), name)
 
 def without_attribute(name):
     kept, hidden = [], []
@@ -107,22 +74,12 @@ for name in ATTRIBUTES:
     print("GRPOTrainer", name, without_attribute(name), sep="|")
 for name in OPTIONS:
     print("GRPOConfig", name, without_option(name), sep="|")
-for owner, (home, names) in NAMES.items():
-    for name in names if owner != "torch.Tensor" else ():  # nothing can be taken from a class of C
-        print(owner, name, without_name(owner, home, name), sep="|")
-for owner, (function, names) in VARIABLES.items():
-    for name in names:
-        print(owner, name, without_variable(function, name), sep="|")
 assert outcome() == "imported", outcome()
 """
 
 
 def expected(names):
     return [name for since, group in names.items() if Version(since) <= required.TRL for name in group]
-
-
-LISTED = [(owner, name) for owner, (_, names) in required.NAMES.items() for name in names]
-SHARED = [(owner, name) for owner, (_, names) in required.VARIABLES.items() for name in names]
 
 
 @pytest.mark.nightly
@@ -136,8 +93,7 @@ def test_every_name_that_a_library_lost_is_named_by_an_import_error():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     lines = [line.split("|") for line in run.stdout.splitlines() if line.count("|") == 2]
-    others = [owner for owner, _ in [*LISTED, *SHARED] if owner != "torch.Tensor"]
-    assert len(lines) == sum(map(len, names.values())) - 1 + len(others)  # `__init__` is never lost
+    assert len(lines) == sum(map(len, names.values())) - 1  # `__init__` is never lost
     wrong = {
         f"{owner}.{name}": message for owner, name, message in lines if not names_what_is_gone(message, owner, name)
     }
@@ -146,36 +102,6 @@ def test_every_name_that_a_library_lost_is_named_by_an_import_error():
 
 def names_what_is_gone(message, owner, name):
     return any(f"{owner} has no {name}{end}" in message for end in (";", ")"))
-
-
-class Without:
-    """An object that has lost an attribute."""
-
-    def __init__(self, home, name):
-        self.home, self.name = home, name
-
-    def __getattr__(self, name):
-        if name == self.name:
-            raise AttributeError(name)
-        return getattr(self.home, name)
-
-
-@pytest.mark.parametrize(("owner", "name"), LISTED, ids=str)
-def test_a_name_that_an_object_lost_is_named(owner, name, monkeypatch):
-    home, names = required.NAMES[owner]
-    monkeypatch.setitem(required.NAMES, owner, (Without(home, name), names))
-    with pytest.raises(ImportError) as error:
-        required.check_trl()
-    assert names_what_is_gone(str(error.value), owner, name)
-
-
-@pytest.mark.parametrize(("owner", "name"), SHARED, ids=str)
-@pytest.mark.parametrize("is_gone", [False, True], ids=["", "with-its-function"])
-def test_a_name_that_a_function_lost_is_named(owner, name, is_gone, monkeypatch):
-    monkeypatch.setitem(required.VARIABLES, owner, (None if is_gone else names_what_is_gone, (name,)))
-    with pytest.raises(ImportError) as error:
-        required.check_trl()
-    assert names_what_is_gone(str(error.value), owner, name)
 
 
 @pytest.mark.nightly

@@ -1,12 +1,13 @@
 """Forecasts of several micro-batches that share a forward: one common factor, whatever the normalizer of each is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.oracle import relative_error
 from trl_fused_grpo.loss.batch import GRPOBatch
-from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
-from trl_fused_grpo.loss.forecast import forecast, grad_rows_first
+from trl_fused_grpo.loss.forecast import BatchForecast, forecast, grad_rows_first
 from trl_fused_grpo.loss.importance_sampling import SamplingCorrection
 from trl_fused_grpo.loss.objective import GRPOObjective, token_terms
 from trl_fused_grpo.loss.reduction import reduce_loss
@@ -106,7 +107,6 @@ def test_joined_forecasts_whose_ratio_is_computed_in_training(mode, beta):
     for rows, normalizer in PARTS:
         ratio = correction.ratio(LOGPS[rows], SAMPLING[rows], MASK[rows])
         batches.append(batch_of(rows, normalizer, False, ratio))
-        without_ratio = forecast(objective, batch_of(rows, normalizer, False))
-        parts.append(DeferredForecast(without_ratio, correction, SAMPLING[rows]))
-    assert_is_forecast(DeferredForecast.joined(parts), gradients_of(objective, batches))
-    assert DeferredForecast.joined(parts[:1]).correction is correction
+        batch = replace(batch_of(rows, normalizer, False), sampling_per_token_logps=SAMPLING[rows])
+        parts.append(forecast(objective, batch, correction))
+    assert_is_forecast(BatchForecast.joined(parts), gradients_of(objective, batches))

@@ -8,7 +8,7 @@ from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
 from tests.oracle import relative_error
 from trl_fused_grpo import FusedLinearGRPOLoss
-from trl_fused_grpo.loss.objective import LOSS_TYPES, GRPOObjective
+from trl_fused_grpo.loss.objective import LOSS_TYPES
 
 from .test_liger_loss import (
     ADVANTAGES,
@@ -143,11 +143,6 @@ def test_attributes_set_after_construction_take_effect():
     loss_fn(HIDDEN, WEIGHT, IDS, MASK, ADVANTAGES)  # beta is zero, so no reference is needed
 
 
-def test_a_loss_made_from_an_objective_has_that_objective():
-    objective = GRPOObjective(loss_type="sapo", beta=0.3, kl_estimator="k2", entropy_coef=0.1, reduction="token_mean")
-    assert FusedLinearGRPOLoss.from_objective(objective, backward="recompute").objective == objective
-
-
 @pytest.mark.parametrize("name", ["ref_per_token_logps", "old_per_token_logps", "sampling_per_token_logps"])
 def test_log_probs_of_another_shape_are_named(name):
     with pytest.raises(ValueError, match=rf"^{name} has shape \[4, 8\], but token ids of shape \[4, 9\]"):
@@ -180,11 +175,6 @@ def test_the_memory_of_logits_is_that_asked_for(logits_mib):
     [call] = computed.call_args_list
     assert call.kwargs["logits_mib"] == logits_mib
     assert (call.kwargs.get("group_mib") is None) == (logits_mib is not None)
-
-
-def test_further_arguments_go_with_an_objective():
-    loss = FusedLinearGRPOLoss.from_objective(GRPOObjective(), logits_mib=3.0, backward="recompute")
-    assert (loss.logits_mib, loss.backward) == (3.0, "recompute")
 
 
 def strided(tensor):

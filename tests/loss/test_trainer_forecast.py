@@ -1,4 +1,4 @@
-"""What `FusedLinearGRPOLoss` forecasts for the trainer, against a float64 oracle; what it asks of the fused head."""
+"""What is forecast for the trainer, against a float64 oracle; what it asks of the fused head."""
 
 from dataclasses import replace
 from unittest import mock
@@ -10,7 +10,7 @@ from tests.grpo_oracle import grpo_loss
 from tests.oracle import relative_error
 from trl_fused_grpo import FusedLinearGRPOLoss
 from trl_fused_grpo.loss import liger_loss, selected_logps
-from trl_fused_grpo.loss.batch import GRPOBatch
+from trl_fused_grpo.loss.batch import GRPOBatch, as_columns
 from trl_fused_grpo.loss.forecast import forecast, grad_rows_first
 from trl_fused_grpo.loss.importance_sampling import SamplingCorrection
 from trl_fused_grpo.loss.objective import GRPOObjective
@@ -60,8 +60,20 @@ def truths(options, inputs):
 @pytest.mark.parametrize("name", CASES)
 def test_the_forecast_for_the_trainer_is_the_gradient_of_the_oracle_in_its_unit(name):
     options, inputs = CASES[name]
-    loss_fn = FusedLinearGRPOLoss.from_objective(GRPOObjective(**options))
-    made = loss_fn.forecast(MASK, ADVANTAGES, **inputs)
+    objective = GRPOObjective(**options)
+    is_global = objective.uses_global_normalizer
+    batch = GRPOBatch(
+        MASK,
+        as_columns(ADVANTAGES),
+        inputs.get("old_per_token_logps"),
+        inputs.get("ref_per_token_logps"),
+        inputs.get("vllm_is_ratio"),
+        inputs.get("sampling_per_token_logps"),
+        normalizer=inputs.get("normalizer", 1.0) if is_global else None,
+        accumulation=1.0 if is_global else inputs.get("accumulation", 1.0),
+        entropy_normalizer=inputs.get("entropy_normalizer"),
+    )
+    made = forecast(objective, batch, inputs.get("correction"))
     positions, grad_rows = grad_rows_first(MASK.bool(), made.needs_grad)
     logps = LOGPS.flatten()[positions[:grad_rows]]
     found = made.at(positions, grad_rows)(slice(0, grad_rows), logps, None)

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from trl import GRPOTrainer
 
@@ -14,7 +12,6 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.rows import layout
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
 from trl_fused_grpo.training import engine
-from trl_fused_grpo.training.logps import balanced_partitions
 
 
 LAYOUTS = ["packed", "padded"]
@@ -199,35 +196,6 @@ def test_generation_still_works_after_packed_training(tmp_path):
     before = trainer.model.eval().generate(ids, **call)
     loss_and_gradients(trainer, every_length())
     assert torch.equal(trainer.model.eval().generate(ids, **call), before)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "parts", "size"),
-    [([9, 1, 5, 5], 2, 2), ([7, 7, 1, 1, 1, 1], 2, 3), ([3], 1, 4), ([5, 4, 3, 2, 1], 3, 2), ([0, 0, 0], 2, 2)],
-)
-def test_partitioning_gives_every_part_its_share(lengths, parts, size):
-    partitions = balanced_partitions(lengths, parts, size)
-    assert sorted(index for partition in partitions for index in partition) == list(range(len(lengths)))
-    assert len(partitions) == parts and all(1 <= len(partition) <= size for partition in partitions)
-    tokens = [sum(lengths[i] for i in partition) for partition in partitions]
-    assert max(tokens) - min(tokens) <= max(lengths)
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_partitioning_keeps_sequences_of_a_prompt_together(data):
-    size, group = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
-    groups = data.draw(st.integers(1, 6))
-    count = groups * group
-    lengths = data.draw(st.lists(st.integers(0, 99), min_size=count, max_size=count))
-    prompts = data.draw(st.permutations([index // group for index in range(count)]))
-    parts = -(-count // size)
-    partitions = balanced_partitions(lengths, parts, size, prompts)
-    assert sorted(index for partition in partitions for index in partition) == list(range(count))
-    assert len(partitions) == parts and all(1 <= len(partition) <= size for partition in partitions)
-    if size % group == 0 or group % size == 0:  # no prompt needs to be split, or no part to be shared
-        copies = sum(len({prompts[index] for index in partition}) for partition in partitions)
-        assert copies == max(groups, parts if group % size == 0 else groups)
 
 
 def test_a_layout_is_chosen_once_a_call(tmp_path, monkeypatch):

@@ -1,28 +1,14 @@
-"""
-What this package builds upon in other libraries, by name, and the refusal of versions that lost some of it. Whatever
-else reads a private name of theirs imports this module first, so that a lost name is never an AttributeError.
-"""
+"""What this package builds upon in TRL, by name, and the refusal of versions that lost some of it."""
 
 import inspect
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
-import torch
 import transformers
 import trl
-from accelerate import Accelerator
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from packaging.version import Version
-from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.modules import batchnorm, dropout, instancenorm
-from torch.nn.modules import module as torch_module
-from torch.nn.utils import parametrizations
-from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from trl import GRPOConfig, GRPOTrainer
 
 from . import NEWEST_TRL, OLDEST_TRL, SUPPORTED_TRL
@@ -73,83 +59,6 @@ OPTIONS = {
     "1.4.0": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     "1.8.0": ("entropy_target",),
 }
-# Names that an object of another library must have, in every version of it.
-# Not listed, because they are looked for where they are used: accelerate's `_find_final_norm` (>= 1.14), TRL's
-# `add_fused_lm_head` and `BaseTunerLayer` (>= 1.15), transformers' `remap_positions_for_packed_sequence` (>= 5.22),
-# Liger's `_apply_liger_kernel_to_instance` (imported with transformers < 5 alone, for `use_liger_kernel=True`),
-# `launch_command` and `launch_training_script` of TRL's command line (imported by `trl-fused-grpo grpo` alone), what
-# `torch.compile` knows of donated buffers (imported with it), `_in_backward_optimizers` (a parameter has it, or not)
-NAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "Accelerator": (
-        Accelerator,
-        ("autocast", "backward", "gather", "reduce", "unwrap_model", "num_processes", "sync_gradients", "device"),
-    ),
-    "DeepSpeedEngineWrapper": (DeepSpeedEngineWrapper, ("backward",)),
-    "PreTrainedModel": (PreTrainedModel, ("_supports_attention_backend", "_is_stateful")),
-    "PretrainedConfig": (PretrainedConfig, ("_attn_implementation",)),
-    "transformers.masking_utils": (
-        masking_utils,
-        (
-            *("and_masks", "causal_mask_function", "sliding_window_overlay", "chunked_overlay"),
-            *("packed_sequence_mask_function", "padding_mask_function"),
-        ),
-    ),
-    "torch.ops.aten": (
-        torch.ops.aten,
-        (
-            *("_flash_attention_forward", "_flash_attention_backward"),
-            *("_efficient_attention_forward", "_efficient_attention_backward"),
-        ),
-    ),
-    "torch.nn.modules.module": (
-        torch_module,
-        (
-            *("_global_forward_hooks", "_global_forward_pre_hooks"),
-            *("_global_backward_hooks", "_global_backward_pre_hooks"),
-        ),
-    ),
-    "torch's checkpoint_wrapper": (checkpoint_wrapper, ("CheckpointWrapper",)),
-    "torch.nn.modules.batchnorm": (batchnorm, ("_BatchNorm",)),
-    "torch.nn.modules.dropout": (dropout, ("_DropoutNd",)),
-    "torch.nn.modules.instancenorm": (instancenorm, ("_InstanceNorm",)),
-    "torch.nn.utils.parametrizations": (parametrizations, ("_SpectralNorm",)),
-    "torch.nn.Module": (
-        nn.Module(),
-        ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"),
-    ),
-    "torch._C": (torch._C, ("_len_torch_dispatch_stack", "_len_torch_function_stack")),
-    "torch._C._nn": (torch._C._nn, ("linear", "scaled_dot_product_attention")),
-    "torch.Tensor": (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks")),
-}
-
-
-def _variables() -> dict[str, tuple[Any, tuple[str, ...]]]:
-    """
-    Names that a function of another library must have in its code: an attribute that it reads or sets, or a variable
-    that it shares with the function that it returns.
-    """
-    masks: Any = masking_utils
-    functions: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "PreTrainedModel._set_gradient_checkpointing": (
-            getattr(PreTrainedModel, "_set_gradient_checkpointing", None),
-            ("_gradient_checkpointing_func",),
-        ),
-        "FullyShardedDataParallel.module": (
-            getattr(getattr(FullyShardedDataParallel, "module", None), "fget", None),
-            ("_fsdp_wrapped_module",),
-        ),
-        "and_masks": (getattr(masks, "and_masks", None), ("mask_functions",)),
-        "sliding_window_overlay": (getattr(masks, "sliding_window_overlay", None), ("sliding_window",)),
-        "chunked_overlay": (getattr(masks, "chunked_overlay", None), ("chunk_size",)),
-    }
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # to import it takes seconds, where others have not
-    if compiler is not None:
-        wrapper = getattr(compiler, "OptimizedModule", None)
-        functions["OptimizedModule"] = getattr(wrapper, "__init__", None), ("_orig_mod",)
-    return functions
-
-
-VARIABLES = _variables()
 
 
 def check_trl(trainer_class: type = GRPOTrainer, version: Version = TRL) -> None:
@@ -191,11 +100,6 @@ def _missing(trainer_class: type, version: Version) -> list[str]:
         gone["RLOOTrainer"] = [
             name for name in (*METHODS, *RLOO_ATTRIBUTES) if not hasattr(trl.RLOOTrainer, name) and name not in known
         ]
-    for owner, (home, names) in NAMES.items():
-        gone[owner] = [name for name in names if not hasattr(home, name)]
-    for owner, (function, names) in VARIABLES.items():
-        known = {name for code in _codes([function]) for name in (*code.co_names, *code.co_cellvars)}
-        gone[owner] = [name for name in names if name not in known]
     return [f"{owner} has no {', '.join(names)}" for owner, names in gone.items() if names]
 
 

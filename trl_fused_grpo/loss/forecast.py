@@ -8,7 +8,7 @@ their numbers, and the [`RowForecast`] that it returns gives the fused head a ch
 log-probabilities exist.
 
 Read on in `objective.py` (the formulas), `reduction.py` (the weight of a token) and `ops/linear_logps.py` (who calls a
-forecast). `deferred_forecast.py` has the forecast whose importance ratio is computed in training.
+forecast).
 """
 
 from dataclasses import dataclass, fields, replace
@@ -35,6 +35,7 @@ class GradientTerms:
     ref_logps: Tensor | None  # log-probabilities of old policy and reference, nats
     kl_weights: Tensor | None  # weight of the KL term; `None` without one
     entropy_grads: Tensor | None  # gradient of the entropies; `None` without an entropy bonus
+    sampling_logps: Tensor | None = None  # of the sampler, nats, for the `correction`
 
     def at(self, index: Tensor) -> "GradientTerms":
         """Select the flat positions `index` `[N]`."""
@@ -68,19 +69,19 @@ class BatchForecast:
     needs_grad: Tensor  # bool mask `[B, T]`: true where a position can receive a gradient
     terms: GradientTerms  # [B, T] each, multiplied by `unit`
     unit: Tensor  # scale of the forecast against the true gradients, a power of two; a scalar tensor
+    correction: SamplingCorrection | None = None  # computes the ratio of policy and sampler
 
     @classmethod
     def joined(cls, parts: list["BatchForecast"]) -> "BatchForecast":
         """Concatenate the forecasts of several micro-batches of one accumulation window, brought to one scale."""
         unit = torch.stack([part.unit for part in parts]).min()
         terms = [part.terms.scaled(unit / part.unit) for part in parts]
-        return cls(
-            parts[0].objective, torch.cat([part.needs_grad for part in parts]), GradientTerms.joined(terms), unit
-        )
+        needs_grad = torch.cat([part.needs_grad for part in parts])
+        return cls(parts[0].objective, needs_grad, GradientTerms.joined(terms), unit, parts[0].correction)
 
     def at(self, index: Tensor, grad_rows: int) -> "RowForecast":
         """Select the rows at the flat positions `index` `[N]`; those from `grad_rows` on need no gradient."""
-        return RowForecast(self.objective, grad_rows, self.terms.at(index))
+        return RowForecast(self.objective, grad_rows, self.terms.at(index), self.correction)
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,13 @@ class RowForecast:
     objective: GRPOObjective
     grad_rows: int
     terms: GradientTerms
+    correction: SamplingCorrection | None = None
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         terms = self.terms
         grad = torch.zeros_like(logps) if terms.on_policy is None else terms.on_policy[rows]
+        if self.correction is not None and terms.sampling_logps is not None:
+            grad = grad * self.correction.ratio(logps, terms.sampling_logps[rows], torch.ones_like(logps))
         if terms.on_policy is None or terms.kl_weights is not None:
             with torch.enable_grad():
                 leaf = logps.detach().requires_grad_()
@@ -120,9 +124,12 @@ def forecast(
     """
     Forecast the gradient of every position of a micro-batch, up to one common factor.
 
+    With a `correction` the ratio of policy and sampler is computed from the policy's log-probabilities, of a batch that
+    it has sampled itself.
+
     Returns:
         [`BatchForecast`]; [`SequenceForecast`] where a token's gradient depends on its sequence
-        ([`GRPOObjective.is_tokenwise`]), as with a `correction`; or `None` where it depends on other sequences
+        ([`GRPOObjective.is_tokenwise`]), or its ratio does; or `None` where it depends on other sequences
         ([`GRPOObjective.is_sequencewise`]).
     """
     is_on_policy = batch.old_per_token_logps is None
@@ -132,7 +139,9 @@ def forecast(
     unit = _power_of_two_below_inverse(weights.max() if weights.numel() else weights.new_zeros(()))
     scale = weights * unit
     entropy_grads = entropy_weights(objective, batch) * unit if objective.entropy_coef != 0.0 else None
-    if correction is not None or not objective.is_tokenwise(has_old_logps=not is_on_policy):
+    # A ratio that multiplies each token's own term keeps the tokens apart
+    keeps_apart = correction is None or (not correction.is_per_sequence and objective.is_tokenwise(has_old_logps=True))
+    if not keeps_apart or not objective.is_tokenwise(has_old_logps=not is_on_policy):
         return SequenceForecast.of(objective, batch, scale, entropy_grads, unit, correction)
     kl_weights = scale * objective.beta if kl_reference(objective, batch) is not None else None
 
@@ -154,8 +163,9 @@ def forecast(
         ref_logps=None if kl_weights is None else batch.ref_per_token_logps,
         kl_weights=kl_weights,
         entropy_grads=entropy_grads,
+        sampling_logps=None if correction is None else batch.sampling_per_token_logps,
     )
-    return BatchForecast(objective, needs_grad, terms, unit)
+    return BatchForecast(objective, needs_grad, terms, unit, correction)
 
 
 def _power_of_two_below_inverse(largest: Tensor) -> Tensor:

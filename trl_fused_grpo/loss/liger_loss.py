@@ -1,9 +1,8 @@
 """`FusedLinearGRPOLoss`: Liger's chunked loss, extended, for training loops without a trainer."""
 
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 
 import torch
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
@@ -13,13 +12,11 @@ from trl_fused_grpo.ops.linear_logps import FusedStats
 from trl_fused_grpo.ops.lm_head import LMHead
 
 from .batch import GRPOBatch, as_columns, as_divisor, check_shapes, zero_masked
-from .forecast import BatchForecast, forecast, grad_rows_first
-from .importance_sampling import SamplingCorrection
+from .forecast import forecast, grad_rows_first
 from .metrics import GRPOLossOutput, named_metrics
 from .objective import GRPOObjective, token_terms
 from .reduction import luspo_counts_padding, reduce_loss, step_normalizer
 from .selected_logps import head_of, reference_logps, selected_logps
-from .sequence_forecast import SequenceForecast
 
 
 class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
@@ -96,11 +93,6 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-
-    @classmethod
-    def from_objective(cls, objective: GRPOObjective, **options: Any) -> "FusedLinearGRPOLoss":
-        """Build the loss of an objective; `options` are further arguments of the constructor."""
-        return cls(**asdict(objective), **options)
 
     @property
     def objective(self) -> GRPOObjective:
@@ -253,49 +245,3 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         """Return `True` if padding takes part in the loss, as in Liger's LUSPO."""
         has_kl = self.use_ref_model and objective.beta != 0.0
         return luspo_counts_padding(objective, has_kl, ratio is not None and as_columns(ratio).shape[1] > 1)
-
-    def forecast(
-        self,
-        mask: Tensor,
-        advantages: Tensor,
-        old_per_token_logps: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        vllm_is_ratio: Tensor | None = None,
-        normalizer: Tensor | float = 1.0,
-        accumulation: float = 1.0,
-        entropy_normalizer: Tensor | float | None = None,
-        sampling_per_token_logps: Tensor | None = None,
-        correction: SamplingCorrection | None = None,
-    ) -> BatchForecast | SequenceForecast | None:
-        """
-        Forecast the gradient of every token of TRL's micro-batch.
-
-        Args:
-            mask (`Tensor`): `[B, T]`, TRL's completion mask times its tool mask.
-            advantages (`Tensor`): `[B]`, `[B, 1]` or `[B, T]`.
-            old_per_token_logps, ref_per_token_logps (`Tensor`, *optional*): `[B, T]`, nats.
-            vllm_is_ratio (`Tensor`, *optional*): `[B, T]` or `[B, 1]`.
-            normalizer (`Tensor` or `float`):
-                Tokens of the accumulation window per process, for DAPO, CISPO and VESPO.
-            accumulation (`float`): gradient accumulation steps, for the others.
-            entropy_normalizer (`Tensor` or `float`, *optional*): divisor of the entropy bonus, in tokens.
-            sampling_per_token_logps (`Tensor`, *optional*): the sampler's `[B, T]`, nats.
-            correction ([`SamplingCorrection`], *optional*):
-                Computes the ratio of policy and sampler, in the place of `vllm_is_ratio`, for whole sequences.
-
-        Returns:
-            As [`forecast`].
-        """
-        uses_global_normalizer = self.objective.uses_global_normalizer
-        batch = GRPOBatch(
-            mask=mask,
-            advantages=as_columns(advantages),
-            old_per_token_logps=old_per_token_logps,
-            ref_per_token_logps=ref_per_token_logps,
-            importance_sampling_ratio=vllm_is_ratio,
-            sampling_per_token_logps=sampling_per_token_logps,
-            normalizer=normalizer if uses_global_normalizer else None,
-            accumulation=1.0 if uses_global_normalizer else accumulation,
-            entropy_normalizer=entropy_normalizer,
-        )
-        return forecast(self.objective, batch, correction)

@@ -196,17 +196,17 @@ def _without_tf32() -> Generator[None, None, None]:
 @contextmanager
 def _wrong_forecasts() -> Generator[None, None, None]:
     """Make the forecast gradient of every token wrong, each by another factor."""
-    from trl_fused_grpo import FusedLinearGRPOLoss
+    from trl_fused_grpo.training import requests
 
-    true_forecast = FusedLinearGRPOLoss.forecast
+    true_forecast = requests.forecast
 
-    def wrong_forecast(self: FusedLinearGRPOLoss, *args: Any, **kwargs: Any) -> Any:
-        forecast: Any = true_forecast(self, *args, **kwargs)
+    def wrong_forecast(*args: Any) -> Any:
+        forecast: Any = true_forecast(*args)
         scale = forecast.terms.scale
         factors = torch.linspace(-1.0, 2.0, scale.numel(), device=scale.device)
         return replace(forecast, terms=replace(forecast.terms, scale=scale * factors.view_as(scale)))
 
-    with mock.patch.object(FusedLinearGRPOLoss, "forecast", wrong_forecast):
+    with mock.patch.object(requests, "forecast", wrong_forecast):
         yield
 
 

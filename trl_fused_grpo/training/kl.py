@@ -12,12 +12,11 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.loss.batch import GRPOBatch, as_columns
 from trl_fused_grpo.loss.objective import GRPOObjective, token_terms
 from trl_fused_grpo.loss.reduction import token_weights
 
 from .findings import replaced_objective
-from .requests import objective_of, padding_counts
+from .requests import batch_of, objective_of, padding_counts
 
 
 def replaces_kl(trainer: GRPOTrainer) -> bool:
@@ -53,15 +52,7 @@ def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tens
     if padding_counts(trainer):
         objective = replace(objective, reduction="padded_sequence_sum")
     is_training = trainer.model is not None and trainer.model.training
-    uses_global_normalizer = objective.uses_global_normalizer
-    batch = GRPOBatch(
-        mask=trl_compat.loss_mask(trainer, inputs),
-        advantages=as_columns(inputs["advantages"]),
-        old_per_token_logps=inputs.get("old_per_token_logps"),
-        ref_per_token_logps=inputs["ref_per_token_logps"],
-        normalizer=trl_compat.global_normalizer(trainer, inputs) if uses_global_normalizer else None,
-        accumulation=1.0 if uses_global_normalizer or not is_training else trainer.current_gradient_accumulation_steps,
-    )
+    batch = batch_of(trainer, inputs, objective, trainer.current_gradient_accumulation_steps if is_training else 1.0)
     # Only the KL term is used: what masks the policy term does not matter
     kl = token_terms(replace(objective, off_policy_mask_threshold=None, top_entropy_quantile=1.0), batch, logps).kl
     assert kl is not None, "beta is not zero"

@@ -98,11 +98,10 @@ def compute_logps(
         `ValueError`: when a forced layout does not fit the batch.
     """
     size = len(call.input_ids) if call.batch_size is None else call.batch_size
-    share_prompts = options.share_prompts and not call.compute_aux_loss  # the auxiliary loss counts every token
     if images is not None and not images.are_known_by_row:
         keep_padding("which images belong to which row is not known", options.packed and options.forces_rows)
         options, size = replace(options, packed=False), len(call.input_ids)
-    parts = split_rows(call.input_ids, call.attention_mask, call.logits_to_keep, size, options.packed, share_prompts)
+    parts = torch.arange(len(call.input_ids), device=call.input_ids.device).split(size)  # as TRL splits it
     rows_of_images = None if images is None else RowsWithImages(images, options, call)
     results = []
     for rows in parts:
@@ -112,7 +111,7 @@ def compute_logps(
         values = run_model(call.model, layout, request, options)
         request.stats.layout = "padded" if layout.row is None else "packed"
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
-    return _in_order(results, torch.cat(parts).argsort())
+    return _together(results)
 
 
 def lay_out(
@@ -247,100 +246,21 @@ def run_model(model: nn.Module, layout: Layout, request: FusedRequest, options: 
     return tuple(result.real for result in results)
 
 
-def _in_order(results: list[PerTokenLogps], order: Tensor) -> PerTokenLogps:
-    """The results of all sub-batches as one, with the sequences in `order` `[B]`; auxiliary losses are averaged."""
+def _together(results: list[PerTokenLogps]) -> PerTokenLogps:
+    """The results of all sub-batches as one; auxiliary losses are averaged."""
     entropies = [result.entropies for result in results if result.entropies is not None]
     aux_losses = [result.aux_loss for result in results if result.aux_loss is not None]
     left_out = [result.left_out for result in results if result.left_out is not None]
     return PerTokenLogps(
-        logps=torch.cat([result.logps for result in results])[order],
-        entropies=torch.cat(entropies)[order] if entropies else None,
+        logps=torch.cat([result.logps for result in results]),
+        entropies=torch.cat(entropies) if entropies else None,
         aux_loss=torch.stack(aux_losses).mean() if aux_losses else None,
         stats=[stats for result in results for stats in result.stats],
-        left_out=torch.cat(left_out)[order] if left_out else None,
+        left_out=torch.cat(left_out) if left_out else None,
     )
-
-
-# Which sequences go together
-
-
-def balanced_partitions(lengths: list[int], parts: int, size: int, prompts: list[int] | None = None) -> list[list[int]]:
-    """
-    Partition sequences into `parts` of at most `size` with about equal numbers of tokens: the longest first, each into
-    the part with the fewest tokens that has room.
-
-    Returns:
-        `list[list[int]]`: indices of each part, in rising order.
-    """
-    partitions: list[list[int]] = [[] for _ in range(parts)]
-    tokens_in = [0] * parts
-
-    def tokens(indices: list[int]) -> int:
-        return sum(lengths[i] for i in indices)
-
-    groups = [[i] for i in range(len(lengths))] if prompts is None else _prompt_groups(lengths, prompts, size)
-    remaining = sorted(groups, key=lambda indices: (-len(indices), -tokens(indices), indices))
-    while remaining:
-        indices = remaining.pop(0)
-        with_room = [part for part in range(parts) if len(partitions[part]) + len(indices) <= size]
-        if not with_room:
-            remaining += sorted(([i] for i in indices), key=tokens, reverse=True)
-            continue
-        shortest = min(with_room, key=lambda part: (tokens_in[part], part))
-        partitions[shortest] += indices
-        tokens_in[shortest] += tokens(indices)
-    return [sorted(partition) for partition in partitions]
-
-
-def _prompt_groups(lengths: list[int], prompts: list[int], size: int) -> list[list[int]]:
-    """Indices of the sequences of each prompt. More than `size` are split into parts of about equal tokens."""
-    groups: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        groups.setdefault(prompt, []).append(index)
-    result = []
-    for group in groups.values():
-        group.sort(key=lambda i: -lengths[i])
-        full = len(group) // size
-        many, rest = group[: full * size], group[full * size :]
-        result += [
-            [many[i] for i in partition] for partition in balanced_partitions([lengths[i] for i in many], full, size)
-        ]
-        result += [rest] if rest else []
-    return result
 
 
 def prompt_group_ids(prompt_ids: Tensor, prompt_mask: Tensor) -> list[int]:
     """A number for each sequence, the same for the same prompt `[B, P]`."""
     prompts = prompt_ids.masked_fill(~prompt_mask.bool(), -1)
     return torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()
-
-
-def split_rows(
-    input_ids: Tensor,  # [B, P + T]
-    attention_mask: Tensor,  # [B, P + T]
-    completion_length: int,  # `T`
-    batch_size: int,  # most sequences of a sub-batch
-    packed: bool,  # how their rows will be laid out
-    share_prompts: bool,  # whether a prompt stands in a packed row once
-) -> list[Tensor]:
-    """
-    Split a batch into as many sub-batches as TRL would.
-
-    With TRL's padding, sequences stay in order. Where rows are `packed`, sub-batches get about equal numbers of tokens,
-    and sequences of one prompt stay together if they share it.
-
-    Returns:
-        `list[Tensor]`: indices `[b]` of the sequences of each sub-batch.
-    """
-    count, device = len(attention_mask), attention_mask.device
-    if not packed or count <= batch_size:
-        return list(torch.arange(count, device=device).split(batch_size))
-    prompts = None
-    if share_prompts:
-        prompts = prompt_group_ids(input_ids[:, :-completion_length], attention_mask[:, :-completion_length])
-    parts = -(-count // batch_size)
-    # Every sub-batch gets a sequence on every process, whatever the lengths
-    return [
-        torch.tensor(partition, device=device)
-        for partition in balanced_partitions(attention_mask.sum(1).tolist(), parts, batch_size, prompts)
-    ]

@@ -15,11 +15,9 @@ from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.config import kl_estimator_of
-from trl_fused_grpo.loss.batch import as_columns
-from trl_fused_grpo.loss.deferred_forecast import DeferredForecast
-from trl_fused_grpo.loss.forecast import BatchForecast
+from trl_fused_grpo.loss.batch import GRPOBatch, as_columns
+from trl_fused_grpo.loss.forecast import BatchForecast, forecast
 from trl_fused_grpo.loss.importance_sampling import SamplingCorrection
-from trl_fused_grpo.loss.liger_loss import FusedLinearGRPOLoss
 from trl_fused_grpo.loss.objective import GRPOObjective
 from trl_fused_grpo.loss.reduction import luspo_counts_padding
 from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
@@ -39,7 +37,7 @@ class LogpsRequest:
 
     mask: Tensor  # [B, T]: the positions whose log-probability is read
     fill: Tensor | None = None  # [B, T], nats: stands at all other positions. Zero by default
-    forecast: BatchForecast | DeferredForecast | SequenceForecast | None = None
+    forecast: BatchForecast | SequenceForecast | None = None
     entropy_grad: bool = False  # whether entropies will receive a gradient
     skippable: Tensor | None = None  # [B], bool
     reads_padding: bool = False  # whether TRL's objective reads padding, so that every row keeps it
@@ -244,6 +242,19 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | 
     )
 
 
+def batch_of(trainer: Any, inputs: dict[str, Any], objective: GRPOObjective, accumulation: float) -> GRPOBatch:
+    """A micro-batch as TRL's loss reads it, without vLLM's ratio and the entropy bonus."""
+    is_global = objective.uses_global_normalizer
+    return GRPOBatch(
+        mask=trl_compat.loss_mask(trainer, inputs),
+        advantages=as_columns(inputs["advantages"]),
+        old_per_token_logps=inputs.get("old_per_token_logps"),
+        ref_per_token_logps=inputs.get("ref_per_token_logps"),
+        normalizer=trl_compat.global_normalizer(trainer, inputs) if is_global else None,
+        accumulation=1.0 if is_global else accumulation,
+    )
+
+
 def build_call_request(
     trainer: GRPOTrainer, call: LogpsArgs, every_position: bool, beta: float | None = None
 ) -> LogpsRequest:
@@ -278,29 +289,19 @@ def build_loss_request(
     has_ratio, takes_ratio = trainers.corrects_sampling(trainer), objective.loss_type != "gmpo"
     deferred = DEFERRED in inputs and has_ratio
     corrected = has_ratio and not deferred and takes_ratio
-    normalizer = trl_compat.global_normalizer(trainer, inputs) if objective.uses_global_normalizer else None
-    correction = correction if deferred and takes_ratio else None
-    # A ratio that multiplies each token's own term keeps the tokens apart
-    is_tokenwise = correction is None or (not correction.is_per_sequence and objective.is_tokenwise(has_old_logps=True))
-    forecast = FusedLinearGRPOLoss.from_objective(objective).forecast(
-        mask,
-        inputs["advantages"],
-        old_per_token_logps=old_logps,
-        ref_per_token_logps=inputs.get("ref_per_token_logps"),
-        vllm_is_ratio=inputs["importance_sampling_ratio"] if corrected else None,
-        normalizer=1.0 if normalizer is None else normalizer,
-        accumulation=trainer.current_gradient_accumulation_steps,
-        entropy_normalizer=trl_compat.entropy_normalizer(trainer, mask, normalizer) if entropy_coef else None,
+    batch = batch_of(trainer, inputs, objective, trainer.current_gradient_accumulation_steps)
+    batch = replace(
+        batch,
+        importance_sampling_ratio=as_columns(inputs["importance_sampling_ratio"]) if corrected else None,
+        entropy_normalizer=trl_compat.entropy_normalizer(trainer, mask, batch.normalizer) if entropy_coef else None,
         sampling_per_token_logps=inputs.get("sampling_per_token_logps"),
-        correction=None if is_tokenwise else correction,
     )
-    if correction is not None and isinstance(forecast, BatchForecast):
-        forecast = DeferredForecast(forecast, correction, inputs["sampling_per_token_logps"])
+    expected = forecast(objective, batch, correction if deferred and takes_ratio else None)
     skippable = _skippable(inputs, objective) if skip_zero_grad else None
     # Sequences that are left out have the sampler's log-probs then, and so a ratio of one
     is_filled = deferred and skippable is not None
     fill = inputs["sampling_per_token_logps"].nan_to_num() if is_filled else old_logps
-    return LogpsRequest(mask, fill, forecast, entropy_grad=entropy_coef != 0.0, skippable=skippable)
+    return LogpsRequest(mask, fill, expected, entropy_grad=entropy_coef != 0.0, skippable=skippable)
 
 
 def _skippable(inputs: dict[str, Any], objective: GRPOObjective) -> torch.Tensor | None:
@@ -329,9 +330,9 @@ def build_rloo_request(trainer: Any, inputs: dict[str, Any], skip_zero_grad: boo
         return LogpsRequest(mask)
     old_logps = None if DEFERRED in inputs else inputs["old_logps"]  # [B]
     objective = rloo_objective(trainer.epsilon_low, trainer.epsilon_high)
-    forecast = rloo_forecast(objective, mask, inputs["advantages"], old_logps)
+    expected = rloo_forecast(objective, mask, inputs["advantages"], old_logps)
     fill = None
     if old_logps is not None:  # sequences that are left out then have a ratio of one
         fill = old_logps.unsqueeze(1) * mask / mask.sum(1, keepdim=True).clamp(min=1)  # [B, T]
     skippable = torch.ones_like(mask[:, 0], dtype=torch.bool) if skip_zero_grad else None
-    return LogpsRequest(mask, fill, forecast, skippable=skippable)
+    return LogpsRequest(mask, fill, expected, skippable=skippable)
