@@ -14,12 +14,7 @@ PATCHES: list[dict[str, Any]] = []
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Options under their names, refused where there is no such option or it cannot have that value.
-
-    Raises:
-        `ValueError`: naming the option, and those that there are or the values that it may have.
-    """
+    """Options under their names, refused where there is no such option or it cannot have that value."""
     for name, value in options.items():
         if name not in FusedOptions.__dataclass_fields__:
             known = ", ".join(FusedOptions.__dataclass_fields__)
@@ -52,12 +47,7 @@ _READERS: dict[type, Callable[[str], Any]] = {bool: _read_bool, int: int, float:
 
 
 def read_option(name: str, text: str) -> Any:
-    """
-    The value of an option that was given as text. `none` is `None` where the option may be that.
-
-    Raises:
-        `ValueError`: when there is no such option or it cannot have that value; the message says what it may be.
-    """
+    """The value of an option that was given as text. `none` is `None` where the option may be that."""
     kind, may_be_none = type_of(name) if name in FusedOptions.__dataclass_fields__ else (str, False)
     try:
         value = None if may_be_none and text.lower() in ("none", "null") else _READERS[kind](text)

@@ -124,12 +124,7 @@ def allowed_values(name: str) -> str:
 
 
 def check_option(name: str, value: Any) -> None:
-    """
-    Refuse a value that an option cannot have.
-
-    Raises:
-        `ValueError`: naming the option, the value and what is allowed.
-    """
+    """Refuse a value that an option cannot have."""
     if not _rule(name)[1](value):
         raise ValueError(f"{name} must be {allowed_values(name)}, not {value!r}.")
 

@@ -46,12 +46,7 @@ def may_take_images(causal_lm: PreTrainedModel) -> bool:
 
 
 def backbone(causal_lm: PreTrainedModel) -> nn.Module:
-    """
-    The part of a causal language model that ends in hidden states.
-
-    Raises:
-        `ValueError`: when the model names none.
-    """
+    """The part of a causal language model that ends in hidden states."""
     module = causal_lm.model if _TRANSFORMERS_4 and is_composite(causal_lm) else causal_lm.base_model
     if module is causal_lm:  # Llama 4, and Gemma 3 before transformers 5, name a prefix that they do not have
         module = getattr(causal_lm, "model", causal_lm)

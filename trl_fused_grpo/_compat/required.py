@@ -65,9 +65,6 @@ def check_trl(trainer_class: type = GRPOTrainer, version: Version = TRL) -> None
     """
     Refuse a TRL, or a library below it, that this package cannot extend; warn once about a TRL that it was not tested
     with.
-
-    Raises:
-        `ImportError`: when TRL is too old or something that the fused trainer builds upon is gone; it is named.
     """
     missing = _missing(trainer_class, version)
     if version < OLDEST_TRL or missing:

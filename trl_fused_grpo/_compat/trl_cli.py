@@ -15,9 +15,6 @@ from .required import TRL
 def run_grpo_command(arguments: list[str], config: type, module: str) -> None:
     """
     Run `trl grpo` with other options and another script: TRL parses, and starts processes through `accelerate launch`.
-
-    Raises:
-        `ImportError`: when TRL's command line cannot be redirected.
     """
 
     def launch(args: argparse.Namespace) -> None:

@@ -29,12 +29,7 @@ def grpo(words: list[str]) -> None:
 
 
 def read_options(file: Path) -> dict[str, Any]:
-    """
-    The options in a YAML file.
-
-    Raises:
-        `ValueError`: where there is no such file, or it has no options.
-    """
+    """The options in a YAML file."""
     try:
         options = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:

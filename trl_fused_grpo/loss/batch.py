@@ -51,12 +51,7 @@ def check_shapes(
     broadcast: Mapping[str, Tensor | None] | None = None,  # tensors that must be `[B, 1]` or `[B, T]`
     ids_name: str = "token ids",  # what the caller calls the token ids, for the message
 ) -> None:
-    """
-    Raise when a tensor does not fit the token ids. A tensor that is `None` is left out of the check.
-
-    Raises:
-        `ValueError`: naming the tensor, its shape and the shapes that fit.
-    """
+    """Raise when a tensor does not fit the token ids. A tensor that is `None` is left out of the check."""
     if token_ids.dim() != 2:
         raise ValueError(f"{ids_name} have shape {list(token_ids.shape)}, but need [B, T].")
     batch, length = token_ids.shape
@@ -72,12 +67,7 @@ def check_shapes(
 
 
 def as_divisor(name: str, value: Tensor | float | None, device: torch.device) -> Tensor | None:
-    """
-    A divisor as a scalar tensor in float32. Zero, as of an optimizer step without tokens, divides zeros to zeros.
-
-    Raises:
-        `ValueError`: when it is more than one number, which would be broadcast.
-    """
+    """A divisor as a scalar tensor in float32. Zero, as of an optimizer step without tokens, divides zeros to zeros."""
     if value is None:
         return None
     value = torch.as_tensor(value, dtype=torch.float32, device=device)

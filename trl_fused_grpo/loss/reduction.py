@@ -84,10 +84,6 @@ def step_normalizer(
     """
     What the loss of a call is divided by: the normalizer that is given, or the tokens of the step where the loss takes
     these, see [`tokens_per_process`]. `None` stands for the call's own count.
-
-    Raises:
-        `ValueError`: when tokens of the step are given to a reduction that does not divide by them, or beside a
-            normalizer. A loss type's own reduction ignores them, as in Liger.
     """
     if num_items_in_batch is not None and normalizer is not None:
         raise ValueError("num_items_in_batch and normalizer exclude each other: pass one of them.")

@@ -16,12 +16,7 @@ from .forecast import grad_rows_first
 
 
 def head_of(weight: Tensor | LMHead, bias: Tensor | None) -> LMHead:
-    """
-    The head that a caller gives: an [`LMHead`], or a weight `[V, H]` and a bias `[V]`.
-
-    Raises:
-        `ValueError`: when a bias comes beside an [`LMHead`].
-    """
+    """The head that a caller gives: an [`LMHead`], or a weight `[V, H]` and a bias `[V]`."""
     if not isinstance(weight, LMHead):
         return LMHead(weight, bias)
     if bias is not None:
@@ -65,12 +60,7 @@ def reference_logps(
     selected: Tensor,  # bool `[B, T]`, the positions to compute
     logps_of: Callable[..., tuple[Tensor, Tensor | None]],  # [`selected_logps`] with token ids and temperature
 ) -> Tensor:
-    """
-    Log-probabilities of the reference `[B, T]`: those given, or else computed from its hidden states and head.
-
-    Raises:
-        `ValueError`: when neither log-probabilities nor hidden states and weight are given.
-    """
+    """Log-probabilities of the reference `[B, T]`: those given, or else computed from its hidden states and head."""
     if logps is not None:
         if hidden is not None:
             warnings.warn(

@@ -15,12 +15,7 @@ from trl_fused_grpo.modeling.rows.layout_choice import depends_on_width
 
 
 def of_all_processes(accelerator: Any, what: str, values: list[int] | list[bool]) -> Tensor:
-    """
-    Numbers of each process `[processes, n]`.
-
-    Raises:
-        `RuntimeError`: where another process tells something else at the same time, as one that is customised alone.
-    """
+    """Numbers of each process `[processes, n]`."""
     if accelerator.num_processes == 1:
         return torch.tensor([values])
     mine = torch.tensor([[crc32(what.encode()), *values]], dtype=torch.long, device=accelerator.device)

@@ -107,12 +107,7 @@ class LogpsEngine:
         return now._replace(fp32=made_with.fp32) if trl_compat.LOGPS_FROM_LOGITS else made_with
 
     def packs(self, model: nn.Module, findings: Findings, reads_padding: bool | None = None) -> bool:
-        """
-        Return `True` if a model's rows are packed: nothing else was asked for, and level and model allow it.
-
-        Raises:
-            `ValueError`: when packed rows were asked for and are not allowed, with the reason.
-        """
+        """Return `True` if a model's rows are packed: nothing else was asked for, and level and model allow it."""
         if reads_padding is None:
             reads_padding = padding_counts(self.trainer)
         policy = self.trainer.model
@@ -200,9 +195,6 @@ class LogpsEngine:
         """
         Have rows keep TRL's padding from now on, and return the findings with that. All processes decide alike, because
         the decision does not depend on the batch.
-
-        Raises:
-            `ValueError`: when packed rows were asked for.
         """
         if self.options.forces_rows:
             raise ValueError(f"fused_layout='packed' does not fit this model: {error}. Leave it out.") from error

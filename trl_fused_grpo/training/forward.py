@@ -208,10 +208,6 @@ class SharedForwards:
         """
         Run a forward with `compute`, keep the log-probs of all micro-batches that share it, and return those of the
         first. Where the device's memory runs out, the first alone, and from now on each.
-
-        Raises:
-            `torch.OutOfMemoryError`: where one alone does not fit, or other processes would wait for the forward that
-                this one did not run.
         """
         before = RandomStates(sharing[0]["completion_ids"])
         try:

@@ -20,12 +20,7 @@ from .requests import batch_of, objective_of, padding_counts
 
 
 def replaces_kl(trainer: GRPOTrainer) -> bool:
-    """
-    Return `True` if the KL term is computed here instead of by TRL.
-
-    Raises:
-        `ValueError`: when TRL's objective was replaced since the trainer was constructed.
-    """
+    """Return `True` if the KL term is computed here instead of by TRL."""
     name = objective_of(trainer).kl_estimator
     if trainers.beta_of_loss(trainer) == 0.0 or name == "k3":
         return False

@@ -90,13 +90,7 @@ class SubBatch:
 def compute_logps(
     logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs, images: MultimodalInputs | None
 ) -> PerTokenLogps:
-    """
-    Compute log-probabilities at the requested positions of a batch.
-
-    Raises:
-        [`RowsRefusedError`]: when the model cannot run with this layout.
-        `ValueError`: when a forced layout does not fit the batch.
-    """
+    """Compute log-probabilities at the requested positions of a batch."""
     size = len(call.input_ids) if call.batch_size is None else call.batch_size
     if images is not None and not images.are_known_by_row:
         keep_padding("which images belong to which row is not known", options.packed and options.forces_rows)
@@ -117,12 +111,7 @@ def compute_logps(
 def lay_out(
     options: LogpsOptions, call: LogpsArgs, rows: Tensor, selected: Tensor, images: "RowsWithImages | None" = None
 ) -> Layout:
-    """
-    The layout of some sequences of a batch.
-
-    Raises:
-        `ValueError`: when a forced layout does not fit the batch.
-    """
+    """The layout of some sequences of a batch."""
     in_model = selected.any(1) | call.compute_aux_loss  # [b], the auxiliary loss counts every sequence
     if images is not None and options.packed:
         in_model = images.with_some(in_model, rows)
@@ -220,12 +209,7 @@ def _fused_request(
 
 
 def run_model(model: nn.Module, layout: Layout, request: FusedRequest, options: LogpsOptions) -> tuple[Tensor, ...]:
-    """
-    Call the model with a request, and raise where it does not fit the layout.
-
-    Raises:
-        [`RowsRefusedError`]: when it does not.
-    """
+    """Call the model with a request, and raise where it does not fit the layout."""
     if layout.row is None and not options.is_known:
         results = model(**layout.model_inputs, fused=request)
     elif layout.row is None:

@@ -35,12 +35,7 @@ logger = logging.get_logger(__name__)
 
 
 def check_backward(trainer: GRPOTrainer, backward: str | None) -> None:
-    """
-    Raise when `fused_backward="forecast"` is asked for and a batch of the training may have no forecast.
-
-    Raises:
-        `ValueError`: naming the options to change.
-    """
+    """Raise when `fused_backward="forecast"` is asked for and a batch of the training may have no forecast."""
     reason = why_no_forecast(trainer) if backward == "forecast" else None
     if reason is not None:
         raise ValueError(
@@ -53,9 +48,6 @@ def check_on_policy(trainer: Any, options: FusedOptions, findings: Findings, ste
     """
     Raise when `fused_require_on_policy` is asked for and the weights move while a generation batch is in use, or old
     log-probs need a forward of their own.
-
-    Raises:
-        `ValueError`: naming the reason, and the options to change.
     """
     may_skip_all = trainers.is_rloo(trainer) or trainers.corrects_sampling(trainer)
     if not options.fused_require_on_policy or not (may_skip_all or has_old_logps(trainer)):
@@ -101,9 +93,6 @@ def check_kl_estimator(trainer: Any, name: str) -> None:
     """
     Raise when another `kl_estimator` than TRL's `"k3"` is asked for and would not be trained. Log once when there is no
     KL term, and when `use_bias_correction_kl` turns the estimator into another.
-
-    Raises:
-        `ValueError`: naming the options to change.
     """
     if name == "k3":
         return
@@ -140,12 +129,7 @@ def check_options(trainer: Any, options: FusedOptions, findings: Findings) -> No
 
 
 def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:
-    """
-    Raise when an auxiliary loss is asked for and the model has none.
-
-    Raises:
-        `ValueError`: with the reason and the option to change.
-    """
+    """Raise when an auxiliary loss is asked for and the model has none."""
     if not trl_compat.has_aux_loss(trainer):
         return
     reason = why_no_aux_loss(causal_lm)
@@ -157,12 +141,7 @@ def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:
 
 
 def check_sharding(trainer: GRPOTrainer, causal_lm: PreTrainedModel) -> None:
-    """
-    Raise when FSDP cannot shard the output projection with its adapter.
-
-    Raises:
-        `ValueError`: with the reason and what to change.
-    """
+    """Raise when FSDP cannot shard the output projection with its adapter."""
     state = trainer.accelerator.state
     if state.distributed_type != DistributedType.FSDP:
         return
@@ -179,13 +158,7 @@ def log_that_nothing_is_fused(trainer: Any) -> None:
 
 
 def check_trl_logps(trainer: Any, causal_lm: PreTrainedModel, reason: str | None) -> None:
-    """
-    Raise where TRL's own log-prob method is called and would leave something out.
-
-    Raises:
-        `ValueError`: naming the reason, when there is an adapter on the output projection, which that method leaves
-            out. A method of the user's may know it.
-    """
+    """Raise where TRL's own log-prob method is called and would leave something out."""
     if reason is None:
         return
     leaves_out = trl_compat.REFUSES_ADAPTER_ON_HEAD and has_adapter(causal_lm.get_output_embeddings())
@@ -197,12 +170,7 @@ def check_trl_logps(trainer: Any, causal_lm: PreTrainedModel, reason: str | None
 
 
 def check_head(trainer: GRPOTrainer, head: nn.Module) -> None:
-    """
-    Raise when an output projection and the options exclude each other.
-
-    Raises:
-        `ValueError`: naming the options to change.
-    """
+    """Raise when an output projection and the options exclude each other."""
     if has_adapter(head) and trainers.casts_head(trainer):
         raise ValueError(
             "cast_lm_head_to_fp32=True does not go with a PEFT adapter on lm_head: remove 'lm_head' from "
@@ -211,12 +179,7 @@ def check_head(trainer: GRPOTrainer, head: nn.Module) -> None:
 
 
 def check_micro_batch(inputs: dict[str, Any]) -> None:
-    """
-    Raise when a tensor of a micro-batch does not fit its completions.
-
-    Raises:
-        `ValueError`: naming the tensor, its shape and the shapes that fit.
-    """
+    """Raise when a tensor of a micro-batch does not fit its completions."""
     per_token = ("completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps")
     check_shapes(
         inputs["completion_ids"],
@@ -228,12 +191,7 @@ def check_micro_batch(inputs: dict[str, Any]) -> None:
 
 
 def check_token_ids(token_ids: Tensor, mask: Tensor, vocab_size: int) -> None:
-    """
-    Raise when a token that counts lies outside the vocabulary. This reads one boolean from the device.
-
-    Raises:
-        `ValueError`: naming the first such token.
-    """
+    """Raise when a token that counts lies outside the vocabulary. This reads one boolean from the device."""
     outside = ((token_ids < 0) | (token_ids >= vocab_size)) & mask.bool()
     if outside.any():
         row, column = outside.nonzero()[0].tolist()

@@ -70,12 +70,7 @@ class FusedState:
         self._has_asked_for_logps = False  # TRL, in any training step
 
     def attach(self, layer_kernels: bool) -> None:
-        """
-        Check options and models, and prepare the models, at the end of the trainer's constructor.
-
-        Raises:
-            `ValueError`: when model or options cannot be fused; the message says what to change.
-        """
+        """Check options and models, and prepare the models, at the end of the trainer's constructor."""
         trainer, engine = self.trainer, self.engine
         engine.read_options()
         causal_lm = engine.causal_lm(trainer.model)

@@ -147,9 +147,6 @@ def tell_summary(engine: LogpsEngine) -> None:
 def summary_of(engine: LogpsEngine) -> Summary:
     """
     What the training of a constructed trainer does. The first line is the verdict; there are at most a dozen others.
-
-    Raises:
-        `ValueError`: when a layout was asked for that the model does not take.
     """
     trainer = engine.trainer
     name = "FusedRLOOTrainer" if trainers.is_rloo(trainer) else "FusedGRPOTrainer"

@@ -21,12 +21,7 @@ def why_no_aux_loss(causal_lm: PreTrainedModel) -> str | None:
 
 
 def load_balancing_loss(causal_lm: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
-    """
-    The auxiliary loss, a scalar.
-
-    Raises:
-        `ValueError`: when the backbone returned no router logits.
-    """
+    """The auxiliary loss, a scalar."""
     logits = getattr(outputs, "router_logits", None)
     if logits is None:
         raise ValueError(

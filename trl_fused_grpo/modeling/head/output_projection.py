@@ -53,12 +53,7 @@ def read_lm_head(model: nn.Module, fp32: bool = False, scaling: LogitScaling | N
 
 
 def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
-    """
-    Return the module that maps hidden states to logits: a linear layer, or LoRA's around one.
-
-    Raises:
-        `ValueError`: when there is none, or when it is of another kind. The message says what to change.
-    """
+    """Return the module that maps hidden states to logits: a linear layer, or LoRA's around one."""
     module = causal_lm.get_output_embeddings()
     name = type(causal_lm).__name__
     if module is None:

@@ -61,12 +61,7 @@ class Rows:
 
 
 def packed(rows: Rows, share_prompts: bool) -> Layout:
-    """
-    The micro-batch as one row without padding, one sequence after the other.
-
-    Raises:
-        [`HolesError`]: when there are rows that are not one sequence each.
-    """
+    """The micro-batch as one row without padding, one sequence after the other."""
     input_ids, width = rows.input_ids, rows.input_ids.shape[1]
     start = width - rows.completion_length
     mask, kept, owner = _tokens_to_pack(rows, share_prompts)

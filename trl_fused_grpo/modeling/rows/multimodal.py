@@ -104,9 +104,6 @@ class MultimodalInputs:
         """
         Positions of the whole batch in the shape that a model makes them in, for example `[3, B, P + T]` for time,
         height and width; `None` for a model that counts tokens.
-
-        Raises:
-            `ValueError`: when the model finds none, as where images do not match their placeholders.
         """
         function = getattr(architecture.backbone(causal_lm), "get_rope_index", None)
         if function is None:
