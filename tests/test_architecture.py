@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "rloo": {"trainer", "_utils"},
     "patching": {"trainer", "rloo", "defaults", "_compat"},
     "fusing": {"trainer", "rloo", "config", "_compat"},
-    "parity": {"", "_compat"},
+    "parity": {"", "training", "_compat"},
     "cli": {"", "parity", "training", "patching", "defaults", "options", "config", "_compat"},
     "__main__": {"cli"},
     "api": {"config", "trainer", "rloo", "patching", "fusing", "loss", "modeling", "ops", "_compat"},
