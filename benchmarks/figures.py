@@ -28,10 +28,10 @@ STEP_ARMS = {
     "ours": ("trl-fused-grpo", "C0"),
 }
 STEP_CASES = {
-    "0.6b": "Qwen3-0.6B",
-    "1.7b": "Qwen3-1.7B",
-    "1.7b-lora-beta": "1.7B, LoRA,\nbeta 0.04",
-    "1.7b-lora-bf16": "1.7B, LoRA,\nbfloat16",
+    "1.7b": "76% padding",
+    "1.7b-half": "55%",
+    "1.7b-quarter": "29%",
+    "1.7b-alike": "4%",
 }
 LEARNING_ARMS = {
     "stock": ("stock TRL", "0.35", "-"),
@@ -146,7 +146,7 @@ def draw_step(name: str) -> plt.Figure:
         axes.margins(y=0.15)
         axes.spines[["left", "top", "right"]].set_visible(False)
     both[0].legend(loc="upper left", bbox_to_anchor=(0.0, 1.05), frameon=False, fontsize=9)
-    about = f"one optimizer step of 32 completions at TRL's defaults, without generation; {source(record)}"
+    about = f"an optimizer step of Qwen3-1.7B, 32 completions, without generation; {source(record)}"
     figure.text(0.99, 0.01, about, ha="right", fontsize=7)
     return figure
 
@@ -245,7 +245,7 @@ def main(folder: Annotated[Path, typer.Option(help="where the figures go")] = HE
         "loss": draw_loss("loss-h200.json"),
         "curve": draw_curve("curve-h200.json"),
         "window": draw_windows(WINDOWS),
-        "step": draw_step("step-compiled-h200.json"),
+        "step": draw_step("step-padding-h200.json"),
         "micro-batches": draw_micro_batches("micro-batches-cpu.json"),
         "memory": draw_memory(load("memory-h200.json")),
         "learning": draw_learning("learning-h100.json"),

@@ -7,8 +7,8 @@ from unittest import mock
 
 import torch
 
-from trl_fused_grpo import FusedLinearGRPOLoss
 from trl_fused_grpo.ops.forecast import groups_of
+from trl_fused_grpo.training import requests
 
 
 class _Rows:
@@ -39,10 +39,10 @@ class _WrongForecast:
 @contextmanager
 def misled() -> Iterator[None]:
     """While it lasts, every forecast in this process is wrong."""
-    right = FusedLinearGRPOLoss.forecast
+    right = requests.forecast
 
     def wrong(*args: Any, **kwargs: Any) -> _WrongForecast:
         return _WrongForecast(right(*args, **kwargs))
 
-    with mock.patch.object(FusedLinearGRPOLoss, "forecast", wrong):
+    with mock.patch.object(requests, "forecast", wrong):
         yield
