@@ -145,7 +145,7 @@ def draw_step(name: str) -> plt.Figure:
         axes.set_yticks([])
         axes.margins(y=0.15)
         axes.spines[["left", "top", "right"]].set_visible(False)
-    both[0].legend(loc="upper left", bbox_to_anchor=(0.0, 1.05), frameon=False, fontsize=9)
+    both[0].legend(loc="upper right", frameon=False, fontsize=9)
     about = f"an optimizer step of Qwen3-1.7B, 32 completions, without generation; {source(record)}"
     figure.text(0.99, 0.01, about, ha="right", fontsize=7)
     return figure
