@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import inspect
 import re
 import shlex
 import sys
@@ -15,9 +16,18 @@ from datasets import Dataset
 from trl import GRPOConfig
 from typer.testing import CliRunner
 
-from tests.docs_pages import BLOCKS, PAGES, ROOT, anchors_of, name_of, text_outside_blocks
+from tests.docs_pages import BLOCKS, PAGES, ROOT, Block, anchors_of, name_of, text_outside_blocks
 from tests.harness.command import app as harness
-from trl_fused_grpo import FusedGRPOConfig, FusedRLOOConfig
+from trl_fused_grpo import (
+    FusedGRPOConfig,
+    FusedGRPOTrainer,
+    FusedLinearGRPOLoss,
+    FusedRLOOConfig,
+    FusedRLOOTrainer,
+    fused_linear_logps,
+    patch,
+    read_hidden_states,
+)
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
 from trl_fused_grpo._compat.trainers import STEP_METHODS
 from trl_fused_grpo.cli import app as cli
@@ -85,18 +95,23 @@ def run(block, code, namespace):
     assert "Trainer(" not in code or namespace.get("trainer") is not before, f"{block} calls its trainer otherwise"
 
 
+def given(checkpoint):
+    """What a block need not make."""
+    return {
+        "__name__": "__main__",
+        "model": checkpoint,
+        "dataset": Dataset.from_dict({"prompt": ["w5 w6 w7", "w8 w9"] * 4}),
+        "reward": lambda completion_ids, **kwargs: [float(ids[0] % 7) for ids in completion_ids],
+    }
+
+
 PYTHON_PAGES = [page for page in PAGES if any(b.page == page and b.language in ("python", "diff") for b in BLOCKS)]
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=name_of)
 def test_python_runs(page, checkpoint, small_machine):
     """The blocks of a page share what they define. Of a diff, what it takes away runs too, by itself."""
-    namespace = {
-        "__name__": "__main__",
-        "model": checkpoint,
-        "dataset": Dataset.from_dict({"prompt": ["w5 w6 w7", "w8 w9"] * 4}),
-        "reward": lambda completion_ids, **kwargs: [float(ids[0] % 7) for ids in completion_ids],
-    }
+    namespace = given(checkpoint)
     for block in (block for block in BLOCKS if block.page == page):
         if block.language == "python":
             run(block, block.code, namespace)
@@ -106,6 +121,16 @@ def test_python_runs(page, checkpoint, small_machine):
             before, after = ("".join(line[1:] or "\n" for line in lines if line[0] != sign) for sign in "+-")
             run(block, before, dict(namespace))
             run(block, after, namespace)
+
+
+@pytest.mark.parametrize(
+    "documented",
+    [FusedGRPOTrainer, FusedRLOOTrainer, FusedLinearGRPOLoss, fused_linear_logps, patch, read_hidden_states],
+    ids=lambda one: one.__name__,
+)
+def test_the_example_of_a_docstring_runs(documented, checkpoint, small_machine):
+    [code] = re.findall(r"```python\n(.*?)```", inspect.getdoc(documented), re.DOTALL)
+    run(Block(Path(inspect.getfile(documented)), 1, "python", code), code, given(checkpoint))
 
 
 # Command lines

@@ -78,6 +78,15 @@ def patch(**options: Any) -> Patch:
     Give every `GRPOTrainer` and `RLOOTrainer` that is made from now on the fused loss, also one with TRL's plain
     `GRPOConfig` or `RLOOConfig`.
 
+    ```python
+    import trl
+    from trl_fused_grpo import patch
+
+    with patch(fused_share_prompts=False):
+        args = trl.GRPOConfig(output_dir="out")
+        trainer = trl.GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=dataset)
+    ```
+
     `trl.GRPOTrainer` is [`FusedGRPOTrainer`] while the patch lasts, `trl.RLOOTrainer` is [`FusedRLOOTrainer`], and
     TRL's own classes, where code has imported them before, make instances of these. What the arguments say themselves
     wins: `use_liger_loss=False`, and options of a config that has them. A subclass that was defined before the patch

@@ -13,6 +13,14 @@ class FusedRLOOTrainer(FusedTrainerMixin, RLOOTrainer):  # ty: ignore[lost-keywo
     Drop-in for [`~trl.RLOOTrainer`]: the same constructor, objective and metrics, without `[batch, length, vocab]`
     logits. What stands at [`FusedGRPOTrainer`] holds here too.
 
+    ```python
+    from trl_fused_grpo import FusedRLOOConfig, FusedRLOOTrainer
+
+    args = FusedRLOOConfig(output_dir="out")
+    trainer = FusedRLOOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=dataset)
+    trainer.train()
+    ```
+
     - TRL's own `_compute_loss` makes the loss of fused log-probabilities. Its gradient is forecast in forward.
     - The KL penalty is a part of the reward. So old and reference log-probs are computed in generation where `beta` is
       not zero, as TRL does. At `beta=0.0` on-policy steps take the old ones from the training forward.

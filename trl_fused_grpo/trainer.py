@@ -169,6 +169,14 @@ class FusedGRPOTrainer(FusedTrainerMixin, GRPOTrainer):  # ty: ignore[lost-keywo
     `_compute_loss` turns them into the loss. With `use_liger_loss=False` in its arguments it is the stock trainer.
     `use_liger_kernel=True` means Liger's layer kernels as well.
 
+    ```python
+    from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+
+    args = FusedGRPOConfig(output_dir="out")  # or TRL's GRPOConfig
+    trainer = FusedGRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=dataset)
+    trainer.train()
+    ```
+
     Micro-batches of an accumulation window may share a forward of the model (`fused_max_tokens_per_forward`). Each has
     its loss in its own training step. The gradients of all come with the last of them.
 

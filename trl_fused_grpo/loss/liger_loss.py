@@ -24,6 +24,16 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
     Drop-in replacement for Liger's `LigerFusedLinearGRPOLoss`: the same loss and metrics with fewer GEMMs (see
     [`fused_linear_logps`]), and further options. It has the arguments of Liger 0.8.5 with older releases too.
 
+    ```python
+    import torch
+    from trl_fused_grpo import FusedLinearGRPOLoss
+
+    hidden, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(100, 16)  # [B, T, H], [V, H]
+    token_ids, mask, advantages = torch.randint(100, (2, 5)), torch.ones(2, 5), torch.tensor([1.0, -1.0])
+    loss, metrics = FusedLinearGRPOLoss(beta=0.0)(hidden, weight, token_ids, mask, advantages)
+    loss.backward()
+    ```
+
     Args:
         beta, use_ref_model, epsilon_low, epsilon_high, loss_type, max_completion_length, importance_sampling_level,
         sapo_temperature_pos, sapo_temperature_neg, temperature, delta, use_bias_correction_kl, vespo_k_pos,

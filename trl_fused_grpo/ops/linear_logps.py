@@ -113,6 +113,15 @@ def fused_linear_logps(
     Logits exist for a chunk of rows at a time. Both outputs are differentiable once with respect to `hidden` and the
     head's weight, bias and low-rank terms.
 
+    ```python
+    import torch
+    from trl_fused_grpo import LMHead, fused_linear_logps
+
+    hidden, head = torch.randn(7, 16, requires_grad=True), LMHead(torch.randn(100, 16))
+    logps, entropies = fused_linear_logps(hidden, head, torch.randint(100, (7,)))
+    logps.mean().backward()
+    ```
+
     Args:
         hidden (`Tensor`):
             Hidden states, shape `[N, H]`.

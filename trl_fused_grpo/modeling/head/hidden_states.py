@@ -14,6 +14,16 @@ def read_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
     The model runs as it is called, in its wrappers, so that DDP reduces the gradients of what is computed from them,
     and autocast, hooks, adapters and vision towers do what they do. Its head runs for one position of each row.
 
+    ```python
+    import torch
+    from transformers import AutoModelForCausalLM
+    from trl_fused_grpo import fused_linear_logps, read_hidden_states, read_lm_head
+
+    causal_lm, ids = AutoModelForCausalLM.from_pretrained(model), torch.tensor([5, 6, 7])
+    hidden = read_hidden_states(causal_lm, input_ids=ids[None])
+    logps, entropies = fused_linear_logps(hidden[0, :-1], read_lm_head(causal_lm), ids[1:])
+    ```
+
     Args:
         model (`nn.Module`): bare, or in wrappers of PEFT, DDP or DeepSpeed.
         inputs: keyword arguments of its forward, such as `input_ids`, `attention_mask` and `pixel_values`.

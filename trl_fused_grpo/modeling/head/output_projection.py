@@ -28,7 +28,8 @@ class LogitScaling(NamedTuple):
 
 def read_lm_head(model: nn.Module, fp32: bool = False, scaling: LogitScaling | None = None) -> LMHead:
     """
-    Read the head of a causal language model, as it is at this moment: wrappers replace it.
+    Read the head of a causal language model, as it is at this moment: wrappers replace it. [`read_hidden_states`] has
+    an example.
 
     Args:
         model (`nn.Module`): bare, or in wrappers of PEFT, DDP or DeepSpeed that keep its weights whole.
