@@ -17,7 +17,7 @@ MOST_MODULES = 14
 # What each part of the package may import of the others, beside itself
 MAY_IMPORT = {
     "_utils": set(),
-    "_compat": set(),
+    "_compat": {"_utils"},
     "ops": set(),
     "loss": {"ops"},
     "modeling": {"ops", "_compat", "_utils"},

@@ -133,6 +133,10 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed forward through the model once. Has no effect in models
             with layers that carry a state, or whose attention knows no packed rows.
+        fused_keep_base_weights (`bool`, *optional*, defaults to `False`):
+            With adapters and vLLM, put the weights under the adapters back to the bit after each synchronisation. TRL
+            merges adapters into them and takes them out again, which rounds 16-bit weights a little more at each step.
+            While it synchronises, a copy of these weights is kept.
     """
 
     use_liger_loss: bool = field(default=True, metadata={"help": _HELP})

@@ -73,6 +73,9 @@ class FusedOptions:
     fused_share_prompts: bool = _option(
         True, "Run a prompt through the model once for its completions in a packed forward."
     )
+    fused_keep_base_weights: bool = _option(
+        False, "Keep the weights under adapters to the bit when these are merged into them for vLLM."
+    )
 
     @classmethod
     def from_args(cls, args: Any, defaults: "FusedOptions | None" = None) -> "FusedOptions":

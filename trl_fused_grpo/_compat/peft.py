@@ -1,11 +1,13 @@
-"""PEFT, which need not be installed: which adapters are on."""
+"""PEFT, which need not be installed: which adapters are on, and what merging them leaves in the weights."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from trl.trainer.utils import use_adapter
+
+from trl_fused_grpo._utils import temporary_attr
 
 from . import torch as torch_compat
 from .models import is_peft_model, is_prompt_learning
@@ -59,3 +61,34 @@ def adapters_as(model: nn.Module, state: tuple[bool, tuple[str, ...]] | None) ->
         yield
     finally:
         tuner.set_adapter(now)
+
+
+@contextmanager
+def base_weights_kept(peft_model: Any) -> Generator[None, None, None]:
+    """
+    While it lasts, weights that adapters were merged into are to the bit what they were as soon as these are taken out
+    again. TRL merges them to synchronise with vLLM; PEFT subtracts what it had added, which rounds a second time.
+    """
+    merge, unmerge = peft_model.merge_adapter, peft_model.unmerge_adapter
+    kept: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
+
+    def merge_adapter(*args: Any, **options: Any) -> None:
+        for module in torch_compat.modules_of(peft_model):
+            if isinstance(getattr(module, "disable_adapters", None), bool):
+                base: Any = module.get_base_layer()
+                weights = {name: weight for name, weight in base._parameters.items() if weight is not None}
+                kept.extend((base, name, weight, weight.detach().clone()) for name, weight in weights.items())
+        merge(*args, **options)
+
+    def unmerge_adapter() -> None:
+        unmerge()
+        for base, name, weight, before in kept:
+            base._parameters[name] = weight  # quantized weights are made anew
+            weight.data.copy_(before)
+        kept.clear()
+
+    with (
+        temporary_attr(peft_model, "merge_adapter", merge_adapter),
+        temporary_attr(peft_model, "unmerge_adapter", unmerge_adapter),
+    ):
+        yield

@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.models import is_peft_model
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.head.moe import why_no_aux_loss
@@ -79,6 +80,8 @@ def log_what_has_no_effect(trainer: Any, options: FusedOptions, findings: Findin
         reasons["fused_skip_zero_grad_sequences"] = why_zero_grad_sequences_are_not_skipped(trainer, packed)
     if options.fused_memory is not None:
         reasons["fused_memory"] = why_no_memory_budget(trainer)
+    if options.fused_keep_base_weights:
+        reasons["fused_keep_base_weights"] = why_base_weights_stay(trainer)
     for option, reason in reasons.items():
         log_no_effect(f"{option}={getattr(options, option)}", reason)
 
@@ -87,6 +90,13 @@ def log_no_effect(asked_for: str | None, reason: str | None) -> None:
     """Log once why something has no effect, where there is a reason and it was asked for."""
     if reason is not None and asked_for is not None:
         logger.warning_once(f"{asked_for} has no effect, because {reason}.")
+
+
+def why_base_weights_stay(trainer: Any) -> str | None:
+    """Why no adapter is merged into weights and taken out again in a training, or `None`."""
+    if not is_peft_model(trainer.model):
+        return "the model has no adapters"
+    return None if trainer.use_vllm else "adapters are merged for vLLM alone"
 
 
 def check_kl_estimator(trainer: Any, name: str) -> None:

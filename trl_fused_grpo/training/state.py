@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.peft import base_weights_kept
 from trl_fused_grpo._compat.repeated_hooks import forget_repeated_hooks
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.config import FusedOptions
@@ -138,9 +139,11 @@ class FusedState:
         if self._has_summary_to_tell and self.trainer.model.training:
             tell_summary(self.engine)  # by now the model is in its wrappers
             self._has_summary_to_tell = False
-        with self.deferred.generation(self.window.steps_left):
+        model = self.trainer.model
+        keeps = self.engine.options.fused_keep_base_weights and refusals.why_base_weights_stay(self.trainer) is None
+        with self.deferred.generation(self.window.steps_left), base_weights_kept(model) if keeps else nullcontext():
             yield sampling_correction(self.trainer) if trainers.corrects_sampling(self.trainer) else None
-        forget_repeated_hooks(self.trainer.model)
+        forget_repeated_hooks(model)
 
     def plan(self, batches: list[dict[str, Any]]) -> None:
         """Prepare the micro-batches of a new generation batch."""

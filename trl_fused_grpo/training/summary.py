@@ -39,6 +39,7 @@ from .plan import (
     why_old_logps_are_needed,
     why_reference_is_not_regrouped,
 )
+from .refusals import why_base_weights_stay
 from .requests import padding_counts
 
 
@@ -208,6 +209,7 @@ class _Lines:
         """Yield a line for each part of the training, in its order."""
         if self.level > Level.STOCK:
             yield self.head()
+        yield from self.base_weights()
         if self.level < Level.ROWS:
             return
         yield self.rows()
@@ -314,6 +316,17 @@ class _Lines:
         elif self.device.type == "cpu":
             change = "fused_compile=True, with a C++ compiler"
         return SummaryLine(name, "as they are" if reason else "one code for all layers of a kind", reason, change)
+
+    def base_weights(self) -> Iterator[SummaryLine]:
+        """Under adapters that are merged for vLLM, where that rounds them or would."""
+        if why_base_weights_stay(self.trainer) is not None:
+            return
+        name, dtype = "base weights kept to the bit", str(self.model.dtype).removeprefix("torch.")
+        if self.options.fused_keep_base_weights:
+            yield SummaryLine(name, "when adapters are merged for vLLM")
+        elif dtype in ("bfloat16", "float16"):
+            reason = f"adapters are merged into {dtype} weights for vLLM, and taken out again"
+            yield SummaryLine(name, "rounded at each step", reason, "fused_keep_base_weights=True")
 
     def check(self) -> Iterator[SummaryLine]:
         """The comparison with TRL's own path, if the log-probs are ours."""
