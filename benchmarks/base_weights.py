@@ -64,11 +64,12 @@ def what_adapters_add(model: Any) -> float:
 def run_arm(name: str, shape: str, dtype: torch.dtype, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train, and tell how far the base is from where it began."""
     forget_accelerate()
-    cls, config = (GRPOTrainer, GRPOConfig) if name == "stock" else (FusedGRPOTrainer, FusedGRPOConfig)
-    trainer: Any = cls(
+    classes: Any = (GRPOTrainer, GRPOConfig) if name == "stock" else (FusedGRPOTrainer, FusedGRPOConfig)
+    trainer_class, config_class = classes
+    trainer = trainer_class(
         model=make_model(shape, "cpu", dtype, ADAPTERS),
         reward_funcs=reward,
-        args=config(
+        args=config_class(
             output_dir=tempfile.mkdtemp(),
             per_device_train_batch_size=8,
             gradient_accumulation_steps=ROWS // 8,

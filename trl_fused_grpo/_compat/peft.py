@@ -73,9 +73,10 @@ def base_weights_kept(peft_model: Any) -> Generator[None, None, None]:
     kept: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
 
     def merge_adapter(*args: Any, **options: Any) -> None:
-        for module in torch_compat.modules_of(peft_model):
-            if isinstance(getattr(module, "disable_adapters", None), bool):
-                base: Any = module.get_base_layer()
+        layers: list[Any] = torch_compat.modules_of(peft_model)
+        for layer in layers:
+            if isinstance(getattr(layer, "disable_adapters", None), bool):
+                base = layer.get_base_layer()
                 weights = {name: weight for name, weight in base._parameters.items() if weight is not None}
                 kept.extend((base, name, weight, weight.detach().clone()) for name, weight in weights.items())
         merge(*args, **options)
