@@ -86,33 +86,30 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
         use_liger_loss (`bool`, *optional*, defaults to `True`):
             Whether to compute the loss through the fused linear function; with `False` it is TRL's own trainer.
         fused_compile (`bool`, *optional*):
-            Compile the decoder layers of the text model with `torch.compile`, one code for all layers of a kind and
-            all lengths, in this trainer's forwards of packed rows. torch's partitioner decides what they keep for
-            backward, in place of checkpointing. By default on CUDA, where Triton is installed; `True` needs a C++
-            compiler on the CPU. The first step takes some 10 to 40 s longer. Layers that cannot be compiled run as
-            they are, which is logged once.
+            Compile the decoder layers of the text model with `torch.compile`, one code for all layers of a kind, in
+            forwards of packed rows. By default on CUDA, where Triton is installed; `True` needs a C++ compiler on the
+            CPU. The first step takes some 10 to 40 s longer. Layers that cannot be compiled run as they are, which is
+            logged once.
         fused_memory (`float`, *optional*):
             Fraction of the device's memory that this process may take, for larger shared forwards, as soon as the
             first optimizer step has shown what one takes. By default memory stays at TRL's. Acts on CUDA.
         fused_max_tokens_per_forward (`int`, *optional*):
             Run packed micro-batches of an accumulation window through the model together, up to this many tokens. Each
-            keeps a loss of its own. Defaults to the size of TRL's padded micro-batch, at most 16,384, and for the first
-            forward of a window to what fits into the memory of gradients that are not there yet, at most 32,768. 0 runs
-            each alone, in the least memory.
+            keeps a loss of its own. Defaults to what fits the memory that TRL takes with its padding, at most 32,768.
+            0 runs each alone, in the least memory.
         fused_verify (`int`, *optional*, defaults to `0`):
             Every so many optimizer steps, compute one micro-batch by TRL's own path too, and log how far the fused one
-            is from it: log-probs as `fused/verify_logps`, in nats, the gradient in a trained output projection as
-            `fused/verify_head_grad`. The first step compares log-probs in any case. Beyond what rounding explains, rows
-            keep TRL's padding from then on. Training stays the same to the bit.
+            is from it: `fused/verify_logps` in nats, `fused/verify_head_grad` of the output projection's gradient. The
+            first step compares log-probs in any case. Beyond what rounding explains, rows keep TRL's padding from then
+            on. Training stays the same to the bit.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
             than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
             `use_bias_correction_kl` makes `k4` of `k1` and `k2_bias_corrected` of `k2`.
         fused_layout (`str`, *optional*):
-            How the sequences of a micro-batch are laid out for the model: `"packed"` (all in one row without padding)
-            or `"padded"` (as TRL pads them). By default packed where level and model allow it. `"packed"` is your word
-            that code of the model that is not a library's may have such rows, and raises where the model does not allow
-            them.
+            How the sequences of a micro-batch are laid out: `"packed"` (all in one row without padding) or `"padded"`
+            (as TRL pads them). By default packed where level and model allow it. `"packed"` is your word that unknown
+            model code may have such rows, and raises where a known model does not allow them.
         fused_backward (`str`, *optional*):
             How gradients of a trained output projection are built. `"forecast"` computes them in the forward, with the
             gradient that each token is expected to receive; `"recompute"` computes the logits again in the backward.
