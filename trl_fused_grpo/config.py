@@ -124,9 +124,8 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
             Raise, in the constructor where it is known there, when the weights move while a generation batch is in use,
             or old log-probs need a forward of their own. The message says what stands against it.
         fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
-            Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The `entropy`
-            metric then covers the others only, and so do `sampling/...` where vLLM's ratio comes from the training
-            forward.
+            Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The metrics
+            `entropy` and, where vLLM's ratio comes from the training forward, `sampling/...` cover the others only.
         fused_share_prompts (`bool`, *optional*, defaults to `True`):
             Run the prompt of several completions in a packed forward through the model once. Has no effect in models
             with layers that carry a state, or whose attention knows no packed rows.
