@@ -7,6 +7,7 @@ trainer with the same weights, which computes its own old log-probs and importan
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,28 @@ def test_every_importance_sampling_mode_gives_stocks_loss_and_gradients(trained,
     stock_loss.backward()
     assert loss.item() == pytest.approx(stock_loss.item(), rel=TOLERANCE, abs=1e-6)
     assert_gradients_equal(gradients_of(trained.model), gradients_of(stock.model))
+
+
+def test_the_engine_gets_merged_weights_and_those_under_the_adapters_stay(trained, checkpoint):
+    """TRL's own synchronisation of a bfloat16 model with LoRA into the engine, as `fused_keep_base_weights` has it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from trl_fused_grpo._compat.peft import base_weights_kept
+
+    adapters = LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16), adapters)
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    expected = (layer.base_layer.weight + layer.get_delta_weight("default")).to(torch.bfloat16)
+    before, engine = weights_of(model), copy.copy(trained.vllm_generation)
+    engine.model = model
+    try:
+        with base_weights_kept(model):
+            engine.sync_weights()
+        worker = engine.llm.llm_engine.model_executor.driver_worker
+        loaded = worker.model_runner.model.get_parameter("model.layers.0.mlp.down_proj.weight")
+        torch.testing.assert_close(loaded.to(torch.bfloat16), expected, rtol=1e-2, atol=1e-2)
+    finally:
+        trained.vllm_generation.sync_weights()
+    after = weights_of(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
