@@ -34,6 +34,13 @@ def engine_of(trainer, received):
     if not hasattr(grpo_trainer, "VLLMGeneration"):
         trainer.vllm_mode, trainer.llm = "colocate", llm
         trainer._move_model_to_vllm = GRPOTrainer._move_model_to_vllm.__get__(trainer)
+        generate = trainer._generate_single_turn  # the sampler's, where TRL's would have moved them
+
+        def moving(*args, **options):
+            trainer._move_model_to_vllm()
+            return generate(*args, **options)
+
+        trainer._generate_single_turn = moving
         return
     engine = grpo_trainer.VLLMGeneration.__new__(grpo_trainer.VLLMGeneration)
     engine.model, engine.accelerator, engine.mode, engine.llm = trainer.model, trainer.accelerator, "colocate", llm
