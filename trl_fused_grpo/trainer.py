@@ -53,28 +53,17 @@ class FusedTrainerMixin(_Trainer):
         Undo what this trainer did to objects that outlive it. Idempotent; training, or any other call for log-probs,
         does it again.
 
-        Without `use_liger_loss=False`, constructing and using the trainer has these effects beside those of TRL:
-
-        - The `forward` of the policy, of the reference and of any other model that log-probs were asked of takes the
-          keyword `fused`. Undone here. Where Accelerate's mixed precision has wrapped it, it stays in the wrapper and
-          runs the original.
-        - Layers that carry a state, or whose attention knows no packed rows, have a `forward` that unpacks these. It
-          does what it did for all other calls. Undone here.
-        - While packed rows run, and while a graph of them lives that may be run backward, transformers' `"sdpa"`
-          attention, its FlashAttention, the eager attention of the model's own files and its mask functions are
-          replaced by functions that do the same for all other calls. Undone with the last such graph. Here garbage is
-          collected, so that none is left by accident.
-        - While rows with TRL's padding are trained on CUDA, transformers' mask functions are replaced as well, and
-          cuDNN's attention is off until a mask is built. Undone after each call.
-        - While the policy or the reference runs compiled (`fused_compile`), its decoder layers have a `forward` that
-          runs their compiled code, and do not checkpoint. Undone after each.
-        - While a training step runs, the accelerator's `backward` is replaced, and with another `kl_estimator` than
-          TRL's the trainer's `beta` is zero within the loss. Undone after each.
-        - Of the hooks that transformers adds to the input embeddings at each generation, the last one stays.
-        - In the constructor `args.use_liger_kernel` is off, and TRL's check for an adapter on the output projection
-          is lifted. Undone at its end.
-        - With `use_liger_kernel=True` on a GPU, Liger's layers replace the model's, and `args.liger_kernel_config`
-          leaves Liger's cross-entropy out; on the CPU `args.use_liger_loss` is set in its place. Both stay.
+        - Models that log-probs were asked of have a `forward` that takes the keyword `fused`, and layers with a state
+          or an attention of their own one that unpacks rows. For other calls both do what they did. Undone here, but
+          where Accelerate's mixed precision has wrapped it a `forward` stays, and runs the original.
+        - While packed rows run, or a graph of them lives, transformers' attention and mask functions are replaced by
+          functions that do the same for all other calls. Here garbage is collected, so that no graph is left.
+        - Undone after each call: mask functions of padded rows on CUDA, with cuDNN's attention off; forwards of
+          compiled layers, which do not checkpoint meanwhile; the accelerator's `backward`; with another `kl_estimator`
+          than TRL's the trainer's `beta`; with `fused_keep_base_weights` PEFT's merging.
+        - What stays: of the hooks that transformers adds to the input embeddings at each generation the last one. With
+          `use_liger_kernel=True` Liger's layers on a GPU, with `args.liger_kernel_config` changed; on the CPU
+          `args.use_liger_loss` is set in its place.
         """
         self._fused.detach()
 

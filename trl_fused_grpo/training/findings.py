@@ -382,8 +382,9 @@ def _replaced_in_module(modules: list[nn.Module], inner: list[nn.Module]) -> str
     if (changed := _hooked_or_replaced(modules)) is not None:
         return changed
     for module in inner:  # thousands, with dozens of attributes each
-        for name, value in module.__dict__.items():
-            if type(value) in _PLAIN or name in _NOT_LOOKED_AT:
+        for name in module.__dict__.keys() - _NOT_LOOKED_AT:
+            value = module.__dict__[name]
+            if type(value) in _PLAIN:
                 continue
             if not _is_known_class(type(value)) or replaced_name(module.__dict__, [name]):
                 return f"{name} of {type(module).__name__}, which was replaced,"
