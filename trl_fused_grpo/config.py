@@ -103,9 +103,8 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
             first step compares log-probs in any case. Beyond what rounding explains, rows keep TRL's padding from then
             on. Training stays the same to the bit.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
-            How the KL divergence from the reference is estimated at each token, see [`~objective.kl_loss`]. Another one
-            than TRL's `"k3"` is logged as `kl/<estimator>` in place of `kl`, under the name of what is computed:
-            `use_bias_correction_kl` makes `k4` of `k1` and `k2_bias_corrected` of `k2`.
+            How the KL divergence from the reference is estimated, see [`~objective.kl_loss`]. Another one than TRL's
+            `"k3"` is logged as `kl/<estimator>`: `use_bias_correction_kl` makes `k4` of `k1`.
         fused_layout (`str`, *optional*):
             How the sequences of a micro-batch are laid out: `"packed"` (all in one row without padding) or `"padded"`
             (as TRL pads them). By default packed where level and model allow it. `"packed"` is your word that unknown
@@ -117,9 +116,8 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
         fused_logits_mib (`float`, *optional*):
             Memory for one chunk of logits, in MiB. By default the peak stays below that of TRL 1.16.
         fused_skip_old_logps (`bool`, *optional*):
-            Until the weights move, take old log-probs, and vLLM's importance ratio, from the training forward instead
-            of a forward of their own. By default this happens where it is possible; `True` also logs where it is not,
-            `False` computes them after generation.
+            Until the weights move, take old log-probs, and vLLM's importance ratio, from the training forward. By
+            default where that is possible; `True` also logs where it is not, `False` computes them after generation.
         fused_require_on_policy (`bool`, *optional*, defaults to `False`):
             Raise, in the constructor where it is known there, when the weights move while a generation batch is in use,
             or old log-probs need a forward of their own. The message says what stands against it.

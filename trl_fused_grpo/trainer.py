@@ -125,8 +125,8 @@ class FusedTrainerMixin(_Trainer):
         """
         Loss of one micro-batch, a scalar: TRL's `_compute_loss` on fused log-probabilities.
 
-        The log-probabilities come with the gradient that each token is expected to receive, which
-        [`FusedLinearGRPOLoss`] forecasts from importance ratios, tool mask, normalizer and the options of the loss.
+        The log-probabilities come with the gradient that each token is expected to receive, forecast from importance
+        ratios, tool mask, normalizer and the options of the loss.
         """
         if not self.use_liger_loss:  # TRL < 1.15 has one of its own, for `use_liger_kernel=True`
             return super().compute_liger_loss(model, inputs)

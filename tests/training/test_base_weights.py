@@ -147,3 +147,35 @@ def test_the_summary_recommends_it_in_16_bits(tmp_path, dtype, option, line):
     use_sampler(trainer)
     told = [f"{part.name}: {part.text}" for part in trainer.fused_summary() if part.name.startswith("base weights")]
     assert [text.startswith(line) for text in told] == [True] * (line is not None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3, 4]}, {"use_dora": True}, {"bias": "lora_only"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_whatever_else_peft_trains_the_base_stays(options):
+    model = adapted(torch.bfloat16, **options) if "modules_to_save" not in options else with_trained_head()
+    before = base_weights(model)
+    with base_weights_kept(model):
+        model.merge_adapter()
+        model.unmerge_adapter()
+    assert all(torch.equal(before[name], weight) for name, weight in base_weights(model).items())
+
+
+def with_trained_head():
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    return get_peft_model(tiny_model("llama").to(torch.bfloat16), config)
+
+
+def test_a_synchronisation_that_was_cut_short_does_not_make_merged_weights_the_base():
+    model = adapted(torch.float32)
+    before = base_weights(model)
+    with base_weights_kept(model):
+        model.merge_adapter()
+    with base_weights_kept(model):
+        model.merge_adapter()
+        model.merge_adapter()
+        model.unmerge_adapter()
+    for name, weight in base_weights(model).items():
+        torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-6)

@@ -58,10 +58,10 @@ def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(t
     weights = 4 * sum(parameter.numel() for parameter in trainer.model.parameters())
     inputs, working = 4 * config.num_hidden_layers * hidden, int(memory._WITHOUT_CASTS * 4 * ends)
     assert memory_of(trainer) == GradientMemory(weights, inputs, working, working)
-    head = trainer.model.lm_head.weight.nbytes
+    head, embedding = trainer.model.lm_head.weight.nbytes, trainer.model.model.embed_tokens.weight.nbytes
     with mock.patch.object(trainer.accelerator.state, "_mixed_precision", "bf16"):
         working, of_trl = (int(of_byte * 2 * ends) for of_byte in (memory._COMPILED, memory._OF_TRL))
-        expected = GradientMemory(weights, inputs, working, of_trl, weights // 2 - head)
+        expected = GradientMemory(weights, inputs, working, of_trl, (weights - embedding - 2 * head) // 2)
         assert memory_of(trainer, compiled=True) == expected
         assert memory_of(trainer).working == memory_of(trainer).working_of_trl == int(memory._AS_IT_IS * 2 * ends)
         trainer.is_fsdp_enabled, is_fsdp = True, trainer.is_fsdp_enabled
@@ -69,6 +69,7 @@ def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(t
         assert memory_of(trainer, compiled=True) == GradientMemory(weights, inputs, working, working)
         trainer.is_fsdp_enabled = is_fsdp
         frozen = trainer.model.model.norm.weight.requires_grad_(False)
+        working = int(memory._AS_IT_IS * 2 * ends)
         expected = GradientMemory(weights - frozen.nbytes, inputs, working, working)
         assert memory_of(trainer, compiled=True) == expected  # as with adapters
 

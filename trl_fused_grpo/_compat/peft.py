@@ -66,8 +66,8 @@ def adapters_as(model: nn.Module, state: tuple[bool, tuple[str, ...]] | None) ->
 @contextmanager
 def base_weights_kept(peft_model: Any) -> Generator[None, None, None]:
     """
-    While it lasts, weights that adapters were merged into are to the bit what they were as soon as these are taken out
-    again. TRL merges them to synchronise with vLLM; PEFT subtracts what it had added, which rounds a second time.
+    While it lasts, weights that adapters were merged into are to the bit what they were when these are taken out again.
+    PEFT alone subtracts what it had added, which rounds: so here in 8 bits, and after a merge that was cut short.
     """
     merge, unmerge = peft_model.merge_adapter, peft_model.unmerge_adapter
     kept: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
@@ -75,9 +75,11 @@ def base_weights_kept(peft_model: Any) -> Generator[None, None, None]:
     def merge_adapter(*args: Any, **options: Any) -> None:
         layers: list[Any] = torch_compat.modules_of(peft_model)
         for layer in layers:
-            if isinstance(getattr(layer, "disable_adapters", None), bool):
-                base = layer.get_base_layer()
-                weights = {name: weight for name, weight in base._parameters.items() if weight is not None}
+            if not hasattr(type(layer), "get_base_layer") or not hasattr(type(layer), "merged") or layer.merged:
+                continue  # not a layer that PEFT adapts, as a wrapper of trained modules
+            base = layer.get_base_layer()
+            weights = {name: weight for name, weight in base._parameters.items() if weight is not None}
+            if not any(hasattr(weight, "SCB") for weight in weights.values()):  # whose scales PEFT makes anew
                 kept.extend((base, name, weight, weight.detach().clone()) for name, weight in weights.items())
         merge(*args, **options)
 

@@ -17,7 +17,8 @@ class GRPOBatch:
     old_per_token_logps: Tensor | None = None  # [B, T], nats; `None` where the policy is the old policy
     ref_per_token_logps: Tensor | None = None  # [B, T], nats; `None` leaves the KL term out
     importance_sampling_ratio: Tensor | None = None  # ratio of policy and vLLM, `[B, T]` or `[B, 1]`
-    sampling_per_token_logps: Tensor | None = None  # [B, T], nats
+    sampling_per_token_logps: Tensor | None = None  # [B, T], nats, for the off-policy sequence mask
+    # Divisor of the summed terms, in tokens or, by reduction, sequences; `None` counts those of this micro-batch
     normalizer: Tensor | float | None = None
     accumulation: float = 1.0  # gradient accumulation steps, 1.0 in evaluation
     entropy_normalizer: Tensor | float | None = None  # divisor of the summed entropies, in tokens

@@ -31,8 +31,8 @@ class GradientTerms:
     scale: Tensor  # weight of the policy term
     on_policy: Tensor | None  # gradient of the policy term; `None` where it depends on the log-probability
     advantages: Tensor
-    old_logps: Tensor | None  # log-probabilities of old policy and reference, nats
-    ref_logps: Tensor | None  # log-probabilities of old policy and reference, nats
+    old_logps: Tensor | None  # log-probabilities of the old policy, nats
+    ref_logps: Tensor | None  # the same of the reference
     kl_weights: Tensor | None  # weight of the KL term; `None` without one
     entropy_grads: Tensor | None  # gradient of the entropies; `None` without an entropy bonus
     sampling_logps: Tensor | None = None  # of the sampler, nats, for the `correction`
@@ -124,8 +124,8 @@ def forecast(
     """
     Forecast the gradient of every position of a micro-batch, up to one common factor.
 
-    With a `correction` the ratio of policy and sampler is computed from the policy's log-probabilities, of a batch that
-    it has sampled itself.
+    With a `correction` the ratio of policy and sampler is computed from the policy's log-probabilities, and the batch
+    has no old ones.
 
     Returns:
         [`BatchForecast`]; [`SequenceForecast`] where a token's gradient depends on its sequence

@@ -153,11 +153,9 @@ class Check:
     @torch.no_grad()
     def _logps_error(self, inputs: dict[str, Any], call: LogpsArgs, trl_method: Callable) -> float:
         """How far log-probs are from TRL's own: the root of the mean square, nats; negative where no token counts."""
-        trainer, compiled = self.trainer, False
+        trainer = self.trainer
         if trainer.accelerator.state.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             call = replace(call, model=self.engine.unwrapped(call.model))
-            # Where there are images, a vision tower would keep all that its backward needs
-            compiled = not call.multimodal and bool(self.engine.layers_to_compile(call.model)[0])
         modules = torch_compat.modules_of(call.model)
         in_training = [module for module in modules if module.training and model_compat.may_evaluate(module)]
         running = temporary_attr(self, "is_running", True)
@@ -170,13 +168,12 @@ class Check:
                 rows = 1 if alone else call.batch_size
                 expected, *_ = trl_compat.call_trl_logps(trl_method, **vars(replace(call, batch_size=rows)))
                 trl_compat.forget_order_of_modules(call.model)  # which the next forward would take for complete
-                with torch.set_grad_enabled(compiled):  # what runs without gradients is another code to compile
-                    result = self.engine.compute(self.build_request(inputs), call, trl_method)
+                result = self.engine.compute(self.build_request(inputs), call, trl_method)
             finally:
                 for module in in_training:
                     module.training = True
                 trl_compat.forget_order_of_modules(call.model)
-        difference = (result.logps.detach() - expected)[trl_compat.loss_mask(trainer, inputs).bool()].double()
+        difference = (result.logps - expected)[trl_compat.loss_mask(trainer, inputs).bool()].double()
         return difference.square().mean().sqrt().item() if len(difference) else -1.0
 
     def snapshot(self, micro_batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

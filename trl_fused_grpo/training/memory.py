@@ -157,14 +157,15 @@ def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, packed: bool, comp
     free = sum(map(torch_compat.local_bytes, trained))
     embedding: Any = causal_lm.get_input_embeddings()
     size = embedding.weight.element_size()
-    size_of_products, working, of_trl, casts = size, _WITHOUT_CASTS, _WITHOUT_CASTS, 0
-    if trainer.accelerator.mixed_precision in ("bf16", "fp16"):
-        size_of_products = 2
-        # FSDP casts weights as it gathers them, autocast those that are trained, and keeps the casts
-        if size == 4 and not trainer.is_fsdp_enabled and len(trained) == len(weights):
-            working, of_trl = (_COMPILED, _OF_TRL) if compiled else (_AS_IT_IS, _AS_IT_IS)
-            head: Any = causal_lm.get_output_embeddings()  # whose gradient is there when backward begins, beside them
-            casts = free // 2 - sum(map(torch_compat.local_bytes, {*head.parameters()} & {*trained}))
+    is_mixed = trainer.accelerator.mixed_precision in ("bf16", "fp16")
+    size_of_products, working, of_trl, casts = 2 if is_mixed else size, _WITHOUT_CASTS, _WITHOUT_CASTS, 0
+    if is_mixed and size == 4 and not trainer.is_fsdp_enabled:  # FSDP casts weights as it gathers them
+        working = of_trl = _AS_IT_IS
+        if len(trained) == len(weights):  # autocast keeps the casts of trained weights, not of frozen ones
+            working, of_trl = (_COMPILED, _OF_TRL) if compiled else (working, of_trl)
+            output: Any = causal_lm.get_output_embeddings()  # its gradient is there when backward begins, no cast of it
+            ends = sum(map(torch_compat.local_bytes, {embedding.weight, *output.parameters()}))
+            casts = (free - ends - sum(map(torch_compat.local_bytes, output.parameters()))) // 2
     return GradientMemory(
         free=free,
         inputs=len(layers_of(text)) * causal_lm.config.get_text_config().hidden_size * size,

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.models import is_peft_model
+from trl_fused_grpo._compat.models import is_peft_model, is_prompt_learning
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.head.moe import why_no_aux_loss
@@ -94,7 +94,7 @@ def log_no_effect(asked_for: str | None, reason: str | None) -> None:
 
 def why_base_weights_stay(trainer: Any) -> str | None:
     """Why no adapter is merged into weights and taken out again in a training, or `None`."""
-    if not is_peft_model(trainer.model):
+    if not is_peft_model(trainer.model) or is_prompt_learning(trainer.model):
         return "the model has no adapters"
     return None if trainer.use_vllm else "adapters are merged for vLLM alone"
 

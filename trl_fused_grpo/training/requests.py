@@ -68,11 +68,11 @@ class LogpsArgs:
 
     model: nn.Module  # in all its wrappers. It takes the keyword `fused`
     input_ids: Tensor  # [B, P + T], prompts padded left and completions right
-    attention_mask: Tensor  # [B, P + T], prompts padded left and completions right
+    attention_mask: Tensor  # [B, P + T]
     logits_to_keep: int  # T
     batch_size: int | None  # sequences in a sub-batch. All in one by default
-    compute_entropy: bool  # what to compute beside log-probabilities
-    compute_aux_loss: bool  # what to compute beside log-probabilities
+    compute_entropy: bool
+    compute_aux_loss: bool
     multimodal: dict[str, Any]  # pixels and what belongs to them. Empty for text
 
     @classmethod

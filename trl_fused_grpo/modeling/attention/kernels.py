@@ -17,8 +17,8 @@ _HALF = (torch.float16, torch.bfloat16)
 class Boundaries(NamedTuple):
     """Where sequences begin, under transformers' names."""
 
-    cu_seq_lens_q: Tensor  # [sequences + 1], int32: where the queries and the keys of each sequence begin
-    cu_seq_lens_k: Tensor  # [sequences + 1], int32: where the queries and the keys of each sequence begin
+    cu_seq_lens_q: Tensor  # [sequences + 1], int32: where the queries of each sequence begin
+    cu_seq_lens_k: Tensor  # the same of its keys
     max_length_q: int  # of the longest sequence
     max_length_k: int  # of the longest sequence
 

@@ -62,12 +62,13 @@ class FusedRequest:
         temperature: float,  # Sampling temperature
         scaling: LogitScaling | None = None,  # Of the logits. By default what the model's configuration says now
         forecast: Forecast | None = None,  # The gradient each of the `N` rows is expected to receive
+        # Flat positions, in the hidden states, of the tokens before, `[N]`; `None` where these end with the completion
         logit_positions: Tensor | None = None,
         fp32: bool = False,  # Whether the head computes in float32 outside autocast
         aux_loss: bool = False,  # Whether to return the load-balancing loss of a Mixture-of-Experts model too
         logits_mib: float | None = None,
         tokens: int = 0,  # Tokens that TRL's rows would have in the model at a time, padding included
-        **options: Any,
+        **options: Any,  # of [`fused_linear_logps`]
     ):
         self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions
         self.temperature, self.scaling, self.forecast = temperature, scaling, forecast

@@ -117,7 +117,7 @@ def compiled_layers(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Gen
         yield
         return
     config, placed = causal_lm.config.get_text_config(), list[tuple[Any, bool]]()
-    is_checkpointed = any(layer.gradient_checkpointing for _, layer in layers)
+    is_checkpointed = any(layer.gradient_checkpointing and layer.training for _, layer in layers)
     budget = CHECKPOINTED_BUDGET if is_checkpointed else 1.0
     try:
         for index, layer in layers:
