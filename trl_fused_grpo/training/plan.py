@@ -67,8 +67,8 @@ def plan_forwards(
 ) -> tuple[Forward, ...]:
     """
     Which micro-batches of a generation batch share a forward. None does beyond an accumulation window or an iteration.
-    `ends` has for each micro-batch the last one that fits a forward from it on, `ends_of_first` the same where no weight
-    has a gradient; `steps_left` until the window ends is 0 where it is not known.
+    `ends` has for each micro-batch the last one that fits a forward from it on, `ends_of_first` that where weights have
+    no gradients yet; `steps_left` until the window ends is 0 where it is not known.
     """
     forwards, place, count = [], places.start, len(ends)
     while place < places.stop:
