@@ -12,6 +12,7 @@ Options: TypeAlias = dict[str, Any]
 # Options of `FusedGRPOConfig` that are not drawn, with the reason
 NOT_DRAWN = {
     "use_liger_loss": "it is what is compared: on in the fused trainer, and stock trains without it",
+    "fused_keep_base_weights": "it acts when weights go to vLLM; `tests/training/test_base_weights.py` has it",
 }
 # With a KL term stock has the first alone; without one each must train what stock does
 KL_ESTIMATORS = ("k3", "k1", "k2", "k4")
