@@ -6,7 +6,6 @@ this package.
 import functools
 import sys
 from collections.abc import Iterable, Mapping
-from operator import is_
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -35,7 +34,6 @@ _IMPORTED = sys.stdlib_module_names - {"unittest"} | {
 _PACKAGE = __name__.partition(".")[0]
 
 _known: WeakSet[Any] = WeakSet()  # functions of libraries that were looked at
-_looked_at: dict[int, tuple[Any, ...]] = {}  # the values in a file's namespace in which nothing was replaced, by its id
 _WRAPPERS = (
     FunctionType,
     MethodType,
@@ -115,10 +113,6 @@ def replaced_name(namespace: Mapping[str, Any], names: Iterable[str] | None = No
     """
     A name in the namespace of a library's file, class or object under which somebody has put code of theirs, or `None`.
     """
-    whole = tuple(namespace.values()) if names is None and isinstance(namespace, dict) else None
-    known = _looked_at.get(id(namespace), ())
-    if whole is not None and len(known) == len(whole) and all(map(is_, known, whole)):
-        return None
     for name in tuple(namespace) if names is None else names:
         if name.startswith(_OF_COMPILER):
             continue
@@ -128,8 +122,6 @@ def replaced_name(namespace: Mapping[str, Any], names: Iterable[str] | None = No
                 value = getattr(value, attribute, value)
             if not _is_known(value):
                 return name
-    if whole is not None:
-        _looked_at[id(namespace)] = whole
     return None
 
 

@@ -69,14 +69,15 @@ def base_weights_kept(peft_model: Any) -> Generator[None, None, None]:
     While it lasts, weights that adapters were merged into are to the bit what they were when these are taken out again.
     PEFT alone subtracts what it had added, which rounds: so here in 8 bits, and after a merge that was cut short.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     merge, unmerge = peft_model.merge_adapter, peft_model.unmerge_adapter
     kept: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
 
     def merge_adapter(*args: Any, **options: Any) -> None:
-        layers: list[Any] = torch_compat.modules_of(peft_model)
-        for layer in layers:
-            if not hasattr(type(layer), "get_base_layer") or not hasattr(type(layer), "merged") or layer.merged:
-                continue  # not a layer that PEFT adapts, as a wrapper of trained modules
+        for layer in torch_compat.modules_of(peft_model):
+            if not isinstance(layer, BaseTunerLayer) or layer.merged:
+                continue
             base = layer.get_base_layer()
             weights = {name: weight for name, weight in base._parameters.items() if weight is not None}
             if not any(hasattr(weight, "SCB") for weight in weights.values()):  # whose scales PEFT makes anew

@@ -247,7 +247,7 @@ def global_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     return normalizer
 
 
-def entropy_normalizer(trainer: GRPOTrainer, mask: Tensor, normalizer: Any) -> Tensor:
+def entropy_normalizer(trainer: GRPOTrainer, mask: Tensor, normalizer: Tensor | float | None) -> Tensor | float:
     """
     What the sum of entropies is divided by in the entropy bonus; `normalizer` is the [`global_normalizer`] of a loss
     type that has one.

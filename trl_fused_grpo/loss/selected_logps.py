@@ -54,9 +54,9 @@ def selected_logps(
 @torch.no_grad()
 def reference_logps(
     logps: Tensor | None,  # [B, T], nats
-    hidden: Tensor | None,  # [B, T, H], and what [`head_of`] takes
-    weight: Tensor | LMHead | None,  # [B, T, H], and what [`head_of`] takes
-    bias: Tensor | None,  # [B, T, H], and what [`head_of`] takes
+    hidden: Tensor | None,  # [B, T, H]
+    weight: Tensor | LMHead | None,  # what [`head_of`] takes
+    bias: Tensor | None,
     selected: Tensor,  # bool `[B, T]`, the positions to compute
     logps_of: Callable[..., tuple[Tensor, Tensor | None]],  # [`selected_logps`] with token ids and temperature
 ) -> Tensor:

@@ -23,7 +23,7 @@ _MOST_PACKED_ROWS = 2048
 class RowBlock:
     """Rows whose gradients are assumed together."""
 
-    rows: slice  # the rows
+    rows: slice
     parts: list[slice]  # the same rows; the logits of one part exist at a time
     assumes: Literal["none", "forecast", "equal"]
 

@@ -42,8 +42,8 @@ class Rows:
     """The rows of a sub-batch."""
 
     input_ids: Tensor  # [B, P + T], prompts padded left and completions right
-    attention_mask: Tensor  # [B, P + T], prompts padded left and completions right
-    completion_length: int  # `T`
+    attention_mask: Tensor  # [B, P + T]
+    completion_length: int  # T
     selected: Tensor  # [B, T], bool: the tokens whose log-probability is read
     wanted: Tensor  # [B], bool: the sequences that the model must see; others may be left out
     needs_last_column: bool = False
