@@ -7,7 +7,6 @@ the engine is none, so that nothing but TRL's own synchronisation runs.
 """
 
 import math
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ import typer
 from _accumulation import GROUP, ROWS, reward
 from _measure import environment
 from _rollout import Lengths, Rollout
+from _step_clock import step_options
 from _trainers import SHAPES, forget_accelerate, make_model
 from datasets import Dataset
 from records import write_record
@@ -36,12 +36,8 @@ class NoEngine(VLLMGeneration):
     """TRL's synchronisation with an engine that forgets what it gets."""
 
     def __init__(self, trainer: Any):
-        self.model, self.accelerator, self.mode, self.enable_sleep_mode = (
-            trainer.model,
-            trainer.accelerator,
-            "colocate",
-            False,
-        )
+        self.model, self.accelerator = trainer.model, trainer.accelerator
+        self.mode, self.enable_sleep_mode = "colocate", False
         self._dist = DistributedBackend(trainer.accelerator)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda weights: None))
         executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
@@ -70,19 +66,7 @@ def run_arm(name: str, shape: str, dtype: torch.dtype, steps: int, options: dict
         model=make_model(shape, "cpu", dtype, ADAPTERS),
         reward_funcs=reward,
         args=config_class(
-            output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=ROWS // 8,
-            num_generations=GROUP,
-            max_steps=steps,
-            max_completion_length=LENGTHS.longest,
-            learning_rate=1e-4,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            bf16=False,
-            use_cpu=True,
-            **options,
+            **{**step_options(8, ROWS, GROUP, steps, LENGTHS.longest, "cpu"), "learning_rate": 1e-4, **options}
         ),
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * ROWS}),
         processing_class=tokenizer(),
@@ -118,11 +102,8 @@ def main(
     """Compare the weights under adapters before and after a training."""
     record: dict[str, Any] = {**environment("cpu", commit), "shape": shape, "results": []}
     keep = {"fused_keep_base_weights": True}
-    for name, dtype, options in (
-        ("stock", torch.bfloat16, {}),
-        ("ours", torch.bfloat16, keep),
-        ("stock", torch.float32, {}),
-    ):
+    arms = ("stock", torch.bfloat16, {}), ("ours", torch.bfloat16, keep), ("stock", torch.float32, {})
+    for name, dtype, options in arms:
         record["results"].append(run_arm(name, shape, dtype, steps, options))
         typer.echo(record["results"][-1])
         if json_path is not None:

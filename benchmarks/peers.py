@@ -20,7 +20,6 @@ import json
 import os
 import queue
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -83,61 +82,24 @@ def of_this_project(contender: str, name: str, work: dict[str, Any], device: str
 
 def options_of(work: dict[str, Any], device: str, micro_batch: int, repeats: int) -> dict[str, Any]:
     """Options of a peer: those of `step.py`."""
-    return {
-        "output_dir": tempfile.mkdtemp(),
-        "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": len(work["completions"]) // micro_batch,
-        "num_generations": work["group"],
-        "max_steps": WARM_UP + repeats,
-        "max_completion_length": work["longest"],
-        "learning_rate": 0.0,
-        "weight_decay": 0.0,
-        "optim": "adamw_torch_fused",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": device == "cuda",
-        "use_cpu": device == "cpu",
-    }
+    from _step_clock import step_options
+
+    rows, steps = len(work["completions"]), WARM_UP + repeats
+    options = step_options(micro_batch, rows, work["group"], steps, work["longest"], device)
+    return {**options, "optim": "adamw_torch_fused"}  # Unsloth's own default needs bitsandbytes
 
 
 def timed_training(trainer: Any, work: dict[str, Any], device: str) -> dict[str, Any]:
     """Train; time and peak memory of the steps that count, measured as in `step.py`."""
-    import torch
-    from transformers import PrinterCallback, TrainerCallback
+    from _step_clock import StepClock
+    from transformers import PrinterCallback
 
-    seconds, peaks, since = [], [], [0.0]
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if device == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            since[0] = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - since[0])
-            peaks.append(torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None)
-            print(f"step {len(seconds)}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
-
+    clock = StepClock(device)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Clock())
+    trainer.add_callback(clock)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    ms = statistics.median(seconds[WARM_UP:]) * 1e3
-    return {
-        "ms": ms,
-        "all_ms": [round(s * 1e3, 1) for s in seconds[WARM_UP:]],
-        "first_step_ms": round(seconds[0] * 1e3),
-        "peak_gib": max(peaks[WARM_UP:]) if device == "cuda" else None,
-        "first_peak_gib": peaks[0],
-        "tokens_per_s": work["tokens"] / ms * 1e3,
-        "loss": logs[-1].get("loss"),
-        "grad_norm": logs[-1].get("grad_norm"),
-    }
+    return {**clock.record(WARM_UP, None, work["tokens"]), **{key: logs[-1].get(key) for key in ("loss", "grad_norm")}}
 
 
 def torch_attention(query: Any, key: Any, value: Any, *sizes: Any, softmax_scale: float, **_: Any) -> Any:

@@ -16,9 +16,7 @@ case says otherwise. The learning rate is zero, so that every step starts from t
 import json
 import os
 import re
-import statistics
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -33,9 +31,10 @@ import torch
 import torch.distributed as dist
 import typer
 from _accumulation import GROUP, ROWS, reward
-from _measure import GIB, environment, flash_attention_by
+from _measure import environment, flash_attention_by
 from _rollout import Rollout
 from _step_cases import ALL_LINEAR, CASES, Case, model_flops
+from _step_clock import StepClock, step_options
 from _step_report import judge, print_records
 from _trainers import SHAPES, clear_memory, forget_accelerate, make_model
 from datasets import Dataset
@@ -51,31 +50,6 @@ PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense b
 LOGGED = ("loss", "grad_norm", "fused/rows_recomputed")
 
 app = typer.Typer(add_completion=False)
-
-
-class StepClock(TrainerCallback):
-    """Seconds and peak memory of each optimizer step."""
-
-    def __init__(self, device: str):
-        self.device, self.seconds, self.peaks, self.since = device, [], [], 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The micro-batches of the step are there; nothing of them was generated or scored."""
-        self._wait()
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        self.since = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The weights are updated."""
-        self._wait()
-        self.seconds.append(time.perf_counter() - self.since)
-        print(f"step {state.global_step}: {self.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
-        self.peaks.append(torch.cuda.max_memory_allocated() if self.device == "cuda" else 0)
-
-    def _wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
 
 class Watching(TrainerCallback):
@@ -136,20 +110,7 @@ def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: 
     """A trainer with a model of its own."""
     forget_accelerate()
     options: dict[str, Any] = {
-        "output_dir": tempfile.mkdtemp(),
-        "per_device_train_batch_size": case.micro_batch,
-        "gradient_accumulation_steps": ROWS // case.micro_batch,
-        "num_generations": GROUP,
-        "max_steps": steps,
-        "max_completion_length": case.lengths.longest,
-        "learning_rate": 0.0,
-        "weight_decay": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": device == "cuda",
-        "use_cpu": device == "cpu",
+        **step_options(case.micro_batch, ROWS, GROUP, steps, case.lengths.longest, device),
         **case.options,
         **(extra if fused else {}),
     }
@@ -213,25 +174,17 @@ def run_arm(
         trainer.train()
     except torch.OutOfMemoryError as error:
         return {"name": name, "options": extra, "failed": str(error)[:200]}
-    seconds, peaks = clock.seconds[first:], clock.peaks[first:]
-    if watch is not None:  # its step took longer
-        seconds = seconds[:-1]
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    ms = statistics.median(seconds) * 1e3
     record = {
         "name": name,
         "options": extra,
-        "ms": ms,
-        "all_ms": [round(s * 1e3, 1) for s in seconds],
-        "first_step_ms": round(clock.seconds[0] * 1e3),
-        "peak_gib": max(peaks) / GIB if device == "cuda" else None,
-        "first_peak_gib": clock.peaks[0] / GIB if device == "cuda" else None,
+        **clock.record(first, None if watch is None else -1, rollout.tokens),  # the watched step took longer
         "has_optimizer_states": first > 0,  # AdamW makes them in its first step
-        "tokens_per_s": rollout.tokens / ms * 1e3,
         "wrapper": type(trainer.model_wrapped).__name__,
         **{key.removeprefix("fused/"): logs[-1].get(key) for key in LOGGED},
         "start_up_and_all_s": round(time.perf_counter() - start, 1),
     }
+    ms = record["ms"]
     if device == "cuda" and torch.cuda.get_device_name() in PEAK_FLOPS:
         record["mfu"] = flops / (ms / 1e3) / PEAK_FLOPS[torch.cuda.get_device_name()]
     if watch is not None:
