@@ -31,6 +31,7 @@ class Setup:
     ratio_mode: str = "sequence_mask"
     weights: str = "float32"
     bf16: bool = True
+    mean_length: int | None = None  # of completions that end at random, see `end_at_random`
     seed: int = 42
 
     @property
@@ -87,7 +88,8 @@ def make_checkpoint(path: Path, setup: Setup) -> None:
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    model = Qwen3ForCausalLM(config).to(setup.device)
+    with torch.device(setup.device):
+        model = Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     for step in range(setup.warm_up):
         lines = [prompt + answer + "<eos>" for prompt, answer in rng.sample(texts, 16)]
@@ -100,8 +102,35 @@ def make_checkpoint(path: Path, setup: Setup) -> None:
         optimizer.zero_grad()
         if step % 50 == 0 or step == setup.warm_up - 1:
             print(f"warm-up {step:4d} loss {loss.item():.3f}", file=sys.stderr)
+    if setup.mean_length is not None:
+        end_at_random(model, setup.mean_length)
     model.to(getattr(torch, setup.weights)).save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+@torch.no_grad()
+def end_at_random(model: Any, mean_length: int) -> None:
+    """
+    Let a model with random weights and tied embeddings end its completions with nearly the same probability at each
+    token, so that their lengths are geometric. One hidden dimension is the same for every token, and no layer writes to
+    it. EOS is zero in all others, and in this one so large that it is as likely as `1 / mean_length`, on average over
+    random tokens.
+    """
+    config, weight = model.config, model.get_input_embeddings().weight  # [V, H]
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
+    weight[:, 0] = 0.1
+    weight[config.pad_token_id] = weight[-1]  # zero else, and the gradient where it is sampled would be NaN
+    weight[config.eos_token_id] = 0.0
+    tokens = torch.randint(config.vocab_size, (8, 256), device=weight.device)
+    hidden = model.model(tokens).last_hidden_state.flatten(0, 1)  # [N, H]
+    others = (hidden @ weight.T).logsumexp(-1)  # [N]
+    low, high = 0.0, 1000.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        is_rare = (middle * hidden[:, 0] - others).sigmoid().mean() < 1 / mean_length
+        low, high = (middle, high) if is_rare else (low, middle)
+    weight[config.eos_token_id, 0] = low
 
 
 def numbers_right(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:

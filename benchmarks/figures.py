@@ -1,11 +1,13 @@
 """
 Draw the records in `results/`: time and memory of the loss by case, over the size of the chunk of logits, and of
-accumulation windows and whole steps; what stock and ours learn, and how far their weights drift apart.
+accumulation windows and whole steps, also with generation; what stock and ours learn, and how far their weights drift
+apart.
 
     python benchmarks/figures.py
 """
 
 import json
+import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +48,15 @@ LEARNING_PANELS = {
     "kl": "KL from the start, nats",
     "grad_norm": "gradient norm",
     "clipped": "share of clipped ratios",
+}
+PHASE_COLORS = {
+    "generation": "0.75",
+    "synchronisation": "C4",
+    "sleep": "C5",
+    "scoring": "C1",
+    "training": "C0",
+    "optimizer": "C2",
+    "other": "C3",
 }
 WINDOWS = {"window-0.6b-h200.json": "0.6B", "window-4b-h200.json": "4B", "window-4b-lora-h200.json": "4B LoRA"}
 
@@ -151,6 +162,30 @@ def draw_step(name: str) -> plt.Figure:
     return figure
 
 
+def draw_end_to_end(names: list[str]) -> plt.Figure:
+    """Whole steps with vLLM: medians of their phases, stacked, stock and ours side by side."""
+    records = [load(name) for name in names]
+    entries = [entry for record in records for entry in record["results"]]
+    groups = list(dict.fromkeys((e["case"], e["mode"], e["sleep"], e["rows"]) for e in entries))
+    figure, axes = plt.subplots(figsize=(3 + 1.3 * len(groups), 4.2))
+    for entry in entries:
+        place = groups.index((entry["case"], entry["mode"], entry["sleep"], entry["rows"]))
+        place, below = place + (-0.2 if entry["name"] == "stock" else 0.2), 0.0
+        for phase, color in PHASE_COLORS.items():
+            seconds = statistics.median(entry["phases"][phase]) / 1e3
+            axes.bar(place, seconds, 0.36, bottom=below, color=color, label=phase if entry is entries[0] else None)
+            below += seconds
+        axes.annotate(f"{entry['name']}\n{entry['ms'] / 1e3:.1f}", (place, below), ha="center", va="bottom", fontsize=8)
+    labels = [f"{case}, {rows} completions\n{mode}{', sleep' if sleep else ''}" for case, mode, sleep, rows in groups]
+    axes.set_xticks(range(len(groups)), labels, fontsize=8)
+    axes.set_ylabel("a step, s")
+    axes.margins(y=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    figure.text(0.99, 0.01, f"{source(records[0])}, vLLM {records[0]['versions']['vllm']}", ha="right", fontsize=7)
+    return figure
+
+
 def draw_micro_batches(name: str) -> plt.Figure:
     """Loss and gradient norm over the size of a micro-batch, for each loss type."""
     record = load(name)
@@ -252,6 +287,8 @@ def main(folder: Annotated[Path, typer.Option(help="where the figures go")] = HE
         "learning-short": draw_learning("learning-h100.json", panels=("accuracy", "entropy")),
         "replay": draw_replay("replay-h200.json"),
     }
+    if names := sorted(path.name for path in (HERE / "results").glob("end-to-end-*.json")):
+        drawn["end-to-end"] = draw_end_to_end(names)
     for name, figure in drawn.items():
         figure.tight_layout(rect=(0, 0.02, 1, 1))
         figure.savefig(folder / f"{name}.png", dpi=110)

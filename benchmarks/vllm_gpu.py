@@ -220,12 +220,16 @@ def provenance(commit: str | None) -> dict[str, Any]:
     }
 
 
+def keep_linear_weights() -> None:
+    """On the CPU vLLM drops its linear weights after packing them, and TRL would have nothing to sync into."""
+    vars(import_module("vllm._custom_ops"))["_supports_onednn"] = False
+    vars(import_module("vllm.model_executor.layers.utils"))["check_cpu_sgl_kernel"] = lambda *_: False
+
+
 def child(kind: str, checkpoint: Path, setup: Setup, output: Path) -> None:
     """One engine's process: the free run and, for stock, the shared batches after it."""
     if setup.device == "cpu":
-        # Otherwise vLLM drops its linear weights after packing them, and TRL has nothing to sync into.
-        vars(import_module("vllm._custom_ops"))["_supports_onednn"] = False
-        vars(import_module("vllm.model_executor.layers.utils"))["check_cpu_sgl_kernel"] = lambda *_: False
+        keep_linear_weights()
     trainers = {}
     if kind == "stock":
         # Before the engine, because its environment variables make accelerate wrap models for distributed training.

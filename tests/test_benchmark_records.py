@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -187,6 +189,24 @@ def test_a_stopwatch_keeps_no_faster_path_from_a_trainer(benchmark_module, tmp_p
         assert [name for name in importers if not isinstance(sys.modules[name].replaced_method, mock.Mock)] == []
     finally:
         mock.patch.stopall()
+
+
+def test_a_clock_of_phases_sees_all_of_a_step_and_keeps_no_faster_path(benchmark_module, tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=3)
+    clock = benchmark_module("end_to_end").PhaseClock("cpu")
+    trainer.add_callback(clock)
+    engine = SimpleNamespace(generate=time.sleep, sync_weights=lambda: engine.generate(0.1))
+    with clock.watching(engine):
+        trainer.train()
+        clock.enter("scoring")
+        engine.sync_weights()
+    assert len(clock.steps) == 3
+    for step in clock.steps:
+        phases = {phase for phase, seconds in step["seconds"].items() if seconds > 0}
+        assert phases == {"scoring", "training", "optimizer", "other"}
+        assert 0 < step["tokens"] <= 4 * step["longest"] and 0 <= step["padding"] < 1
+    assert clock.phase == "scoring" and clock.seconds["generation"] > 0.1 > clock.seconds["synchronisation"]
+    assert trainer._fused.ladder.level == Level.WINDOW
 
 
 def test_the_largest_batch_that_fits_is_found(benchmark_module):
