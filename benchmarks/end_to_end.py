@@ -12,7 +12,8 @@ completions have geometric lengths, to 2048 tokens. The learning rate is zero: b
 weights, and where their engines draw the same random numbers they train on the same completions.
 
 One process trains with each number of completions in turn. The engine stays; it is made for the largest number. The
-first step of each does not count, unless it is the only one.
+first step of each does not count, unless it is the only one (`--stock-steps 0`, for steps of minutes; then the two arms
+have not counted the same completions).
 
 No method of the trainer is replaced, so that the instruments leave no faster path: callbacks, the engine's own methods
 and the function with which TRL shuffles a scored batch mark the time. The exit code is 1 where ours has not trained at
@@ -288,9 +289,11 @@ def print_table(results: list[dict[str, Any]]) -> None:
     for name in ("case", "rows", "arm", *PHASES, "whole", *shares, "peak GiB", "GPU GiB", "mean length", "padding"):
         table.add_column(name)
     for entry in results:
-        stock = [e["ms"] for e in results if e["name"] == "stock" and e["rows"] == entry["rows"]]
+        stock = [e["all_ms"] for e in results if e["name"] == "stock" and e["rows"] == entry["rows"]]
+        pairs = list(zip(entry["all_ms"], *stock, strict=False)) if stock else []  # both sampled alike, step by step
         times = [[ms / 1e3 for ms in all_ms] for all_ms in (*entry["phases"].values(), entry["all_ms"])]
-        cells = [f"{statistics.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" if any(t) else "" for t in times]
+        spread = [f" ({min(t):.2f}-{max(t):.2f})" if len(t) > 1 else "" for t in times]
+        cells = [f"{statistics.median(t):.2f}{s}" if any(t) else "" for t, s in zip(times, spread, strict=True)]
         total = sum(entry["all_ms"])
         share = {phase: sum(ms) / total for phase, ms in entry["phases"].items()}
         table.add_row(
@@ -298,7 +301,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
             str(entry["rows"]),
             f"{entry['name']} {entry['level'] or ''}",
             *cells,
-            f"{entry['ms'] / stock[0]:.3f}" if stock else "",
+            f"{sum(ours for ours, _ in pairs) / sum(stock for _, stock in pairs):.3f}" if pairs else "",
             f"{share['generation']:.0%}",
             f"{1 - share['generation'] - share['training'] - share['optimizer']:.1%}",
             f"{entry['peak_gib']:.1f}",
