@@ -42,6 +42,7 @@ def print_records(records: list[dict[str, Any]]) -> None:
         "tokens_per_s": ".0f",
         "mfu": ".2f",
         "gpu_waits": ".2f",
+        "exchanges": ".2f",
         "first_step_ms": ".0f",
         "rows_recomputed": ".3f",
         "norm_difference": ".1e",

@@ -1,6 +1,7 @@
 """
 Whole optimizer steps through `trainer.train()`: stock GRPOTrainer and FusedGRPOTrainer, each on a model of its own with
 the same weights and the same completions. Scoring, loss, backward, clipping and AdamW count; generation is replaced.
+Each of several processes has the same lengths, unless `--skew` gives the first longer ones.
 All options are TRL's defaults (float32 weights under bf16 autocast, gradient checkpointing, `sequence_mask`) unless a
 case says otherwise. The learning rate is zero, so that every step starts from the same weights.
 
@@ -10,6 +11,7 @@ case says otherwise. The learning rate is zero, so that every step starts from t
     python benchmarks/step.py --case 1.7b --arm '{"level": "rows"}' --arm '{"level": "head"}'
     python benchmarks/step.py --case 1.7b-lora-beta --options '{"vllm_importance_sampling_mode": "token_truncate"}'
     torchrun --nproc-per-node 2 benchmarks/step.py --case 1.7b-ddp
+    torchrun --nproc-per-node 4 benchmarks/step.py --case 8b-lora-fsdp2 --skew 2
     python benchmarks/step.py --case tiny --device cpu
 """
 
@@ -20,7 +22,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -69,12 +71,12 @@ def lower(trainer: Any, level: str | None) -> None:
 
 class Profile(TrainerCallback):
     """
-    How long the GPU works in the last step. With a path also which kernels it ran, and a trace of it. Without one the
-    CPU is not watched, which would slow it down.
+    How long the GPU works in the last step, and how long of that it only exchanges with other GPUs. With a path also
+    which kernels it ran, and a trace of it. Without one the CPU is not watched, which would slow it down.
     """
 
     def __init__(self, path: Path | None, step: int):
-        self.path, self.step, self.busy_ms = path, step, 0.0
+        self.path, self.step, self.busy_ms, self.exchanges_ms = path, step, 0.0, 0.0
         self.profiler: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -90,11 +92,10 @@ class Profile(TrainerCallback):
             return
         torch.cuda.synchronize()
         self.profiler.stop()
-        until = 0.0
-        on_gpu = [e.time_range for e in self.profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        for event in sorted(on_gpu, key=lambda event: event.start):  # microseconds; some run at the same time
-            self.busy_ms += max(0.0, event.end - max(event.start, until)) / 1e3
-            until = max(until, event.end)
+        on_gpu = [event for event in self.profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        self.busy_ms = covered_ms(event.time_range for event in on_gpu)
+        computes = (event.time_range for event in on_gpu if not event.name.startswith("nccl"))
+        self.exchanges_ms = self.busy_ms - covered_ms(computes)
         if self.path is not None:
             averages = self.profiler.key_averages()
             tables = [
@@ -104,6 +105,15 @@ class Profile(TrainerCallback):
             self.path.write_text("\n".join(tables))
             self.profiler.export_chrome_trace(str(self.path.with_suffix(".json.gz")))
         self.profiler = None
+
+
+def covered_ms(ranges: Iterable[Any]) -> float:
+    """Milliseconds in which at least one of some ranges of time, in microseconds, lasts."""
+    covered = until = 0.0
+    for one in sorted(ranges, key=lambda one: one.start):
+        covered += max(0.0, one.end - max(one.start, until))
+        until = max(until, one.end)
+    return covered / 1e3
 
 
 def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: int, extra: dict[str, Any]) -> Any:
@@ -132,13 +142,15 @@ def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: 
     return trainer
 
 
-def make_rollout(case: Case, device: str) -> Rollout:
+def make_rollout(case: Case, device: str, skew: float = 1.0) -> Rollout:
     """
     Completions with the sampler's log-probs: the model's own with some noise, in float32 where the weights are, since a
-    sampler that rounds like one of the contenders would leave no rounding noise in its ratios.
+    sampler that rounds like one of the contenders would leave no rounding noise in its ratios. Those of the first
+    process have `skew` times the median of the others.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    rollout = Rollout.make(case.lengths, ROWS // GROUP, GROUP, SHAPES[case.model][-1], case.seed + rank)
+    median = int(case.lengths.median * (skew if _is_main() else 1))
+    lengths = replace(case.lengths, median=median)
+    rollout = Rollout.make(lengths, ROWS // GROUP, GROUP, SHAPES[case.model][-1], case.seed)
     if case.vllm:
         trainer = make_trainer(
             case, True, rollout, device, 1, {"bf16": device == "cuda" and case.dtype != torch.float32}
@@ -188,7 +200,11 @@ def run_arm(
     if device == "cuda" and torch.cuda.get_device_name() in PEAK_FLOPS:
         record["mfu"] = flops / (ms / 1e3) / PEAK_FLOPS[torch.cuda.get_device_name()]
     if watch is not None:
-        record |= {"gpu_busy_ms": watch.busy_ms, "gpu_waits": 1 - watch.busy_ms / ms}
+        record |= {
+            "gpu_busy_ms": watch.busy_ms,
+            "gpu_waits": 1 - watch.busy_ms / ms,
+            "exchanges": watch.exchanges_ms / ms,
+        }
     if fused:
         record["layout"] = trainer.fused_layout()
         record["level"] = trainer._fused.ladder.level.name.lower() if hasattr(trainer._fused, "ladder") else None
@@ -203,10 +219,11 @@ def run_case(
     stock_repeats: int,
     arms: list[dict[str, Any]],
     profile: Path | None,
+    skew: float = 1.0,
 ) -> Iterator[dict[str, Any]]:
     """The records of a case: stock, ours, and ours with other options; `flash` is the FlashAttention to take."""
     start = time.perf_counter()
-    rollout = make_rollout(case, device)
+    rollout = make_rollout(case, device, skew)
     print(f"{name}: completions after {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     about = {"case": name, "tokens": rollout.tokens, "width": rollout.width, "padding": round(rollout.padding, 4)}
     contenders: list[tuple[str, dict[str, Any]]] = [("stock", {})] * (stock_repeats > 0)
@@ -253,6 +270,7 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda" if torch.cuda.is_available() else "cpu",
     json_path: Annotated[Path | None, typer.Option("--json", help="where the record goes")] = None,
     profile: Annotated[Path | None, typer.Option(help="profile one more step of ours, into files of this name")] = None,
+    skew: Annotated[float, typer.Option(help="how many times as long the first process' completions are")] = 1.0,
     commit: Annotated[str | None, typer.Option(help="commit to record where git cannot be asked")] = None,
 ) -> None:
     """Compare whole steps; exits 1 when a trainer fails or a gradient norm of ours is wrong."""
@@ -265,14 +283,14 @@ def main(
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     arms = [json.loads(text) for text in arm or []]
-    record: dict[str, Any] = {**environment(device, commit), "processes": _world_size(), "results": []}
+    record: dict[str, Any] = {**environment(device, commit), "processes": _world_size(), "skew": skew, "results": []}
     of_both = json.loads(options)
     for name, drawn in product(case, seed or [None]):
         chosen = replace(CASES[name], options={**CASES[name].options, **of_both})
         title = ", ".join([name, *(f"{option}={value}" for option, value in of_both.items())])
         if drawn is not None:
             chosen, title = replace(chosen, seed=drawn), f"{title}, seed={drawn}"
-        for entry in run_case(title, chosen, device, repeats, stock_repeats, arms, profile):
+        for entry in run_case(title, chosen, device, repeats, stock_repeats, arms, profile, skew):
             record["results"].append(entry)
             if json_path is not None and _is_main():  # a run that is cut short keeps what it has
                 write_record(json_path, record)
