@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_training import make_inputs
-from trl_fused_grpo.training.logps import prompt_group_ids
 from trl_fused_grpo.training.plan import last_that_fit, plan_forwards
 
 
@@ -21,14 +20,15 @@ def test_shared_forwards_hold_as_many_micro_batches_as_the_limit_allows(shape, l
     batches = [make_inputs(rows=rows, seed=seed + number) for number in range(count)]
     for batch in batches[1:]:
         batch["prompt_ids"], batch["prompt_mask"] = batches[0]["prompt_ids"], batches[0]["prompt_mask"]
-    ends = last_that_fit(batches, limit, shares)
+    (ends,) = last_that_fit(batches, [limit], shares)
 
     def tokens(start, end):
         ids, masks, completions = (
             torch.cat([batch[name] for batch in batches[start : end + 1]])
             for name in ("prompt_ids", "prompt_mask", "completion_mask")
         )
-        keys = prompt_group_ids(ids, masks) if shares else range(len(ids))
+        prompts = [tuple(row[mask.bool()].tolist()) for row, mask in zip(ids, masks, strict=True)]
+        keys = prompts if shares else range(len(ids))
         return int(completions.sum()) + sum(dict(zip(keys, masks.sum(1).tolist(), strict=True)).values())
 
     assert len(ends) == count

@@ -168,11 +168,15 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
     # To import the compiler takes seconds
     from torch._functorch import config
     from torch._guards import TracingContext
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
+    # Else whether kernels are fused depends on the number of tokens, and each side of a limit is compiled by itself
+    by_size = "mix_order_reduction_non_strict_mode"
+    patches = {f"triton.{by_size}": True} if hasattr(inductor_config.triton, by_size) else None
     # A graph out of the cache may have been compiled to overwrite them. Kernels are cached all the same
     with config.patch(donated_buffer=False, enable_autograd_cache=False):
-        compiled = compile_fx(graph, example_inputs)
+        compiled = compile_fx(graph, example_inputs, config_patches=patches)
     context: Any = TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
     if metadata is not None:

@@ -16,7 +16,7 @@ from .forecast import RowGroups
 
 
 # Larger blocks of several groups gain little (`benchmarks/NOTES.md`, chunks of logits)
-_MOST_PACKED_ROWS = 2048
+_MOST_PACKED_ROWS = 4096
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,8 @@ class RowsWithImages:
         causal_lm, width = options.causal_lm, call.logits_to_keep
         self._position_ids = inputs.position_ids(causal_lm)
         if options.share_prompts and not call.compute_aux_loss and inputs.may_share_prompts(causal_lm, width):
-            prompts = prompt_group_ids(call.input_ids[:, :-width], call.attention_mask[:, :-width])
-            self.keys = inputs.image_keys(prompts)
+            first = layouts.first_with_the_prompt(call.input_ids[:, :-width], call.attention_mask[:, :-width].bool())
+            self.keys = inputs.image_keys(first.tolist())
 
     def with_some(self, in_model: Tensor, rows: Tensor) -> Tensor:
         """
@@ -242,9 +242,3 @@ def _together(results: list[PerTokenLogps]) -> PerTokenLogps:
         stats=[stats for result in results for stats in result.stats],
         left_out=torch.cat(left_out) if left_out else None,
     )
-
-
-def prompt_group_ids(prompt_ids: Tensor, prompt_mask: Tensor) -> list[int]:
-    """A number for each sequence, the same for the same prompt `[B, P]`."""
-    prompts = prompt_ids.masked_fill(~prompt_mask.bool(), -1)
-    return torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()

@@ -4,7 +4,7 @@ and for the log-probs that generation has left out. And why it is not more: fact
 which are no levels. Each of these functions returns the reason as words that follow "because", or `None`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,9 @@ from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.layers.memo import LayerMemo
-from trl_fused_grpo.modeling.rows.layout import Rows
+from trl_fused_grpo.modeling.rows.layout import Rows, first_with_the_prompt
 
 from .findings import Findings, Level, replaced_objective
-from .logps import prompt_group_ids
 from .requests import can_join_images, objective_of, padding_counts
 
 
@@ -82,16 +81,16 @@ def plan_forwards(
     return tuple(forwards)
 
 
-def last_that_fit(batches: list[dict[str, Any]], limit: int, share_prompts: bool) -> list[int]:
+def last_that_fit(batches: list[dict[str, Any]], limits: Iterable[int], share_prompts: bool) -> list[list[int]]:
     """
-    For each micro-batch of a generation batch, the number of the last one that may share its forward of packed rows.
-    None do where a row has holes in its mask: such rows keep TRL's padding.
+    For each limit of tokens, and each micro-batch of a generation batch, the number of the last one that may share its
+    forward of packed rows. None do where a row has holes in its mask: such rows keep TRL's padding.
     """
     tokens_from = token_counter(batches, share_prompts)
     if tokens_from is None:
-        return list(range(len(batches)))
+        return [list(range(len(batches))) for _ in limits]
 
-    def end_of(start: int) -> int:
+    def end_of(start: int, limit: int) -> int:
         end = start
         for number, tokens in enumerate(tokens_from(start), start):
             if tokens > limit or not can_join_images(batches[start : number + 1]):
@@ -99,7 +98,7 @@ def last_that_fit(batches: list[dict[str, Any]], limit: int, share_prompts: bool
             end = number
         return end
 
-    return [end_of(start) for start in range(len(batches))]
+    return [[end_of(start, limit) for start in range(len(batches))] for limit in limits]
 
 
 def token_counter(batches: list[dict[str, Any]], share_prompts: bool) -> Callable[[int], Iterator[int]] | None:
@@ -110,9 +109,10 @@ def token_counter(batches: list[dict[str, Any]], share_prompts: bool) -> Callabl
     names = ("prompt_ids", "prompt_mask", "completion_mask")
     prompt_ids, prompt_mask, completion_mask = (torch.cat([batch[name] for batch in batches]) for name in names)
     count = len(prompt_ids)
-    prompts = prompt_group_ids(prompt_ids, prompt_mask) if share_prompts else list(range(count))
-    holes = _holes(prompt_mask, completion_mask)
-    prompt_lengths, lengths, has_holes = torch.stack([prompt_mask.sum(1), completion_mask.sum(1), holes]).tolist()
+    mask = prompt_mask.bool()
+    prompts = first_with_the_prompt(prompt_ids, mask) if share_prompts else torch.arange(count, device=mask.device)
+    of_rows = prompts, mask.sum(1), completion_mask.sum(1), _holes(prompt_mask, completion_mask)
+    prompts, prompt_lengths, lengths, has_holes = torch.stack(of_rows).tolist()  # the only synchronisation
     if any(has_holes):
         return None
     sequences_of = [rows.tolist() for rows in torch.arange(count).split([len(b["prompt_ids"]) for b in batches])]

@@ -166,10 +166,9 @@ class FusedState:
             padded = batches[0]["prompt_ids"].numel() + batches[0]["completion_ids"].numel()
             limits = token_limits(engine, has_images, padded)
             shares_prompts = engine.shares_prompts(trainer.model)
-            of_limit = {limit: last_that_fit(batches, limit, shares_prompts) for limit in {*limits}}
-            fit = [*of_limit[limits.first], *of_limit[limits.others]]
+            of_first, of_others = last_that_fit(batches, limits, shares_prompts)
             # All must call the model at the same steps
-            agreed = of_all_processes(trainer.accelerator, "shared forwards", fit).amin(0)
+            agreed = of_all_processes(trainer.accelerator, "shared forwards", [*of_first, *of_others]).amin(0)
             ends_of_first, ends = agreed.view(2, -1).tolist()
         steps = trl_compat.steps_of_generation_batch(trainer)
         places = range(trl_compat.step_of(trainer) % steps, steps)

@@ -118,20 +118,21 @@ def _tokens_to_pack(rows: Rows, share_prompts: bool) -> tuple[Tensor, Tensor, Te
     if rows.image_keys is not None:  # as a token of the prompt
         prompt_ids = torch.cat([rows.image_keys.unsqueeze(1), prompt_ids], dim=1)
         prompt_mask = torch.cat([torch.ones_like(prompt_mask[:, :1]), prompt_mask], dim=1)
-    owner = _first_with_the_prompt(prompt_ids, prompt_mask, mask[:, start:].any(1))
+    first = first_with_the_prompt(prompt_ids, prompt_mask)
+    owner = torch.where(mask[:, start:].any(1), first, number)  # one that ends in its prompt keeps it
     is_completion = torch.arange(width, device=number.device) >= start
     return mask, mask & ((owner == number).unsqueeze(1) | is_completion), owner
 
 
-def _first_with_the_prompt(prompt_ids: Tensor, prompt_mask: Tensor, has_completion: Tensor) -> Tensor:
-    """The first sequence with the prompt of each `[B]`: itself if there is none before, or if it ends in its prompt."""
+def first_with_the_prompt(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
+    """The number `[B]` of the first sequence with the prompt of each, from prompts and their mask `[B, P]`, bool."""
     prompts = prompt_ids.masked_fill(~prompt_mask, -1)  # [B, P]
     # A polynomial of the token ids, modulo 2^64, finds candidates; what counts is whether they are the same
     powers = torch.full_like(prompts[0], _HASH_BASE).cumprod(0)
     hashes = (prompts * powers).sum(1)  # [B]
     first = (hashes.unsqueeze(1) == hashes).byte().argmax(1)
     rows = torch.arange(len(prompts), device=prompts.device)
-    return torch.where(has_completion & (prompts[first] == prompts).all(1), first, rows)
+    return torch.where((prompts[first] == prompts).all(1), first, rows)
 
 
 def _running_number(mask: Tensor) -> Tensor:
