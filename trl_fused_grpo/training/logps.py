@@ -189,6 +189,7 @@ def _fused_request(
 ) -> FusedRequest:
     """The request for the model's forward."""
     micro_batch = min(logps_request.micro_batch or len(rows), len(rows))
+    in_row = 0 if layout.row is None else len(layout.row.index)
     logit_positions = layout.logit_positions  # [b, T]
     return FusedRequest(
         sub_batch.positions,
@@ -201,7 +202,7 @@ def _fused_request(
         aux_loss=call.compute_aux_loss,
         backward=options.backward,
         logits_mib=options.logits_mib,
-        tokens=micro_batch * call.input_ids.shape[1],
+        tokens=max(in_row, micro_batch * call.input_ids.shape[1]),
         entropy=call.compute_entropy,
         entropy_grad=logps_request.entropy_grad,
         head_grad=logps_request.head_grad,

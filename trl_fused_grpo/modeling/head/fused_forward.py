@@ -67,7 +67,7 @@ class FusedRequest:
         fp32: bool = False,  # Whether the head computes in float32 outside autocast
         aux_loss: bool = False,  # Whether to return the load-balancing loss of a Mixture-of-Experts model too
         logits_mib: float | None = None,
-        tokens: int = 0,  # Tokens that TRL's rows would have in the model at a time, padding included
+        tokens: int = 0,  # Tokens in the model at a time: those of TRL's rows, with padding, or of this row if more
         **options: Any,  # of [`fused_linear_logps`]
     ):
         self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions
