@@ -65,7 +65,9 @@ PHASES = ("generation", "synchronisation", "sleep", "scoring", "training", "opti
 ARMS = ("stock", "ours")
 LOGGED = ("loss", "grad_norm", "fused/rows_recomputed", "sampling/sampling_logp_difference/mean")
 PROMPT = 32  # tokens that a prompt has at most
-VARIABLES = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0", "VLLM_HOST_IP": "127.0.0.1"}
+# One GPU trains, the next one serves
+TRAINS, SERVES = (os.environ.get("CUDA_VISIBLE_DEVICES", "0") + ",1").split(",")[:2]
+VARIABLES = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": TRAINS, "SERVING_GPU": SERVES, "VLLM_HOST_IP": "127.0.0.1"}
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ def server(checkpoint: Path, length: int, port: int, backend: str = "nccl") -> G
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--port", str(port)]
     command += ["--max-model-len", str(length), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ["SERVING_GPU"], "VLLM_SERVER_DEV_MODE": "1"}
     process = subprocess.Popen(command, env=variables, start_new_session=True)
     try:
         yield
