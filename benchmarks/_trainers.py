@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
@@ -63,10 +64,11 @@ def make_model(shape: str, device: str, dtype: torch.dtype, lora: dict[str, Any]
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        return model if lora is None else _with_adapters(model, lora)
+        return model if lora is None else with_adapters(model, lora)
 
 
-def _with_adapters(model: Any, options: dict[str, Any]) -> Any:
+def with_adapters(model: Any, options: dict[str, Any]) -> Any:
+    """A model with adapters of rank 16, both of whose factors get a gradient."""
     from peft import LoraConfig, get_peft_model
 
     # By default lora_B is zero, so that lora_A gets no gradient
@@ -80,8 +82,9 @@ def _with_adapters(model: Any, options: dict[str, Any]) -> Any:
 
 def forget_accelerate() -> None:
     """Forget the engine and the precision of the trainer before, which Accelerate keeps for the whole process."""
-    AcceleratorState._reset_state()
-    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    unset_hf_deepspeed_config()
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         os.environ.pop(name, None)
 
 
@@ -103,8 +106,11 @@ class SharedModel:
         self.folder = tempfile.TemporaryDirectory()
         self._forwards: dict[int, list[Callable | None]] = {}
 
-    def build(self, fused: bool, micro_batch: int, **options: Any) -> Any:
-        """A trainer, stock or fused, ready to train. Its accumulation window is the generation batch."""
+    def build(self, fused: bool, micro_batch: int, optimizer: Any = None, **options: Any) -> Any:
+        """
+        A trainer, stock or fused, ready to train. Its accumulation window is the generation batch. FSDP2 asks for the
+        `optimizer` too, whose parameters it shards.
+        """
         weight = next(self.model.parameters())
         device = weight.device.type
         args = (FusedGRPOConfig if fused else GRPOConfig)(
@@ -112,10 +118,9 @@ class SharedModel:
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=self.rows // micro_batch,
             num_generations=self.group,
-            use_cpu=device == "cpu",
             report_to="none",
             disable_tqdm=True,
-            **{"bf16": weight.dtype == torch.bfloat16, **options},
+            **{"use_cpu": device == "cpu", "bf16": weight.dtype == torch.bfloat16, **options},
         )
         self._put([None] * len(self.modules))
         trainer_class: Any = FusedGRPOTrainer if fused else GRPOTrainer
@@ -134,7 +139,11 @@ class SharedModel:
         trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         if args.gradient_checkpointing and not self.model.is_gradient_checkpointing:
             self.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
+        accelerator = trainer.accelerator
+        if optimizer is None:
+            trainer.model_wrapped = accelerator.prepare_model(trainer.model)
+        else:
+            trainer.model_wrapped, trainer.optimizer = accelerator.prepare(trainer.model, optimizer)
         trainer.model_wrapped.train()
         self._forwards[id(trainer)] = [vars(module).get("forward") for module in self.modules]
         return trainer

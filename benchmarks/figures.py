@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import matplotlib.pyplot as plt
 import typer
-from _memory_figure import draw_memory
+from _memory_figure import draw_memory, draw_sharded_memory
 from matplotlib.axes import Axes
 
 
@@ -287,6 +287,8 @@ def main(folder: Annotated[Path, typer.Option(help="where the figures go")] = HE
         "learning-short": draw_learning("learning-h100.json", panels=("accuracy", "entropy")),
         "replay": draw_replay("replay-h200.json"),
     }
+    for path in sorted((HERE / "results").glob("memory-fsdp2-*.json")):
+        drawn["memory-fsdp2"] = draw_sharded_memory(json.loads(path.read_text()))
     if names := sorted(path.name for path in (HERE / "results").glob("end-to-end-*.json")):
         drawn["end-to-end"] = draw_end_to_end(names)
     for name, figure in drawn.items():

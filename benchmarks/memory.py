@@ -3,9 +3,10 @@ Peak memory against batch size, and the largest batch that fits: TRL 0.27.2's de
 Liger's layers, which the same option brings), the TRL of this environment, and ours. A batch is one micro-batch:
 forward, backward, clipping and AdamW, with gradient checkpointing and the other defaults of TRL. Lengths are those of
 `step.py`; every batch holds the longest completion, so that stock pads all batches to the same width. Each contender
-has a process of its own, which may take `gib`.
+has a process of its own, which may take `gib`. Under FSDP2 it has two, each with the same batch on a GPU of its own.
 
     python benchmarks/memory.py --old /tmp/trl-0.27.2 --json benchmarks/results/memory-h200.json
+    PYTHONPATH=. python benchmarks/memory.py --case 1.7b-fsdp2 --case 8b-fsdp2-lora --json memory-fsdp2.json
     python benchmarks/memory.py --case tiny --device cpu --old ''
 
 `--old` is a folder with TRL 0.27.2 and the libraries of its time (`pip install --target`), put before all others.
@@ -16,13 +17,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 from _measure import GIB, environment
 from _rollout import Lengths, Rollout
@@ -46,12 +48,13 @@ console = Console(width=150)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what of it is trained, and the memory that a process may take."""
+    """A model, what of it is trained, the memory that a process may take, and whether there are two."""
 
     model: str
     dtype: str
     lora: bool
     gib: float
+    fsdp2: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,12 @@ CASES = {
     "1.7b-lora": Case("1.7b", "bfloat16", True, 40),
     "4b-lora": Case("4b", "bfloat16", True, 40),
     "8b-lora": Case("8b", "bfloat16", True, 40),
+    # Two at a time fit on GPUs of 80 GB
+    "1.7b-fsdp2": Case("1.7b", "float32", False, 36, True),
+    "4b-fsdp2-lora": Case("4b", "bfloat16", True, 36, True),
+    "8b-fsdp2-lora": Case("8b", "bfloat16", True, 36, True),
     "tiny": Case("tiny", "float32", True, 1),
+    "tiny-fsdp2": Case("tiny", "float32", True, 1, True),
 }
 CONTENDERS = {
     "dense": Contender("dense, TRL 0.27.2", old=True),
@@ -93,20 +101,25 @@ class Memory:
         lengths = Lengths(prompts=(4, 10), median=20, longest=64) if case.model == "tiny" else Lengths()
         self.rollout = longest_first(Rollout.make(lengths, MOST // GROUP, GROUP, SHAPES[case.model][-1], SEED))
         self.shared = SharedModel(model, GROUP, lambda completions, **_: [0.0] * len(completions), GROUP)
-        options = {"use_liger_kernel": True} if contender.liger else {}
-        self.trainer = self.shared.build(
-            contender.fused, GROUP, bf16=device == "cuda", max_completion_length=lengths.longest, **options
-        )
+        self.optimizer = torch.optim.AdamW(self.shared.trained(), lr=0.0, weight_decay=0.0)
+        options: dict[str, Any] = {"bf16": device == "cuda", "max_completion_length": lengths.longest}
+        if contender.liger:
+            options["use_liger_kernel"] = True
+        if case.fsdp2:
+            options |= {"optimizer": self.optimizer, **_fsdp2(contender, device)}
+        self.trainer = self.shared.build(contender.fused, GROUP, **options)
         if contender.fused:
             from _instruments import hide_instruments
 
             hide_instruments()
         self.trainer._prepare_inputs = lambda batch: batch  # completions are there
-        self.optimizer = torch.optim.AdamW(self.shared.trained(), lr=0.0, weight_decay=0.0)
         self.peak(1)  # the optimizer's states
 
     def peak(self, rows: int) -> float | None:
-        """Most GiB that a step on `rows` sequences allocates, weights included, or `None` where it does not fit."""
+        """
+        Most GiB that a step on `rows` sequences allocates, weights included, or `None` where it does not fit. Of two
+        processes the first that has no room says so and ends: torchrun ends the other, which waits for its shards.
+        """
         rollout = Rollout(self.rollout.prompts[:rows], self.rollout.completions[:rows])
         batch: dict[str, Any] = rollout.padded(self.device)
         batch["advantages"] = torch.randn(rows, generator=torch.Generator().manual_seed(SEED)).to(self.device)
@@ -120,10 +133,21 @@ class Memory:
             self.optimizer.step()
         except torch.OutOfMemoryError:
             fits = False
+            if dist.is_initialized():
+                _tell({"out_of_memory": rows})
+                os._exit(1)
         self.shared.drop_gradients()
         peak = torch.cuda.max_memory_allocated() / GIB if self.device == "cuda" else 0.0
         clear_memory()
         return peak if fits else None
+
+
+def _fsdp2(contender: Contender, device: str) -> dict[str, Any]:
+    if device == "cpu":
+        from tests.distributed.engines import launcher_options
+
+        return {"use_cpu": False, **launcher_options("fsdp2")}
+    return {"fsdp": "full_shard auto_wrap" if contender.old else True, "fsdp_config": {"version": 2}}
 
 
 def longest_first(rollout: Rollout) -> Rollout:
@@ -160,6 +184,23 @@ def peaks_and_largest(peak: Callable[[int], float | None], most: int) -> tuple[d
     return peaks, fits
 
 
+def growing_peaks(peak: Callable[[int], float | None], most: int, gib: float) -> Iterator[tuple[int, float]]:
+    """
+    Sequences and peaks of larger and larger batches, up to the first that does not fit or to 5% before the one that
+    would fill `gib`: sharded layers cannot be used again after an exception, so that no smaller one can follow.
+    """
+    rows, before = 1, (0, 0.0)
+    while (found := peak(rows)) is not None:
+        yield rows, found
+        growth = (found - before[1]) / (rows - before[0])
+        left = int((gib - found) / growth) if growth > 0 and before[0] else most
+        before = rows, found
+        step = min(rows, left // 2, most - rows)
+        if step < max(1, rows // 20):
+            break
+        rows += step
+
+
 def judged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     The results of a record, ours with its peaks and its largest batch relative to those of the others in the same case,
@@ -190,13 +231,15 @@ def run_contender(name: str, contender: str, old: str, device: str) -> dict[str,
     variables = {**os.environ}
     if CONTENDERS[contender].old and old:
         variables["PYTHONPATH"] = os.pathsep.join([old, variables.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, "--case", name, "--contender", contender, "--device", device]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if CASES[name].fsdp2 else []
+    command = [sys.executable, *launch, __file__, "--case", name, "--contender", contender, "--device", device]
     start = time.perf_counter()
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
+    found = {key: value for line in lines for key, value in json.loads(line).items()}
+    if not found or (done.returncode and "out_of_memory" not in found):
         return {**about, "failed": done.stderr.strip()[-400:]}
-    record = {**about, **json.loads(lines[-1]), "seconds": round(time.perf_counter() - start, 1)}
+    record = {**about, **found, "seconds": round(time.perf_counter() - start, 1)}
     print(json.dumps(record), flush=True)
     return record
 
@@ -206,11 +249,36 @@ def measure(name: str, contender: str, device: str) -> None:
     import transformers
     import trl
 
-    memory = Memory(CASES[name], CONTENDERS[contender], device)
-    peaks, largest = peaks_and_largest(memory.peak, MOST if device == "cuda" else 4)
+    most = MOST if device == "cuda" else 4
     versions = {"trl": trl.__version__, "transformers": transformers.__version__}
-    shown = {str(rows): round(peak, 3) for rows, peak in peaks.items()}
-    print(json.dumps({"peaks": shown, "largest": largest, "most": MOST, "versions": versions}), flush=True)
+    if CASES[name].fsdp2:
+        measure_shards(CASES[name], CONTENDERS[contender], device, {"most": most, "versions": versions})
+        return
+    memory = Memory(CASES[name], CONTENDERS[contender], device)
+    peaks, largest = peaks_and_largest(memory.peak, most)
+    _tell(_result(peaks, largest) | {"most": most, "versions": versions})
+
+
+def measure_shards(case: Case, contender: Contender, device: str, about: dict[str, Any]) -> None:
+    """Print the record of one contender after each batch, on one of two processes."""
+    rank = int(os.environ["LOCAL_RANK"])
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    _tell(_result({}, 0) | about)
+    peaks: dict[int, float] = {}
+    for rows, found in growing_peaks(Memory(case, contender, device).peak, about["most"], case.gib):
+        peaks[rows] = found
+        _tell(_result(peaks, rows))
+    dist.destroy_process_group()
+
+
+def _tell(record: dict[str, Any]) -> None:
+    os.write(1, (json.dumps(record) + "\n").encode())  # at once: two processes write
+
+
+def _result(peaks: dict[int, float], largest: int) -> dict[str, Any]:
+    return {"peaks": {str(rows): round(peak, 3) for rows, peak in peaks.items()}, "largest": largest}
 
 
 def print_records(records: list[dict[str, Any]]) -> None:
@@ -231,7 +299,7 @@ def print_records(records: list[dict[str, Any]]) -> None:
 
 @app.command()
 def main(
-    case: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CASES)}; repeatable; all but tiny")] = None,
+    case: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CASES)}; repeatable; those on one GPU")] = None,
     old: Annotated[str, typer.Option(help="folder with TRL 0.27.2; empty where this environment is it")] = "",
     only: Annotated[list[str] | None, typer.Option(help=f"contenders: {', '.join(CONTENDERS)}; repeatable")] = None,
     jobs: Annotated[int, typer.Option(help="processes at a time; the device has room for all", min=1)] = 3,
@@ -241,7 +309,7 @@ def main(
     contender: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure; exits 1 when a contender fails or a target is missed."""
-    cases = case or [name for name in CASES if name != "tiny"]
+    cases = case or [name for name in CASES if "tiny" not in name and not CASES[name].fsdp2]
     if unknown := set(cases) - set(CASES):
         raise typer.BadParameter(f"no case {sorted(unknown)}: one of {', '.join(CASES)}")
     if contender is not None:
