@@ -23,8 +23,6 @@ level `window`, or a forward was made for old log-probs.
 import json
 import os
 import random
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -49,7 +47,7 @@ from records import write_record
 from rich.console import Console
 from rich.table import Table
 from transformers import PrinterCallback, TrainerCallback
-from vllm_gpu import ENVIRONMENT, keep_linear_weights
+from vllm_gpu import ENVIRONMENT, GPUS, free_port, keep_linear_weights, server
 
 
 LARGE = Setup(hidden=2048, layers=28, heads=16, completion=2048, warm_up=0, mean_length=510, weights="bfloat16")
@@ -65,9 +63,6 @@ PHASES = ("generation", "synchronisation", "sleep", "scoring", "training", "opti
 ARMS = ("stock", "ours")
 LOGGED = ("loss", "grad_norm", "fused/rows_recomputed", "sampling/sampling_logp_difference/mean")
 PROMPT = 32  # tokens that a prompt has at most
-# One GPU trains, the next one serves
-TRAINS, SERVES = (os.environ.get("CUDA_VISIBLE_DEVICES", "0") + ",1").split(",")[:2]
-VARIABLES = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": TRAINS, "SERVING_GPU": SERVES, "VLLM_HOST_IP": "127.0.0.1"}
 
 
 @dataclass(frozen=True)
@@ -220,29 +215,12 @@ def one_engine(mode: str, most_rows: int) -> Generator[None, None, None]:
         yield
 
 
-@contextmanager
-def server(checkpoint: Path, length: int, port: int, backend: str = "nccl") -> Generator[None, None, None]:
-    """While it lasts, vLLM serves a checkpoint on the second GPU. TRL waits until it answers."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--port", str(port)]
-    command += ["--max-model-len", str(length), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    command += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ["SERVING_GPU"], "VLLM_SERVER_DEV_MODE": "1"}
-    process = subprocess.Popen(command, env=variables, start_new_session=True)
-    try:
-        yield
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-
-
 def run_arm(arm: str, run: Run, checkpoint: Path, output: Path) -> None:
     """One arm with each number of completions; what is measured is written after each."""
     setup, results = CASES[run.case], []
     if setup.device == "cpu":
         keep_linear_weights()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options: dict[str, Any] = {"vllm_mode": run.mode}
     if run.mode == "colocate":
         options |= {"vllm_enable_sleep_mode": run.sleep, "vllm_gpu_memory_utilization": run.utilization}
@@ -342,7 +320,8 @@ def main(
         for arm in arms:
             part = Path(folder, f"{arm}.json")
             command = [sys.executable, __file__, *sys.argv[1:], "--only", arm, "--checkpoint", f"{folder}/model"]
-            done = subprocess.run([*command, "--json", str(part)], env={**os.environ, **VARIABLES}, check=False)
+            variables = {**os.environ, **ENVIRONMENT, **GPUS}
+            done = subprocess.run([*command, "--json", str(part)], env=variables, check=False)
             record["results"] += json.loads(part.read_text()) if part.exists() else []
             record["failed"] += [arm] if done.returncode else []
             if json_path is not None:

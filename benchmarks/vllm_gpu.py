@@ -1,6 +1,9 @@
-"""Real vLLM colocated with TRL on one GPU: stock GRPOTrainer and FusedGRPOTrainer, from one checkpoint and one seed.
+"""
+Real vLLM, colocated with TRL on one GPU or as a server on a second: stock GRPOTrainer and FusedGRPOTrainer, from one
+checkpoint and one seed.
 
     python benchmarks/vllm_gpu.py --output vllm_gpu.json          # one CUDA GPU
+    python benchmarks/vllm_gpu.py --server --output vllm_server.json    # two
     python benchmarks/vllm_gpu.py --tiny --output vllm_tiny.json  # a short run on the CPU build of vLLM
 
 There are two comparisons. In the *free runs* each trainer has an engine and a process of its own. They start from the
@@ -18,10 +21,14 @@ import json
 import os
 import platform
 import random
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from importlib import import_module, metadata
 from pathlib import Path
@@ -43,10 +50,18 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# One GPU trains, the next one serves
+TRAINS, SERVES = (os.environ.get("CUDA_VISIBLE_DEVICES", "0") + ",1").split(",")[:2]
+GPUS = {"CUDA_VISIBLE_DEVICES": TRAINS, "SERVING_GPU": SERVES, "VLLM_HOST_IP": "127.0.0.1"}
 
 
-def build_trainer(base: type, kind: str, checkpoint: Path, setup: Setup, *, engine: bool) -> Any:
-    """A trainer of class `base` on the checkpoint, of one of the kinds of `_vllm_report.py`; `engine` gives it vLLM."""
+def build_trainer(
+    base: type, kind: str, checkpoint: Path, setup: Setup, *, engine: bool, url: str | None = None
+) -> Any:
+    """
+    A trainer of class `base` on the checkpoint, of one of the kinds of `_vllm_report.py`; `engine` gives it vLLM, its
+    own or, with a `url`, a server's.
+    """
     import trl
     from _instruments import hide_instruments
     from datasets import Dataset
@@ -54,7 +69,9 @@ def build_trainer(base: type, kind: str, checkpoint: Path, setup: Setup, *, engi
     from trl_fused_grpo import FusedGRPOConfig
 
     options: dict[str, Any] = {}
-    if engine:
+    if engine and url:
+        options.update(use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
+    elif engine:
         options.update(
             use_vllm=True,
             vllm_mode="colocate",
@@ -92,7 +109,9 @@ def build_trainer(base: type, kind: str, checkpoint: Path, setup: Setup, *, engi
     return base(model=str(checkpoint), reward_funcs=numbers_right, args=config, train_dataset=prompts)
 
 
-def free_run(kind: str, checkpoint: Path, setup: Setup) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+def free_run(
+    kind: str, checkpoint: Path, setup: Setup, url: str | None
+) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """Train with an engine. Returns one row of logs per step and what the step was trained on (see `replay`)."""
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOTrainer
@@ -135,7 +154,7 @@ def free_run(kind: str, checkpoint: Path, setup: Setup) -> tuple[list[dict[str, 
                 rows[-1] |= {name: float(logs[name]) for name in LOGGED if name in logs}
                 print(f"{kind} {json.dumps(rows[-1])}", file=sys.stderr)
 
-    trainer = build_trainer(Recorded, kind, checkpoint, setup, engine=True)
+    trainer = build_trainer(Recorded, kind, checkpoint, setup, engine=True, url=url)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Watch())
     trainer.train()
@@ -226,7 +245,29 @@ def keep_linear_weights() -> None:
     vars(import_module("vllm.model_executor.layers.utils"))["check_cpu_sgl_kernel"] = lambda *_: False
 
 
-def child(kind: str, checkpoint: Path, setup: Setup, output: Path) -> None:
+def free_port() -> int:
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@contextmanager
+def server(checkpoint: Path, length: int, port: int, backend: str = "nccl") -> Generator[None, None, None]:
+    """While it lasts, vLLM serves a checkpoint on the second GPU. TRL waits until it answers."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--port", str(port)]
+    command += ["--max-model-len", str(length), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    command += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ["SERVING_GPU"], "VLLM_SERVER_DEV_MODE": "1"}
+    process = subprocess.Popen(command, env=variables, start_new_session=True)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+
+
+def child(kind: str, checkpoint: Path, setup: Setup, output: Path, has_server: bool) -> None:
     """One engine's process: the free run and, for stock, the shared batches after it."""
     if setup.device == "cpu":
         keep_linear_weights()
@@ -235,7 +276,10 @@ def child(kind: str, checkpoint: Path, setup: Setup, output: Path) -> None:
         # Before the engine, because its environment variables make accelerate wrap models for distributed training.
         # float32 comes first, because accelerate keeps the precision of the newest trainer.
         trainers = {name: Replay(name, checkpoint, setup) for name in ("float32", *BFLOAT16)}
-    rows, kept = free_run(kind, checkpoint, setup)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}" if has_server else None
+    with server(checkpoint, 2 * setup.completion, port) if has_server else nullcontext():
+        rows, kept = free_run(kind, checkpoint, setup, url)
     result: dict[str, Any] = {"free": rows}
     output.write_text(json.dumps(result))
     if trainers:
@@ -250,23 +294,24 @@ def main(
     learning_rate: Annotated[float, typer.Option(help="Constant learning rate.")] = Setup.learning_rate,
     ratio_mode: Annotated[str, typer.Option(help="vllm_importance_sampling_mode.")] = Setup.ratio_mode,
     tiny: Annotated[bool, typer.Option("--tiny", help="A minute's run for machines without a GPU.")] = False,
+    has_server: Annotated[bool, typer.Option("--server", help="A server, on a second GPU.")] = False,
     commit: Annotated[str | None, typer.Option(help="Recorded commit, where there is no git to ask.")] = None,
     only: Annotated[str | None, typer.Option(hidden=True)] = None,
     checkpoint: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Compare stock GRPOTrainer and FusedGRPOTrainer with a real vLLM engine colocated on this machine's GPU."""
+    """Compare stock GRPOTrainer and FusedGRPOTrainer with a real vLLM engine."""
     setup = replace(TINY if tiny else Setup(), weights=weights, learning_rate=learning_rate, ratio_mode=ratio_mode)
     setup = replace(setup, steps=steps or setup.steps)
     if only is not None and checkpoint is not None:
-        return child(only, checkpoint, setup, output)
-    report: dict[str, Any] = {"setup": asdict(setup), **provenance(commit), "free": {}}
+        return child(only, checkpoint, setup, output, has_server)
+    report: dict[str, Any] = {"setup": asdict(setup), "server": has_server, **provenance(commit), "free": {}}
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder, "model"), setup)
         torch.cuda.empty_cache()
         for kind in KINDS:
             part = Path(folder, f"{kind}.json")
             command = [sys.executable, __file__, *sys.argv[1:], "--only", kind, "--checkpoint", f"{folder}/model"]
-            subprocess.run([*command, "--output", str(part)], check=True, env=ENVIRONMENT | os.environ)
+            subprocess.run([*command, "--output", str(part)], check=True, env=ENVIRONMENT | os.environ | GPUS)
             result = json.loads(part.read_text())
             report["free"][kind] = result["free"]
             report["shared"] = result.get("shared", report.get("shared"))
