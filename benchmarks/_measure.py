@@ -125,6 +125,7 @@ def environment(device: str, commit: str | None) -> dict:
         git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
         commit = git.stdout.strip() or "unknown"
     packages = ("torch", "triton", "trl", "transformers", "liger-kernel")
+    packages += ("accelerate", "peft", "deepspeed", "bitsandbytes")
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda, **{p: _version(p) for p in packages}}
     return {
         "command": " ".join(["python", *sys.argv]),

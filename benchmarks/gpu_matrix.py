@@ -11,7 +11,6 @@ The record is written after each job. Where the file is there already, from the 
 jobs did stays in it, so that a matrix can be run in parts. Each job names its commit.
 """
 
-import itertools
 import json
 import os
 import re
@@ -21,7 +20,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,12 +104,13 @@ def _two_gpus(device: str) -> list[Job]:
     """Under torchrun; on a CPU the processes are two as well."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     gpus = 2 if device == "cuda" else 0
-    two = [*launch, "benchmarks/two_gpus.py", "--device", device, "--size", "tiny", "--json", "{json}"]
-    jobs = [
-        Job(f"two {backend} {precision}", [*two, "--backend", backend, "--precision", precision], 8, gpus)
-        for backend in ("ddp", "fsdp2")
-        for precision in ("no", "bf16")
-    ]
+    size = "0.6b" if device == "cuda" else "tiny"
+    engines = ["benchmarks/engines.py", "--device", device, "--size", size, "--json", "{json}"]
+    jobs = []
+    for kinds in (("ddp", "zero"), ("fsdp",), ("qlora",)):  # one start for several
+        cases = [f"--case={kind}" for kind in kinds]
+        start, needed = ([sys.executable], min(gpus, 1)) if "qlora" in kinds else (launch, gpus)
+        jobs.append(Job(f"engine {', '.join(kinds)}", [*start, *engines, *cases], 8, needed, True))
     step = [*launch, "benchmarks/step.py", "--device", device, "--case", "tiny-ddp"]
     return [*jobs, Job("two step tiny-ddp", step, 8, gpus)]
 
@@ -122,7 +124,7 @@ def files_with_gpu_tests() -> list[str]:
 
 class Matrix:
     """
-    Runs jobs, and notes what came of each. Of several GPUs a job that needs one sees one, each in turn.
+    Runs jobs, and notes what came of each. Of several GPUs a job sees as many as it needs, the least busy ones.
 
     Args:
         logs (`Path`): the folder of their outputs.
@@ -137,7 +139,7 @@ class Matrix:
         self._results = {job["name"]: job for job in _earlier_jobs(path, start)}
         self._lock = threading.Lock()
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(start.get("gpus", 0))))).split(",")
-        self._gpu_in_turn = itertools.cycle(gpus) if len(gpus) > 1 else None
+        self._jobs_on = dict.fromkeys(gpus, 0) if len(gpus) > 1 else {}
 
     @property
     def record(self) -> dict[str, Any]:
@@ -156,21 +158,30 @@ class Matrix:
                 write_record(self.path, self.record)
         return result
 
+    @contextmanager
+    def visible(self, job: Job) -> Generator[dict[str, str], None, None]:
+        """The variable that names the GPUs of a job, which count as busy while it lasts."""
+        with self._lock:
+            taken = sorted(self._jobs_on, key=lambda gpu: self._jobs_on[gpu])[: max(1, job.gpus)]
+            self._jobs_on.update({gpu: self._jobs_on[gpu] + 1 for gpu in taken})
+        try:
+            yield {"CUDA_VISIBLE_DEVICES": ",".join(taken)} if taken else {}
+        finally:
+            with self._lock:
+                self._jobs_on.update({gpu: self._jobs_on[gpu] - 1 for gpu in taken})
+
     def _ended(self, job: Job) -> dict[str, Any]:
         name = job.name.replace("/", "_").replace(" ", "-")
         record, log = self.logs / f"{name}.json", self.logs / f"{name}.log"
         command = [word.replace("{json}", str(record)) for word in job.command]
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": str(self.threads)}
-        if self._gpu_in_turn and job.gpus < 2:
-            with self._lock:
-                variables["CUDA_VISIBLE_DEVICES"] = next(self._gpu_in_turn)
         start = time.perf_counter()
-        with log.open("w") as output:
+        with log.open("w") as output, self.visible(job) as gpus:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+                env={**os.environ, "HF_HUB_OFFLINE": "1", **variables, **gpus},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that its own processes end with it

@@ -24,7 +24,7 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def as_text(record: Record) -> str:
-    """JSON with each value of the record on a line of its own, and each entry of a list or of `runs` too."""
+    """JSON with each value of the record on a line of its own, and each entry of a list too."""
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in record.items()) + "\n}\n"
 
 
@@ -88,12 +88,6 @@ def _results(results: list[Record]) -> list[Record]:
     return list(widths.values())
 
 
-def _runs(runs: Record) -> Record:
-    """Of `two_gpus.py`: loss, gradient norm and recomputed rows of each step."""
-    logged = ("loss", "grad_norm", "fused/rows_recomputed")
-    return {name: {**run, "logs": [_keep(log, logged) for log in run["logs"]]} for name, run in runs.items()}
-
-
 def _shared(steps: list[Record]) -> list[Record]:
     """Of `vllm_gpu.py`: loss, gradient norm and gradient error of each step on the shared batches."""
     compared = ("loss", "grad_norm", "gradient_error", "fused/rows_recomputed")
@@ -108,7 +102,6 @@ SHORTENED: dict[str, Callable[[Any], Any]] = {
     "cases": _cases,
     "profiles": _profiles,
     "results": _results,
-    "runs": _runs,
     "shared": _shared,
 }
 

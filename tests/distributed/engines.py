@@ -25,31 +25,43 @@ def launcher_options(
     if backend == "ddp":
         return {"use_cpu": True}
     AcceleratorState._reset_state(reset_partial_state=True)
-    options: dict[str, Any] = {"accelerator_config": {"use_configured_state": True}}
+    options = engine_options(backend) | {"accelerator_config": {"use_configured_state": True}}
     if backend.startswith("zero"):
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__ = {}  # else it compiles an all-reduce of its own
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
-        config = _deepspeed_config(int(backend[-1]))
         if mixed_precision == "fp16":
             # It would not: it asks for a processor that is fast at float16, torch does not
             deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported = lambda _: True
-            config["fp16"] = {"enabled": True, "auto_cast": True, "initial_scale_power": 10}
+            options["deepspeed"]["fp16"] = {"enabled": True, "auto_cast": True, "initial_scale_power": 10}
             options["fp16"] = True
-        return {"deepspeed": config, **options}
+        return options
     PartialState(backend="gloo")
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    # FSDP1 synchronises module states on accelerators only
-    fsdp: dict[str, Any] = {"version": 1, "sync_module_states": False} if backend == "fsdp1" else {"version": 2}
+    fsdp = options["fsdp_config"]
+    if backend == "fsdp1":
+        fsdp["sync_module_states"] = False  # it does on accelerators only
     if is_flat:
         fsdp["use_orig_params"] = False
     os.environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
     if layers:
         fsdp["transformer_layer_cls_to_wrap"] = list(layers)
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(layers)  # which PEFT reads
-    return {"fsdp": True, "fsdp_config": fsdp, **options}
+    return options
+
+
+def engine_options(backend: str) -> dict[str, Any]:
+    """The arguments of a trainer that name an engine."""
+    if backend.startswith("fsdp"):
+        return {"fsdp": True, "fsdp_config": {"version": int(backend[-1])}}
+    if not backend.startswith("zero"):
+        return {}
+    import deepspeed
+
+    # Else it looks for a CUDA toolkit, and on a CPU compiles an all-reduce of its own
+    deepspeed.ops.__compatible_ops__ = {}
+    return {"deepspeed": _deepspeed_config(int(backend[-1]))}
 
 
 def plain_sgd() -> dict[str, Any]:
@@ -82,6 +94,7 @@ def _deepspeed_config(stage: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
+        # No optimizer is named: torch's, which the trainer makes, needs no operation compiled
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
