@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from ._compat.trainers import CONFIGS, TRAINERS, trl_class
+from ._compat.trainers import CONFIGS, TRAINERS, is_async, is_async_config, trl_class
 from .config import FusedGRPOConfig, FusedOptions, OptionsOfConfig
 from .rloo import FusedRLOOTrainer
 from .trainer import FusedGRPOTrainer
@@ -26,6 +26,16 @@ from .trainer import FusedGRPOTrainer
 Class = TypeVar("Class", bound=type)
 
 FUSED_TRAINERS: dict[type, Any] = {GRPOTrainer: FusedGRPOTrainer, RLOOTrainer: FusedRLOOTrainer}
+
+
+def _fused_base(trainer_class: type) -> Any:
+    """The fused trainer for a class, `None` where TRL's it inherits from has none."""
+    stock = next((cls for cls in trainer_class.__mro__ if cls in FUSED_TRAINERS or is_async(cls)), None)
+    if stock is not None and stock not in FUSED_TRAINERS:
+        from .async_grpo import FusedAsyncGRPOTrainer  # imports what warns that it is experimental
+
+        FUSED_TRAINERS[stock] = FusedAsyncGRPOTrainer
+    return FUSED_TRAINERS.get(stock)
 
 
 class _Fused:
@@ -68,12 +78,15 @@ def fuse(trainer_class: Class) -> Class:
     if not isinstance(trainer_class, type):
         hint = f": pass its class, {type(trainer_class).__name__}" if isinstance(trainer_class, TRAINERS) else ""
         raise TypeError(f"fuse takes a class, not {trainer_class!r}{hint}.")
-    if trainer_class in TRAINERS:
-        return FUSED_TRAINERS[trainer_class]
-    if not issubclass(trainer_class, TRAINERS):
+    fused_base = _fused_base(trainer_class)
+    if fused_base is None:
         bases = ", ".join(cls.__name__ for cls in TRAINERS)
-        raise TypeError(f"fuse takes {bases} or a subclass of one, but {trainer_class.__name__} is none.")
-    if issubclass(trainer_class, FUSED_TRAINERS[trl_class(trainer_class)]):
+        raise TypeError(
+            f"fuse takes {bases}, AsyncGRPOTrainer or a subclass of one, but {trainer_class.__name__} is none."
+        )
+    if trainer_class in FUSED_TRAINERS:
+        return fused_base
+    if issubclass(trainer_class, fused_base):
         return trainer_class
     made: list[Any] = [cls for cls in type.__subclasses__(trainer_class) if _Fused in cls.__bases__]
     return made[0] if made else _fused_subclass(trainer_class, sys._getframe(1).f_globals["__name__"])
@@ -149,9 +162,10 @@ def fuse_config(config_class: Class) -> Class:
         `TypeError`: for anything else, where a field of its own has the name of an option, and where its constructor is
         not `dataclass`'s.
     """
-    if not (isinstance(config_class, type) and issubclass(config_class, CONFIGS)):
+    mro = config_class.__mro__ if isinstance(config_class, type) else ()
+    if not any(cls in CONFIGS or is_async_config(cls) for cls in mro):
         bases = ", ".join(cls.__name__ for cls in CONFIGS)
-        raise TypeError(f"fuse_config takes {bases} or a subclass of one, not {config_class!r}.")
+        raise TypeError(f"fuse_config takes {bases}, AsyncGRPOConfig or a subclass of one, not {config_class!r}.")
     if config_class is GRPOConfig:
         return FusedGRPOConfig  # ty: ignore[invalid-explicit-return]
     if issubclass(config_class, OptionsOfConfig):

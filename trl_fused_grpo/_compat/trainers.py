@@ -2,9 +2,15 @@
 The trainers of TRL that have a fused subclass here, how they differ, and what is known of TRL's own subclasses of them.
 """
 
+import inspect
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from .required import TRL
 
 
 # The trainers of TRL whose methods the fused trainers override, and the classes of their arguments
@@ -26,8 +32,8 @@ _OBJECTIVES = {("trl.experimental.gmpo.gmpo_trainer", "GMPOTrainer._compute_loss
 
 
 def trl_class(cls: type) -> type:
-    """The trainer of TRL, one of [`TRAINERS`], that a class is or inherits from."""
-    return next(one for one in cls.__mro__ if one in TRAINERS)
+    """The trainer of TRL, one of [`TRAINERS`] or the asynchronous one, that a class is or inherits from."""
+    return next(one for one in cls.__mro__ if one in TRAINERS or is_async(one))
 
 
 def experimental_objective(method: Any) -> str | None:
@@ -66,3 +72,94 @@ def corrects_sampling(trainer: Any) -> bool:
 def casts_head(trainer: Any) -> bool:
     """Return `True` if the output projection runs in float32; RLOO has no option for it."""
     return getattr(trainer.args, "cast_lm_head_to_fp32", False)
+
+
+# `AsyncGRPOTrainer` is experimental: to import it warns, so that it is known by its name
+
+_ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
+# What of its module, of the trainer and of its batches is used here: TRL >= 1.16 (1.14 and 1.15 are not known)
+_ASYNC_FUNCTIONS = ("create_model_from_path", "add_fused_lm_head", "get_peak_flops_per_device", "TREE_ATTENTION")
+_ASYNC_METHODS = ("compute_loss", "training_step", "train")
+_ASYNC_NAMES = {
+    *("fused_lm_head", "shift_labels", "token_index", "advantages", "old_log_probs", "input_ids", "position_ids"),
+    *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k", "output_router_logits"),
+    *("epsilon_low", "epsilon_high", "_metrics", "log_probs", "entropy", "aux_loss"),
+}
+
+
+def is_async(cls: type) -> bool:
+    """Return `True` if a class is TRL's `AsyncGRPOTrainer`."""
+    return (cls.__module__, cls.__name__) == (_ASYNC, "AsyncGRPOTrainer")
+
+
+def is_async_config(cls: type) -> bool:
+    """Return `True` if a class is that of its arguments."""
+    return cls.__module__.startswith("trl.experimental.async_grpo.") and cls.__name__ == "AsyncGRPOConfig"
+
+
+def async_module() -> Any:
+    """The module of `AsyncGRPOTrainer`, which is imported."""
+    return sys.modules[_ASYNC]
+
+
+def check_async(cls: Any) -> None:
+    """Refuse an `AsyncGRPOTrainer` with another interface."""
+    module = async_module()
+    code = inspect.unwrap(cls.compute_loss).__code__
+    words = {*code.co_names, *(word for const in code.co_consts for word in (const if _is_words(const) else (const,)))}
+    missing = [name for name in _ASYNC_FUNCTIONS if not hasattr(module, name)]
+    missing += [name for name in _ASYNC_METHODS if not hasattr(cls, name)] + sorted(_ASYNC_NAMES - words)
+    if missing:
+        raise ImportError(
+            f"trl_fused_grpo cannot extend the AsyncGRPOTrainer of TRL {TRL}, which has no {', '.join(missing)}: "
+            "install trl==1.16.0."
+        )
+
+
+def _is_words(const: Any) -> bool:
+    return isinstance(const, tuple)
+
+
+def fused_output(**fields: Any) -> Any:
+    """What a model returns that TRL calls with `fused_lm_head=True`."""
+    from trl.trainer.utils import FusedCausalLMOutput  # TRL >= 1.16
+
+    return FusedCausalLMOutput(**fields)
+
+
+@contextmanager
+def any_device_and_layers() -> Generator[None, None, None]:
+    """
+    While it lasts, the constructor of `AsyncGRPOTrainer` takes a CPU, whose peak FLOPs it cannot look up, and layers
+    with a state or sinks, which its own attention cannot serve.
+    """
+    module = async_module()
+    own = {name: getattr(module, name) for name in _ASYNC_FUNCTIONS[:3]}
+    layer_types: list[tuple[Any, Any]] = []
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        model = own["create_model_from_path"](*args, **kwargs)
+        config, parameters = model.config.get_text_config(), model.named_parameters
+        if getattr(config, "layer_types", None) is not None:
+            layer_types.append((config, config.layer_types))
+            config.layer_types = ["full_attention"] * len(config.layer_types)
+        # It looks at the ends of their names
+        model.named_parameters = lambda *args, **kwargs: ((f"{name} ", one) for name, one in parameters(*args, **kwargs))
+        return model
+
+    def add_head(model: Any, *args: Any, **kwargs: Any) -> None:
+        del model.named_parameters
+        for config, types in layer_types:
+            config.layer_types = types
+        own["add_fused_lm_head"](model, *args, **kwargs)
+
+    def peak(accelerator: Any, dtype: str) -> float | None:
+        return own["get_peak_flops_per_device"](accelerator, dtype) if accelerator.device.type == "cuda" else None
+
+    try:
+        module.create_model_from_path, module.add_fused_lm_head = create, add_head
+        module.get_peak_flops_per_device = peak
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(module, name, function)
