@@ -1,6 +1,7 @@
 """`FusedAsyncGRPOTrainer`: TRL's experimental `AsyncGRPOTrainer` on the rows, layers and head of the fused trainers."""
 
 import inspect
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from .modeling.rows.tries import of_trie
 from .ops.linear_logps import FusedStats
 from .training.collectives import on_any_process
 from .training.findings import reasons_of_model
-from .training.refusals import log_no_effect
+from .training.refusals import check_aux_loss, log_no_effect
 
 
 logger = logging.get_logger(__name__)
@@ -48,6 +49,7 @@ class _FusedCall:
         self.is_on = False
         self.batch: dict[str, Tensor] | None = None  # whose loss TRL's own code computes
         self.stats = FusedStats()
+        self.refused: list[str] = []  # layers that TRL's own attention does not serve
 
     def read_options(self, args: Any) -> None:
         """Read the options from a trainer's arguments, and refuse those that it does not heed."""
@@ -69,6 +71,7 @@ class _FusedCall:
         """Let the model answer. TRL reads scale and temperature when a trainer is made."""
         causal_lm = self.causal_lm
         output_projection(causal_lm)  # refuses
+        check_aux_loss(self.trainer, causal_lm)
         self._scaling, self._temperature = logit_scaling(causal_lm), self.trainer.temperature
         override_forward(causal_lm, self.answer)
         install_unpacking(causal_lm)
@@ -106,13 +109,18 @@ class _FusedCall:
     def leave(self, reason: str) -> None:
         """Let TRL's own head and attention answer from now on."""
         self.is_on = False
-        self.causal_lm.set_attn_implementation(trainers.async_module().TREE_ATTENTION)
+        if self.refused:
+            raise ValueError(
+                f"AsyncGRPOTrainer cannot train {', '.join(self.refused)} of {type(self.causal_lm).__name__}, and its "
+                f"rows cannot be packed otherwise, because {reason}."
+            )
+        self.causal_lm.set_attn_implementation(trainers.tree_attention())
         logger.warning_once(f"{type(self.trainer).__name__} runs TRL's own model call, because {reason}.")
 
     def detach(self) -> None:
         """Undo what was done to the model and to transformers' attention. Idempotent."""
         causal_lm, self.is_on = self.causal_lm, False
-        causal_lm.set_attn_implementation(trainers.async_module().TREE_ATTENTION)
+        causal_lm.set_attn_implementation(trainers.tree_attention())
         restore_forward(causal_lm)
         uninstall_unpacking(causal_lm)
         uninstall_attention()
@@ -214,7 +222,7 @@ class FusedAsyncGRPOTrainer(AsyncGRPOTrainer):
     """
 
     args: AsyncGRPOConfig
-    _tag_names: ClassVar[list[str]] = [*AsyncGRPOTrainer._tag_names, "fused-async-grpo"]
+    _tag_names: ClassVar[list[str]] = [*AsyncGRPOTrainer._tag_names, "fused-async-grpo"]  # ty: ignore[incompatible-attribute-override]
 
     @shown_as(AsyncGRPOTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any):
@@ -227,7 +235,7 @@ class FusedAsyncGRPOTrainer(AsyncGRPOTrainer):
             logger.warning_once(f"{type(self).__name__} trains with TRL's own loss, because use_liger_loss=False.")
             return
         self._fused.read_options(config)
-        with trainers.any_device_and_layers():
+        with trainers.all_layers_allowed() as self._fused.refused:
             super().__init__(*args, **kwargs)
         self._fused.attach()
 
@@ -254,6 +262,10 @@ class FusedAsyncGRPOTrainer(AsyncGRPOTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         with temporary_attr(self._fused, "batch", inputs):
             return super().compute_loss(partial(self._fused.ask, model), inputs, *args, **kwargs)
+
+    def _log_step_metrics(self):
+        with trainers.unknown_flops_allowed() if self.use_liger_loss else nullcontext():
+            super()._log_step_metrics()
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)

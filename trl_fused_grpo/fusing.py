@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from ._compat.trainers import CONFIGS, TRAINERS, is_async, is_async_config, trl_class
+from ._compat.trainers import CONFIGS, TRAINERS, is_async, is_config_class, trl_class
 from .config import FusedGRPOConfig, FusedOptions, OptionsOfConfig
 from .rloo import FusedRLOOTrainer
 from .trainer import FusedGRPOTrainer
@@ -162,8 +162,7 @@ def fuse_config(config_class: Class) -> Class:
         `TypeError`: for anything else, where a field of its own has the name of an option, and where its constructor is
         not `dataclass`'s.
     """
-    mro = config_class.__mro__ if isinstance(config_class, type) else ()
-    if not any(cls in CONFIGS or is_async_config(cls) for cls in mro):
+    if not (isinstance(config_class, type) and is_config_class(config_class)):
         bases = ", ".join(cls.__name__ for cls in CONFIGS)
         raise TypeError(f"fuse_config takes {bases}, AsyncGRPOConfig or a subclass of one, not {config_class!r}.")
     if config_class is GRPOConfig:

@@ -10,6 +10,8 @@ from typing import Any
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from trl_fused_grpo._utils import temporary_attr
+
 from .required import TRL
 
 
@@ -78,8 +80,13 @@ def casts_head(trainer: Any) -> bool:
 
 _ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
 # What of its module, of the trainer and of its batches is used here: TRL >= 1.16 (1.14 and 1.15 are not known)
-_ASYNC_FUNCTIONS = ("create_model_from_path", "add_fused_lm_head", "get_peak_flops_per_device", "TREE_ATTENTION")
-_ASYNC_METHODS = ("compute_loss", "training_step", "train")
+_ASYNC_FUNCTIONS = (
+    "create_model_from_path",
+    "add_fused_lm_head",
+    "get_peak_flops_per_device",
+    "compute_flops_per_token",
+)
+_ASYNC_METHODS = ("compute_loss", "training_step", "train", "_log_step_metrics")
 _ASYNC_NAMES = {
     *("fused_lm_head", "shift_labels", "token_index", "advantages", "old_log_probs", "input_ids", "position_ids"),
     *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k", "output_router_logits"),
@@ -92,9 +99,10 @@ def is_async(cls: type) -> bool:
     return (cls.__module__, cls.__name__) == (_ASYNC, "AsyncGRPOTrainer")
 
 
-def is_async_config(cls: type) -> bool:
-    """Return `True` if a class is that of its arguments."""
-    return cls.__module__.startswith("trl.experimental.async_grpo.") and cls.__name__ == "AsyncGRPOConfig"
+def is_config_class(cls: Any) -> bool:
+    """Return `True` if a class is, or inherits from, one of [`CONFIGS`] or `AsyncGRPOConfig`."""
+    names = _ASYNC.removesuffix("trainer") + "config", "AsyncGRPOConfig"
+    return any(one in CONFIGS or (one.__module__, one.__name__) == names for one in cls.__mro__)
 
 
 def async_module() -> Any:
@@ -102,12 +110,17 @@ def async_module() -> Any:
     return sys.modules[_ASYNC]
 
 
+def tree_attention() -> str:
+    """The name of its attention."""
+    return async_module().TREE_ATTENTION
+
+
 def check_async(cls: Any) -> None:
     """Refuse an `AsyncGRPOTrainer` with another interface."""
     module = async_module()
     code = inspect.unwrap(cls.compute_loss).__code__
     words = {*code.co_names, *(word for const in code.co_consts for word in (const if _is_words(const) else (const,)))}
-    missing = [name for name in _ASYNC_FUNCTIONS if not hasattr(module, name)]
+    missing = [name for name in (*_ASYNC_FUNCTIONS, "TREE_ATTENTION") if not hasattr(module, name)]
     missing += [name for name in _ASYNC_METHODS if not hasattr(cls, name)] + sorted(_ASYNC_NAMES - words)
     if missing:
         raise ImportError(
@@ -128,38 +141,54 @@ def fused_output(**fields: Any) -> Any:
 
 
 @contextmanager
-def any_device_and_layers() -> Generator[None, None, None]:
+def all_layers_allowed() -> Generator[list[str], None, None]:
     """
     While it lasts, the constructor of `AsyncGRPOTrainer` takes a CPU, whose peak FLOPs it cannot look up, and layers
-    with a state or sinks, which its own attention cannot serve.
+    that its own attention cannot serve. Yields a list of these.
     """
-    module = async_module()
-    own = {name: getattr(module, name) for name in _ASYNC_FUNCTIONS[:3]}
-    layer_types: list[tuple[Any, Any]] = []
+    module, refused = async_module(), list[str]()
+    own = {name: getattr(module, name) for name in _ASYNC_FUNCTIONS}
 
     def create(*args: Any, **kwargs: Any) -> Any:
         model = own["create_model_from_path"](*args, **kwargs)
-        config, parameters = model.config.get_text_config(), model.named_parameters
-        if getattr(config, "layer_types", None) is not None:
-            layer_types.append((config, config.layer_types))
-            config.layer_types = ["full_attention"] * len(config.layer_types)
-        # It looks at the ends of their names
-        model.named_parameters = lambda *args, **kwargs: ((f"{name} ", one) for name, one in parameters(*args, **kwargs))
+        types = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+        refused.extend(sorted(types - {"full_attention", "sliding_attention"}))
+        parameters = model.named_parameters
+        if any(name.endswith(".sinks") for name, _ in parameters()):
+            refused.append("attention sinks")
+            # It looks at the ends of their names
+            model.named_parameters = lambda *args, **kwargs: ((f"{n} ", p) for n, p in parameters(*args, **kwargs))
         return model
 
     def add_head(model: Any, *args: Any, **kwargs: Any) -> None:
-        del model.named_parameters
-        for config, types in layer_types:
-            config.layer_types = types
+        vars(model).pop("named_parameters", None)
         own["add_fused_lm_head"](model, *args, **kwargs)
 
-    def peak(accelerator: Any, dtype: str) -> float | None:
+    def peak_flops(accelerator: Any, dtype: str) -> float | None:
         return own["get_peak_flops_per_device"](accelerator, dtype) if accelerator.device.type == "cuda" else None
 
     try:
         module.create_model_from_path, module.add_fused_lm_head = create, add_head
-        module.get_peak_flops_per_device = peak
-        yield
+        module.get_peak_flops_per_device = peak_flops
+        module.set = lambda names=(): {*names}.difference(refused)  # of layer types
+        yield refused
     finally:
+        del module.set
         for name, function in own.items():
             setattr(module, name, function)
+
+
+@contextmanager
+def unknown_flops_allowed() -> Generator[None, None, None]:
+    """While it lasts, a model whose FLOPs TRL cannot count has no MFU, where its own trainer would raise."""
+    module: Any = async_module()
+    count = module.compute_flops_per_token
+
+    def counted(config: Any, length: int) -> float:
+        try:
+            return count(config, length)
+        except AttributeError:  # of many models with experts
+            return float("nan")
+
+    with temporary_attr(module, "compute_flops_per_token", counted):
+        yield
