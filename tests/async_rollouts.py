@@ -97,7 +97,8 @@ def make_trainer(
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
     quiet |= {"optim": "sgd", "learning_rate": 0.02, "logging_steps": 1}
     config: Any = fuse_config(AsyncGRPOConfig) if fused else AsyncGRPOConfig
-    nothing = dict.fromkeys(("init_weight_transfer", "pause", "send_weights", "resume", "destroy"), lambda *_: None)
+    nothing = dict.fromkeys(("init_weight_transfer", "pause", "resume", "destroy"), lambda *_: None)
+    nothing["send_weights"] = list  # FSDP gathers them on all processes
     torch.manual_seed(0)
     trainer = (fuse(cls) if fused else cls)(
         model=str(save_checkpoint(kind, folder, torch.float32)),
