@@ -132,13 +132,13 @@ def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: 
     return trainer
 
 
-def make_rollout(case: Case, device: str) -> Rollout:
+def make_rollout(case: Case, device: str, groups: int = ROWS // GROUP) -> Rollout:
     """
     Completions with the sampler's log-probs: the model's own with some noise, in float32 where the weights are, since a
     sampler that rounds like one of the contenders would leave no rounding noise in its ratios.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    rollout = Rollout.make(case.lengths, ROWS // GROUP, GROUP, SHAPES[case.model][-1], case.seed + rank)
+    rollout = Rollout.make(case.lengths, groups, GROUP, SHAPES[case.model][-1], case.seed + rank)
     if case.vllm:
         trainer = make_trainer(
             case, True, rollout, device, 1, {"bf16": device == "cuda" and case.dtype != torch.float32}
