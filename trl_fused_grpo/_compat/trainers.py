@@ -86,11 +86,11 @@ _ASYNC_FUNCTIONS = (
     "get_peak_flops_per_device",
     "compute_flops_per_token",
 )
-_ASYNC_METHODS = ("compute_loss", "training_step", "train", "_log_step_metrics")
 _ASYNC_NAMES = {
     *("fused_lm_head", "shift_labels", "token_index", "advantages", "old_log_probs", "input_ids", "position_ids"),
     *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k", "output_router_logits"),
     *("epsilon_low", "epsilon_high", "_metrics", "log_probs", "entropy", "aux_loss"),
+    *("training_step", "train", "_log_step_metrics", "TREE_ATTENTION"),
 }
 
 
@@ -117,20 +117,16 @@ def tree_attention() -> str:
 
 def check_async(cls: Any) -> None:
     """Refuse an `AsyncGRPOTrainer` with another interface."""
-    module = async_module()
     code = inspect.unwrap(cls.compute_loss).__code__
-    words = {*code.co_names, *(word for const in code.co_consts for word in (const if _is_words(const) else (const,)))}
-    missing = [name for name in (*_ASYNC_FUNCTIONS, "TREE_ATTENTION") if not hasattr(module, name)]
-    missing += [name for name in _ASYNC_METHODS if not hasattr(cls, name)] + sorted(_ASYNC_NAMES - words)
+    words = {*code.co_names, *vars(async_module()), *dir(cls)}
+    for const in code.co_consts:
+        words.update(const if isinstance(const, tuple) else [const])
+    missing = sorted({*_ASYNC_FUNCTIONS, *_ASYNC_NAMES} - words)
     if missing:
         raise ImportError(
             f"trl_fused_grpo cannot extend the AsyncGRPOTrainer of TRL {TRL}, which has no {', '.join(missing)}: "
             "install trl==1.16.0."
         )
-
-
-def _is_words(const: Any) -> bool:
-    return isinstance(const, tuple)
 
 
 def fused_output(**fields: Any) -> Any:
