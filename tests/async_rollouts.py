@@ -23,6 +23,11 @@ from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tokenizer
 # What differs from run to run, and what stock does not log
 _LEFT_OUT = ("perf/", "fused/", "train_", "sample/time_in_queue")
 
+# FSDP gathers the weights that are sent on all processes
+NO_TRANSFER = SimpleNamespace(
+    **dict.fromkeys(("init_weight_transfer", "pause", "resume", "destroy"), lambda *_: None), send_weights=list
+)
+
 
 def make_samples(seed: int = 0, groups: int = 6) -> list[RolloutSample]:
     """
@@ -97,8 +102,6 @@ def make_trainer(
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
     quiet |= {"optim": "sgd", "learning_rate": 0.02, "logging_steps": 1}
     config: Any = fuse_config(AsyncGRPOConfig) if fused else AsyncGRPOConfig
-    nothing = dict.fromkeys(("init_weight_transfer", "pause", "resume", "destroy"), lambda *_: None)
-    nothing["send_weights"] = list  # FSDP gathers them on all processes
     torch.manual_seed(0)
     trainer = (fuse(cls) if fused else cls)(
         model=str(save_checkpoint(kind, folder, torch.float32)),
@@ -106,7 +109,7 @@ def make_trainer(
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"]}),
         processing_class=tokenizer(),
         rollout_worker=MadeUpWorker(make_samples()),
-        weight_transfer=SimpleNamespace(**nothing),
+        weight_transfer=NO_TRANSFER,
         peft_config=peft_config,
     )
     trainer.remove_callback(PrinterCallback)

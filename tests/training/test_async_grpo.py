@@ -1,15 +1,21 @@
 """The fused `AsyncGRPOTrainer` against TRL's, on the same made-up rollouts."""
 
 import copy
+import functools
+import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 
 from tests.tiny_training import loss_and_gradients
 from trl_fused_grpo import fuse, fuse_config, patch
+from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRL
+from trl_fused_grpo.parity.tiny import save_checkpoint, tokenizer
 
 
 if TRL < NEWEST_TRL:
@@ -18,7 +24,15 @@ if TRL < NEWEST_TRL:
 import trl.experimental.async_grpo as async_grpo
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from tests.async_rollouts import make_batch, make_samples, make_trainer, stock_on_cpu, train
+from tests.async_rollouts import (
+    NO_TRANSFER,
+    MadeUpWorker,
+    make_batch,
+    make_samples,
+    make_trainer,
+    stock_on_cpu,
+    train,
+)
 from trl_fused_grpo.async_grpo import FusedAsyncGRPOTrainer
 
 
@@ -238,6 +252,28 @@ def test_fuse_gives_its_class_and_configuration():
     assert (args.use_liger_loss, args.fused_compile, args.max_staleness) == (True, False, 4)
 
 
+def test_the_example_of_its_docstring_runs(tmp_path, monkeypatch):
+    [code] = re.findall(r"```python\n(.*?)```", inspect.getdoc(FusedAsyncGRPOTrainer), re.DOTALL)
+    module = trainers.async_module()
+
+    class Worker(MadeUpWorker):
+        def __init__(self, **_):
+            super().__init__(make_samples())
+            self._loop_kwargs = {}
+
+    monkeypatch.setattr(module, "AsyncRolloutWorker", Worker)
+    monkeypatch.setattr(module, "WeightTransferClient", lambda **_: NO_TRANSFER)
+    small = functools.partial(fuse_config, AsyncGRPOConfig)
+    options = {"use_cpu": True, "bf16": False, "max_steps": 1, "token_budget": 40, "report_to": "none"}
+    monkeypatch.setattr(small(), "__init__", functools.partialmethod(small().__init__, **options))
+    monkeypatch.chdir(tmp_path)
+    folder = save_checkpoint("llama", tmp_path, torch.float32)
+    tokenizer().save_pretrained(folder)
+    given = {"model_name": str(folder), "reward": len, "dataset": Dataset.from_dict({"prompt": ["w5 w6"]})}
+    exec(code, given)
+    assert given["trainer"].state.global_step == 1
+
+
 def test_a_patch_reaches_it(tmp_path):
     with patch(fused_backward="recompute"):
         assert async_grpo.AsyncGRPOTrainer is FusedAsyncGRPOTrainer
@@ -248,9 +284,7 @@ def test_a_patch_reaches_it(tmp_path):
 
 
 def test_another_interface_is_refused_by_name(monkeypatch):
-    from trl_fused_grpo._compat import trainers
-
     monkeypatch.delattr(trainers.async_module(), "add_fused_lm_head")
     monkeypatch.setattr(AsyncGRPOTrainer, "compute_loss", lambda self, model, inputs: model(**inputs))
-    with pytest.raises(ImportError, match=r"has no add_fused_lm_head, .*advantages.*tree_kv_index: install trl==1\.16"):
+    with pytest.raises(ImportError, match=r"has no .*add_fused_lm_head, advantages.*tree_kv_index: install trl==1\.16"):
         trainers.check_async(AsyncGRPOTrainer)
