@@ -11,6 +11,8 @@ import json
 import os
 import tempfile
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +20,7 @@ import torch
 import typer
 from _measure import environment
 from _step_clock import step_options
-from _trainers import clear_memory
-from peers import WARM_UP, async_trainer, prepare, timed_training
+from peers import WARM_UP, async_trainer, prepare, roomy_memory, timed_training
 from records import write_record
 
 
@@ -59,14 +60,14 @@ def main(
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     warnings.filterwarnings("ignore")
     record: dict[str, Any] = {**environment(device, commit), "case": case, "budget": budget, "results": []}
-    shared = Path("/dev/shm")  # in memory
-    with tempfile.TemporaryDirectory(dir=shared if case != "tiny" and shared.is_dir() else None) as temporary:
+    with tempfile.TemporaryDirectory(dir=roomy_memory()) as temporary:
         folder = Path(temporary)
         prepare(case, folder, device, groups)
         work = json.loads((folder / "work.json").read_text())
         for fused in (False, True):
-            record["results"].append(run_arm(fused, folder, work, device, repeats, budget))
-            clear_memory()
+            # In a process of its own: a thread of TRL's, which does not end, refers to the trainer
+            with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+                record["results"].append(alone.submit(run_arm, fused, folder, work, device, repeats, budget).result())
             print(json.dumps(record["results"][-1]), flush=True)
     stock, ours = record["results"]
     if "ms" in stock and "ms" in ours:

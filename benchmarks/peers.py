@@ -272,6 +272,12 @@ def run_alone(contender: str, name: str, folder: Path, device: str, repeats: int
     return records
 
 
+def roomy_memory() -> Path | None:
+    """A folder in memory, if a model has room there."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and shutil.disk_usage(shared).free > 16 * GIB else None
+
+
 def in_a_process(contender: str, folder: Path, site: Path, limit: int, log: Path | None) -> list[dict[str, Any]]:
     """The records of a contender, or why there are none."""
     environment = {**os.environ, "UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth")}
@@ -314,10 +320,8 @@ def main(
     from _measure import environment
 
     record: dict[str, Any] = {**environment(device, commit), "results": []}
-    shared = Path("/dev/shm")  # in memory, if the model has room there
-    memory = shared if shared.is_dir() and shutil.disk_usage(shared).free > 16 * GIB else None
     for name in case:
-        with tempfile.TemporaryDirectory(dir=memory) as temporary:
+        with tempfile.TemporaryDirectory(dir=roomy_memory()) as temporary:
             work_folder = Path(temporary)
             about = prepare(name, work_folder, device)
             (work_folder / "case").write_text(name)

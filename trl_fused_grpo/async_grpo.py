@@ -46,7 +46,7 @@ class _FusedCall:
 
     def __init__(self, trainer: "FusedAsyncGRPOTrainer", defaults: FusedOptions):
         self.trainer, self.options, self._defaults = trainer, defaults, defaults
-        self.is_on = False
+        self.is_on = self.is_new = False  # whether this package answers, and a training has begun
         self.batch: dict[str, Tensor] | None = None  # whose loss TRL's own code computes
         self.stats = FusedStats()
         self.refused: list[str] = []  # layers that TRL's own attention does not serve
@@ -79,10 +79,10 @@ class _FusedCall:
 
     def look(self) -> None:
         """Decide who answers, TRL or this package."""
-        causal_lm, trainer = self.causal_lm, self.trainer
+        causal_lm, trainer, self.is_new = self.causal_lm, self.trainer, False
         model = trainer.accelerator.unwrap_model(trainer.model)
-        reasons = [str(reason.text) for reason in reasons_of_model(model, causal_lm, forces_rows=False)]
-        reason = reasons[0] if reasons else self._choose_attention(model, causal_lm)
+        found = reasons_of_model(model, causal_lm, forces_rows=False)
+        reason = found[0].text if found else self._choose_attention(model, causal_lm)
         if on_any_process(trainer.accelerator, "model", reason is not None):
             self.leave(reason or "another process has unknown code")
             return
@@ -92,19 +92,17 @@ class _FusedCall:
 
     def _choose_attention(self, model: Any, causal_lm: Any) -> str | None:
         """Have a model's layers ask for an attention whose rows may be packed; else why there is none."""
-        config, reason = causal_lm.config.get_text_config(), None
+        config, reasons = causal_lm.config.get_text_config(), list[str | None]()
         is_plain = not traits(causal_lm).has_sinks and getattr(config, "attn_logit_softcapping", None) is None
         for name in ("sdpa", "eager") if is_plain else ("eager",):
             try:
                 causal_lm.set_attn_implementation(name)
+                reasons.append(why_not_packed(model, causal_lm))
             except ValueError as error:  # the model does not have it
-                reason = reason or str(error)
-                continue
-            found = why_not_packed(model, causal_lm)
-            if found is None:
+                reasons.append(str(error))
+            if reasons[-1] is None:
                 return None
-            reason = reason or found
-        return reason
+        return reasons[0]
 
     def leave(self, reason: str) -> None:
         """Let TRL's own head and attention answer from now on."""
@@ -114,13 +112,13 @@ class _FusedCall:
                 f"AsyncGRPOTrainer cannot train {', '.join(self.refused)} of {type(self.causal_lm).__name__}, and its "
                 f"rows cannot be packed otherwise, because {reason}."
             )
-        self.causal_lm.set_attn_implementation(trainers.tree_attention())
+        self.causal_lm.set_attn_implementation(trainers.async_module().TREE_ATTENTION)
         logger.warning_once(f"{type(self.trainer).__name__} runs TRL's own model call, because {reason}.")
 
     def detach(self) -> None:
         """Undo what was done to the model and to transformers' attention. Idempotent."""
         causal_lm, self.is_on = self.causal_lm, False
-        causal_lm.set_attn_implementation(trainers.tree_attention())
+        causal_lm.set_attn_implementation(trainers.async_module().TREE_ATTENTION)
         restore_forward(causal_lm)
         uninstall_unpacking(causal_lm)
         uninstall_attention()
@@ -138,12 +136,8 @@ class _FusedCall:
         """The forward of a causal language model: with `fused_lm_head=True` and a trie, its log-probs `[1, S]`."""
         if not (self.is_on and fused_lm_head and "tree_kv_index" in given):
             return original(*args, fused_lm_head=fused_lm_head, **given)
-        shares = why_prompts_are_not_shared(causal_lm) is None
-        row = of_trie(
-            *(given[name] for name in ("input_ids", "position_ids")),
-            *(given[f"tree_{name}"] for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k")),
-            shares,
-        )
+        names = ("input_ids", "position_ids", "tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
+        row = of_trie(*(given[name] for name in names), why_prompts_are_not_shared(causal_lm) is None)
         labels = given["shift_labels"]  # [1, S]
         request = self._request(labels, row.places, bool(given.get("output_router_logits")))
         others = {name: given[name] for name in given if not name.startswith(("tree_", "shift_labels"))}
@@ -156,7 +150,7 @@ class _FusedCall:
         if call.reason is not None:
             self.leave(call.reason)
             return original(*args, fused_lm_head=fused_lm_head, **given)
-        self.stats = request.stats
+        self.stats, request.stats.layout = request.stats, "packed"
         logps, entropies, *aux_loss = (result.real for result in results)
         values = [self._in_place(each, labels, request.positions) for each in (logps, entropies)] + aux_loss
         if self.batch is not None:
@@ -255,9 +249,12 @@ class FusedAsyncGRPOTrainer(AsyncGRPOTrainer):
         if self.use_liger_loss:
             self._fused.read_options(self.args)
             self._fused.attach()
+            self._fused.is_new = True
         return super().train(*args, **kwargs)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
+        if self._fused.is_new:
+            self._fused.look()  # again, for by now the model is in its wrappers
         if not self._fused.is_on:
             return super().compute_loss(model, inputs, *args, **kwargs)
         with temporary_attr(self._fused, "batch", inputs):

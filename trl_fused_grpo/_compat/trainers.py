@@ -79,18 +79,14 @@ def casts_head(trainer: Any) -> bool:
 # `AsyncGRPOTrainer` is experimental: to import it warns, so that it is known by its name
 
 _ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
-# What of its module, of the trainer and of its batches is used here: TRL >= 1.16 (1.14 and 1.15 are not known)
-_ASYNC_FUNCTIONS = (
-    "create_model_from_path",
-    "add_fused_lm_head",
-    "get_peak_flops_per_device",
-    "compute_flops_per_token",
-)
+# The functions of its module that are replaced while it is made
+_ASYNC_FUNCTIONS = ("create_model_from_path", "add_fused_lm_head", "get_peak_flops_per_device")
+# What else of its module, of the trainer and of its batches is used here (TRL >= 1.16)
 _ASYNC_NAMES = {
     *("fused_lm_head", "shift_labels", "token_index", "advantages", "old_log_probs", "input_ids", "position_ids"),
     *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k", "output_router_logits"),
     *("epsilon_low", "epsilon_high", "_metrics", "log_probs", "entropy", "aux_loss"),
-    *("training_step", "train", "_log_step_metrics", "TREE_ATTENTION"),
+    *("training_step", "train", "_log_step_metrics", "compute_flops_per_token", "TREE_ATTENTION"),
 }
 
 
@@ -108,11 +104,6 @@ def is_config_class(cls: Any) -> bool:
 def async_module() -> Any:
     """The module of `AsyncGRPOTrainer`, which is imported."""
     return sys.modules[_ASYNC]
-
-
-def tree_attention() -> str:
-    """The name of its attention."""
-    return async_module().TREE_ATTENTION
 
 
 def check_async(cls: Any) -> None:
