@@ -32,7 +32,7 @@ def run_arm(fused: bool, folder: Path, work: dict[str, Any], device: str, repeat
     options = step_options(1, 1, work["group"], WARM_UP + repeats, work["longest"], device)
     trainer, attention = async_trainer(folder, work, device, fused, token_budget=budget, **options)
     try:
-        record = timed_training(trainer, work, device)
+        record = timed_training(trainer, {"tokens": budget}, device)
     except torch.OutOfMemoryError as error:
         return {"name": "ours" if fused else "stock", "failed": str(error)[:200]}
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
