@@ -1,8 +1,8 @@
 """
-`fuse(TrainerClass)`: the fused subclass of any subclass of `GRPOTrainer` or `RLOOTrainer`, TRL's experimental ones and
-your own. `fuse_config(ConfigClass)`: its configuration with the fused options.
+`fuse(TrainerClass)`: the fused subclass of `GRPOTrainer`, `RLOOTrainer`, `AsyncGRPOTrainer` and any subclass of theirs,
+TRL's and your own. `fuse_config(ConfigClass)`: its configuration with the fused options.
 
-The new class has the bases `(TrainerClass, FusedGRPOTrainer)`, or `FusedRLOOTrainer`. So methods run in the order
+The new class has the bases `(TrainerClass, FusedGRPOTrainer)`, or another fused trainer. So methods run in the order
 `TrainerClass`, `FusedGRPOTrainer`, `GRPOTrainer`: an override runs first, as in the class it was written for, and what
 it calls with `super()` is the fused trainer's method, then TRL's.
 """
@@ -65,15 +65,17 @@ def fuse(trainer_class: Class) -> Class:
     What may see micro-batches lowers the level of the training, which is said once: see `docs/faster-paths.md`.
 
     Args:
-        trainer_class (`type`): [`~trl.GRPOTrainer`], [`~trl.RLOOTrainer`] or a subclass of one.
+        trainer_class (`type`):
+            [`~trl.GRPOTrainer`], [`~trl.RLOOTrainer`], TRL 1.16's `AsyncGRPOTrainer` or a subclass of one.
 
     Returns:
-        `type`: [`FusedGRPOTrainer`] or [`FusedRLOOTrainer`] for TRL's own; the class itself if it is a subclass of one
-        of these; else a subclass of `trainer_class` and of the one for it, the same at each call. As a decorator it
-        keeps the class's name.
+        `type`: [`FusedGRPOTrainer`], [`FusedRLOOTrainer`] or [`FusedAsyncGRPOTrainer`] for TRL's own; the class itself
+        if it is a subclass of one of these; else a subclass of `trainer_class` and of the one for it, the same at each
+        call. As a decorator it keeps the class's name.
 
     Raises:
         `TypeError`: for anything else; and in the constructor, where that of a base class is called by its name.
+        `ImportError`: for the `AsyncGRPOTrainer` of another TRL, with what it lacks.
     """
     if not isinstance(trainer_class, type):
         hint = f": pass its class, {type(trainer_class).__name__}" if isinstance(trainer_class, TRAINERS) else ""
@@ -152,7 +154,7 @@ def fuse_config(config_class: Class) -> Class:
     ```
 
     Args:
-        config_class (`type`): [`~trl.GRPOConfig`], [`~trl.RLOOConfig`] or a subclass of one, a dataclass.
+        config_class (`type`): [`~trl.GRPOConfig`], [`~trl.RLOOConfig`], `AsyncGRPOConfig` or a subclass, a dataclass.
 
     Returns:
         `type`: [`FusedGRPOConfig`] for `GRPOConfig`; the class itself if it has the options; else a subclass of it, the
