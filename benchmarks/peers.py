@@ -44,8 +44,8 @@ GIB = 2**30
 app = typer.Typer(add_completion=False)
 
 
-def prepare(name: str, folder: Path, device: str) -> dict[str, Any]:
-    """Write the model and the work of a case for all contenders; what `step.py` says of it."""
+def prepare(name: str, folder: Path, device: str, groups: int = 4) -> dict[str, Any]:
+    """Write the model and the work of a case, with so many prompts, for all contenders; what `step.py` says of it."""
     from dataclasses import replace
 
     from _accumulation import GROUP, reward
@@ -60,7 +60,7 @@ def prepare(name: str, folder: Path, device: str) -> dict[str, Any]:
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     del model
-    rollout = make_rollout(replace(case, vllm=True), device)
+    rollout = make_rollout(replace(case, vllm=True), device, groups)
     clear_memory()
     work = {key: getattr(rollout, key) for key in ("prompts", "completions", "log_probs", "tokens", "width")}
     work |= {"rewards": reward(rollout.completions), "group": GROUP, "vllm": case.vllm, "lora": case.lora}
@@ -144,8 +144,8 @@ class MadeUpWorker:
         return next(self.samples)
 
 
-def run_async(folder: Path, work: dict[str, Any], device: str, repeats: int, micro_batch: int) -> dict[str, Any]:
-    """TRL's `AsyncGRPOTrainer`, whose planner gets exactly the window of a step."""
+def async_trainer(folder: Path, work: dict[str, Any], device: str, fused: bool = False, **options: Any) -> Any:
+    """TRL's `AsyncGRPOTrainer`, stock or ours, and what computes stock's attention."""
     from _trainers import forget_accelerate
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -167,15 +167,26 @@ def run_async(folder: Path, work: dict[str, Any], device: str, repeats: int, mic
     nothing = SimpleNamespace(
         **dict.fromkeys(("init_weight_transfer", "pause", "send_weights", "resume", "destroy"), lambda *_: None)
     )
-    options = options_of(work, device, micro_batch, repeats)
+    config: Any = async_grpo.AsyncGRPOConfig
+    if fused:
+        from trl_fused_grpo import fuse, fuse_config
+
+        trainer_class, config = fuse(trainer_class), fuse_config(config)
     trainer = trainer_class(
         model=str(folder),
-        args=async_grpo.AsyncGRPOConfig(**options, token_budget=0, weight_sync_steps=10**6),
+        args=config(**options, weight_sync_steps=10**6),
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"]}),
         processing_class=AutoTokenizer.from_pretrained(folder),
         rollout_worker=MadeUpWorker(work),
         weight_transfer=nothing,
     )
+    return trainer, attention
+
+
+def run_async(folder: Path, work: dict[str, Any], device: str, repeats: int, micro_batch: int) -> dict[str, Any]:
+    """TRL's `AsyncGRPOTrainer`, whose planner gets exactly the window of a step."""
+    options = options_of(work, device, micro_batch, repeats)
+    trainer, attention = async_trainer(folder, work, device, **options, token_budget=0)
     return {**timed_training(trainer, work, device), "attention": attention, "trl": version("trl")}
 
 
@@ -261,6 +272,12 @@ def run_alone(contender: str, name: str, folder: Path, device: str, repeats: int
     return records
 
 
+def roomy_memory() -> Path | None:
+    """A folder in memory, if a model has room there."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and shutil.disk_usage(shared).free > 16 * GIB else None
+
+
 def in_a_process(contender: str, folder: Path, site: Path, limit: int, log: Path | None) -> list[dict[str, Any]]:
     """The records of a contender, or why there are none."""
     environment = {**os.environ, "UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth")}
@@ -303,10 +320,8 @@ def main(
     from _measure import environment
 
     record: dict[str, Any] = {**environment(device, commit), "results": []}
-    shared = Path("/dev/shm")  # in memory, if the model has room there
-    memory = shared if shared.is_dir() and shutil.disk_usage(shared).free > 16 * GIB else None
     for name in case:
-        with tempfile.TemporaryDirectory(dir=memory) as temporary:
+        with tempfile.TemporaryDirectory(dir=roomy_memory()) as temporary:
             work_folder = Path(temporary)
             about = prepare(name, work_folder, device)
             (work_folder / "case").write_text(name)

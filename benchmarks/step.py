@@ -142,7 +142,7 @@ def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: 
     return trainer
 
 
-def make_rollout(case: Case, device: str, skew: float = 1.0) -> Rollout:
+def make_rollout(case: Case, device: str, skew: float = 1.0, groups: int = ROWS // GROUP) -> Rollout:
     """
     Completions with the sampler's log-probs: the model's own with some noise, in float32 where the weights are, since a
     sampler that rounds like one of the contenders would leave no rounding noise in its ratios. Those of the first
@@ -150,7 +150,7 @@ def make_rollout(case: Case, device: str, skew: float = 1.0) -> Rollout:
     """
     median = int(case.lengths.median * (skew if _is_main() else 1))
     lengths = replace(case.lengths, median=median)
-    rollout = Rollout.make(lengths, ROWS // GROUP, GROUP, SHAPES[case.model][-1], case.seed)
+    rollout = Rollout.make(lengths, groups, GROUP, SHAPES[case.model][-1], case.seed)
     if case.vllm:
         trainer = make_trainer(
             case, True, rollout, device, 1, {"bf16": device == "cuda" and case.dtype != torch.float32}

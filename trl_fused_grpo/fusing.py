@@ -1,8 +1,8 @@
 """
-`fuse(TrainerClass)`: the fused subclass of any subclass of `GRPOTrainer` or `RLOOTrainer`, TRL's experimental ones and
-your own. `fuse_config(ConfigClass)`: its configuration with the fused options.
+`fuse(TrainerClass)`: the fused subclass of `GRPOTrainer`, `RLOOTrainer`, `AsyncGRPOTrainer` and any subclass of theirs,
+TRL's and your own. `fuse_config(ConfigClass)`: its configuration with the fused options.
 
-The new class has the bases `(TrainerClass, FusedGRPOTrainer)`, or `FusedRLOOTrainer`. So methods run in the order
+The new class has the bases `(TrainerClass, FusedGRPOTrainer)`, or another fused trainer. So methods run in the order
 `TrainerClass`, `FusedGRPOTrainer`, `GRPOTrainer`: an override runs first, as in the class it was written for, and what
 it calls with `super()` is the fused trainer's method, then TRL's.
 """
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from ._compat.trainers import CONFIGS, TRAINERS, trl_class
+from ._compat.trainers import CONFIGS, TRAINERS, is_async, is_config_class, trl_class
 from .config import FusedGRPOConfig, FusedOptions, OptionsOfConfig
 from .rloo import FusedRLOOTrainer
 from .trainer import FusedGRPOTrainer
@@ -26,6 +26,16 @@ from .trainer import FusedGRPOTrainer
 Class = TypeVar("Class", bound=type)
 
 FUSED_TRAINERS: dict[type, Any] = {GRPOTrainer: FusedGRPOTrainer, RLOOTrainer: FusedRLOOTrainer}
+
+
+def _fused_base(trainer_class: type) -> Any:
+    """The fused trainer for a class, `None` where TRL's it inherits from has none."""
+    stock = next((cls for cls in trainer_class.__mro__ if cls in FUSED_TRAINERS or is_async(cls)), None)
+    if stock is not None and stock not in FUSED_TRAINERS:
+        from .async_grpo import FusedAsyncGRPOTrainer  # imports what warns that it is experimental
+
+        FUSED_TRAINERS[stock] = FusedAsyncGRPOTrainer
+    return FUSED_TRAINERS.get(stock)
 
 
 class _Fused:
@@ -55,25 +65,30 @@ def fuse(trainer_class: Class) -> Class:
     What may see micro-batches lowers the level of the training, which is said once: see `docs/faster-paths.md`.
 
     Args:
-        trainer_class (`type`): [`~trl.GRPOTrainer`], [`~trl.RLOOTrainer`] or a subclass of one.
+        trainer_class (`type`):
+            [`~trl.GRPOTrainer`], [`~trl.RLOOTrainer`], TRL 1.16's `AsyncGRPOTrainer` or a subclass of one.
 
     Returns:
-        `type`: [`FusedGRPOTrainer`] or [`FusedRLOOTrainer`] for TRL's own; the class itself if it is a subclass of one
-        of these; else a subclass of `trainer_class` and of the one for it, the same at each call. As a decorator it
-        keeps the class's name.
+        `type`: [`FusedGRPOTrainer`], [`FusedRLOOTrainer`] or [`FusedAsyncGRPOTrainer`] for TRL's own; the class itself
+        if it is a subclass of one of these; else a subclass of `trainer_class` and of the one for it, the same at each
+        call. As a decorator it keeps the class's name.
 
     Raises:
         `TypeError`: for anything else; and in the constructor, where that of a base class is called by its name.
+        `ImportError`: for the `AsyncGRPOTrainer` of another TRL, with what it lacks.
     """
     if not isinstance(trainer_class, type):
         hint = f": pass its class, {type(trainer_class).__name__}" if isinstance(trainer_class, TRAINERS) else ""
         raise TypeError(f"fuse takes a class, not {trainer_class!r}{hint}.")
-    if trainer_class in TRAINERS:
-        return FUSED_TRAINERS[trainer_class]
-    if not issubclass(trainer_class, TRAINERS):
+    fused_base = _fused_base(trainer_class)
+    if fused_base is None:
         bases = ", ".join(cls.__name__ for cls in TRAINERS)
-        raise TypeError(f"fuse takes {bases} or a subclass of one, but {trainer_class.__name__} is none.")
-    if issubclass(trainer_class, FUSED_TRAINERS[trl_class(trainer_class)]):
+        raise TypeError(
+            f"fuse takes {bases}, AsyncGRPOTrainer or a subclass of one, but {trainer_class.__name__} is none."
+        )
+    if trainer_class in FUSED_TRAINERS:
+        return fused_base
+    if issubclass(trainer_class, fused_base):
         return trainer_class
     made: list[Any] = [cls for cls in type.__subclasses__(trainer_class) if _Fused in cls.__bases__]
     return made[0] if made else _fused_subclass(trainer_class, sys._getframe(1).f_globals["__name__"])
@@ -139,7 +154,7 @@ def fuse_config(config_class: Class) -> Class:
     ```
 
     Args:
-        config_class (`type`): [`~trl.GRPOConfig`], [`~trl.RLOOConfig`] or a subclass of one, a dataclass.
+        config_class (`type`): [`~trl.GRPOConfig`], [`~trl.RLOOConfig`], `AsyncGRPOConfig` or a subclass, a dataclass.
 
     Returns:
         `type`: [`FusedGRPOConfig`] for `GRPOConfig`; the class itself if it has the options; else a subclass of it, the
@@ -149,9 +164,9 @@ def fuse_config(config_class: Class) -> Class:
         `TypeError`: for anything else, where a field of its own has the name of an option, and where its constructor is
         not `dataclass`'s.
     """
-    if not (isinstance(config_class, type) and issubclass(config_class, CONFIGS)):
+    if not (isinstance(config_class, type) and is_config_class(config_class)):
         bases = ", ".join(cls.__name__ for cls in CONFIGS)
-        raise TypeError(f"fuse_config takes {bases} or a subclass of one, not {config_class!r}.")
+        raise TypeError(f"fuse_config takes {bases}, AsyncGRPOConfig or a subclass of one, not {config_class!r}.")
     if config_class is GRPOConfig:
         return FusedGRPOConfig  # ty: ignore[invalid-explicit-return]
     if issubclass(config_class, OptionsOfConfig):

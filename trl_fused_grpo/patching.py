@@ -1,5 +1,5 @@
 """
-`patch()`: every `GRPOTrainer` and `RLOOTrainer` that is made gets the fused loss, until it is undone.
+`patch()`: every `GRPOTrainer`, `RLOOTrainer` and `AsyncGRPOTrainer` that is made gets the fused loss, until undone.
 
 TRL's classes have a `__new__` of this module for good, which no instance keeps. It makes the fused trainer of what was
 imported from TRL before a patch, and says where `use_liger_loss` is not heeded.
@@ -7,6 +7,7 @@ imported from TRL before a patch, and says where `use_liger_loss` is not heeded.
 
 import inspect
 import sys
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ import trl
 from transformers.utils import logging
 from typing_extensions import Self
 
-from ._compat.trainers import CONFIGS, trl_class
+from ._compat.trainers import is_config_class, trl_class
 from .defaults import PATCHES, checked_options, fused_loss_of
 from .rloo import FusedRLOOTrainer
 from .trainer import FusedGRPOTrainer, FusedTrainerMixin
@@ -32,9 +33,30 @@ def _rename(is_patched: bool) -> None:
     """Let TRL's names for its trainers stand for the fused ones or its own, where nobody else has replaced them."""
     for stock, fused in _FUSED.items():
         old, new = (stock, fused) if is_patched else (fused, stock)
-        for module in (trl, sys.modules["trl.trainer"], sys.modules[stock.__module__]):
+        for module in _homes(stock):
             if getattr(module, stock.__name__) is old:
                 setattr(module, stock.__name__, new)
+
+
+def _homes(stock: Any) -> list[Any]:
+    """The modules that have one of TRL's trainers under its name, the first the one that users import it from."""
+    package = stock.__module__.rpartition(".")[0]
+    modules = (trl, sys.modules[package], sys.modules[stock.__module__])
+    return [module for module in modules if hasattr(module, stock.__name__)]
+
+
+def _know_async() -> None:
+    """Know `AsyncGRPOTrainer` too, where TRL has it with the interface that is known here."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is experimental: nobody has asked for it yet
+            from .async_grpo import FusedAsyncGRPOTrainer
+    except ImportError:
+        return
+    stock = trl_class(FusedAsyncGRPOTrainer)
+    if stock not in _FUSED:
+        _FUSED[stock] = FusedAsyncGRPOTrainer
+        _install_new(stock)
 
 
 class Patch:
@@ -50,13 +72,15 @@ class Patch:
 
     def __init__(self, options: dict[str, Any]):
         self._options = checked_options(options)
+        _know_async()
         PATCHES.append(self._options)
         _rename(is_patched=True)
         for stock, fused in _FUSED.items():
-            found = getattr(trl, stock.__name__)
+            home = _homes(stock)[0]
+            found = getattr(home, stock.__name__)
             if found is not fused:
                 logger.warning_once(
-                    f"patch() leaves trl.{stock.__name__} as it is: it was replaced by {found.__module__}."
+                    f"patch() leaves {home.__name__}.{stock.__name__} as it is: it was replaced by {found.__module__}."
                     f"{found.__qualname__} before. Patch before that."
                 )
 
@@ -76,7 +100,7 @@ class Patch:
 def patch(**options: Any) -> Patch:
     """
     Give every `GRPOTrainer` and `RLOOTrainer` that is made from now on the fused loss, also one with TRL's plain
-    `GRPOConfig` or `RLOOConfig`.
+    `GRPOConfig` or `RLOOConfig`. With TRL 1.16 the same holds for its experimental `AsyncGRPOTrainer`.
 
     ```python
     import trl
@@ -123,11 +147,11 @@ def unpatched() -> Generator[None, None, None]:
 
 def _new(stock: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
     """`__new__` of a trainer of TRL: the fused trainer where a patch asks for it."""
-    config: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, CONFIGS)), None)
+    config: Any = next((one for one in (*args, *kwargs.values()) if is_config_class(type(one))), None)
     fused = _FUSED[stock]
     is_made = bool(args or kwargs)  # a copy of a trainer is made without arguments
     Patch.trainers_made += is_made
-    if is_made and not issubclass(cls, FusedTrainerMixin):
+    if is_made and not issubclass(cls, (FusedTrainerMixin, fused)):
         if PATCHES and fused_loss_of(config)[0]:
             if cls is stock:
                 cls = fused
@@ -145,12 +169,12 @@ def _new(stock: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
     return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
 
 
-def _install_new() -> None:
-    """Give TRL's classes their `__new__`, for good: Python cannot take a `__new__` away from a class."""
-    for stock in _FUSED:
-        new: Any = partial(_new, stock)
-        new.__signature__ = inspect.signature(stock.__init__)  # what a class shows
-        stock.__new__ = staticmethod(new)
+def _install_new(stock: Any) -> None:
+    """Give a class of TRL's its `__new__`, for good: Python cannot take a `__new__` away from a class."""
+    new: Any = partial(_new, stock)
+    new.__signature__ = inspect.signature(stock.__init__)  # what a class shows
+    stock.__new__ = staticmethod(new)
 
 
-_install_new()
+for _stock in _FUSED:
+    _install_new(_stock)

@@ -118,6 +118,40 @@ class RowForecast:
         return total
 
 
+@dataclass(frozen=True)
+class SharedRowForecast:
+    """A [`Forecast`] of an objective's policy terms, of which several may read the same row, as tokens of a trie."""
+
+    objective: GRPOObjective
+    grad_rows: int
+    starts: Tensor  # [N + 1], on the CPU: where the terms of each row begin
+    rows_of_terms: Tensor  # [M], ascending
+    advantages: Tensor  # [M]
+    old_logps: Tensor  # [M], nats
+
+    @classmethod
+    def of(
+        cls,
+        objective: GRPOObjective,
+        positions: Tensor,  # [N]: the positions that rows are computed for, as [`grad_rows_first`] orders them
+        grad_rows: int,
+        terms: tuple[Tensor, Tensor, Tensor],  # [M] each: position, advantage and old log-prob
+    ) -> "SharedRowForecast":
+        """From terms in any order."""
+        ascending, row_of = positions.sort()
+        rows, order = row_of[torch.searchsorted(ascending, terms[0])].sort()
+        starts = torch.searchsorted(rows, torch.arange(len(positions) + 1, device=rows.device)).cpu()
+        return cls(objective, grad_rows, starts, rows, terms[1][order], terms[2][order])
+
+    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        part = slice(*self.starts[[rows.start, rows.stop]].tolist())
+        with torch.enable_grad():
+            leaf = logps.detach().requires_grad_()
+            of_terms = leaf[self.rows_of_terms[part] - rows.start]
+            loss = policy_loss(self.objective, self.advantages[part], of_terms, of_terms - self.old_logps[part])
+            return torch.autograd.grad(loss.sum(), leaf)[0], None
+
+
 def forecast(
     objective: GRPOObjective, batch: GRPOBatch, correction: SamplingCorrection | None = None
 ) -> BatchForecast | SequenceForecast | None:
