@@ -60,7 +60,7 @@ def prepare(name: str, folder: Path, device: str, groups: int = 4) -> dict[str, 
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     del model
-    rollout = make_rollout(replace(case, vllm=True), device, groups)
+    rollout = make_rollout(replace(case, vllm=True), device, groups=groups)
     clear_memory()
     work = {key: getattr(rollout, key) for key in ("prompts", "completions", "log_probs", "tokens", "width")}
     work |= {"rewards": reward(rollout.completions), "group": GROUP, "vllm": case.vllm, "lora": case.lora}
