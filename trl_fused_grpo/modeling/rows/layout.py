@@ -76,7 +76,7 @@ def packed(rows: Rows, share_prompts: bool) -> Layout:
     seen_at = torch.cat([place[owner, :start], place[:, start:]], dim=1)  # [B, L]
     first = seen_at[:, start - 1 : start] if start else place[:, :1] - 1
     keys = None
-    if lengths != key_lengths:
+    if share_prompts:  # also where no two are the same: a compiled layer has one code for both
         seen = _where(mask, _running_number(mask), sum(key_lengths))  # [K]
         keys = seen_at.flatten()[seen]
     key_lengths = [seen for length, seen in zip(lengths, key_lengths, strict=True) if length]
