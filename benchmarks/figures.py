@@ -167,7 +167,7 @@ def draw_end_to_end(names: list[str]) -> plt.Figure:
     records = [load(name) for name in names]
     entries = [entry for record in records for entry in record["results"]]
     groups = list(dict.fromkeys((e["case"], e["mode"], e["sleep"], e["rows"]) for e in entries))
-    figure, axes = plt.subplots(figsize=(3 + 1.3 * len(groups), 4.2))
+    figure, axes = plt.subplots(figsize=(5 + 1.3 * len(groups), 4.2))
     for entry in entries:
         place = groups.index((entry["case"], entry["mode"], entry["sleep"], entry["rows"]))
         place, below = place + (-0.2 if entry["name"] == "stock" else 0.2), 0.0
