@@ -7,8 +7,13 @@ import torch
 
 from tests.harness.run_training import Run
 from tests.harness.training_errors import differing_entries, first_difference, update_errors
+from trl_fused_grpo import FusedGRPOTrainer
+from trl_fused_grpo.parity import judge
+from trl_fused_grpo.parity.cases import CASES
+from trl_fused_grpo.parity.compare import Comparison
 from trl_fused_grpo.parity.judge import differing_metrics, measure
 from trl_fused_grpo.parity.run_case import Outcome
+from trl_fused_grpo.parity.trainers import Settings
 
 
 def test_nothing_is_equal_to_an_exact_zero_but_zero():
@@ -55,3 +60,28 @@ def test_the_rounding_of_weights_is_no_error():
     off_by_less, off_by_more = (Run({"w": torch.ones(4) + error}) for error in (2e-7, 2e-5))
     assert update_errors(stock, off_by_less).parameters["w"] == 0.0
     assert update_errors(stock, off_by_more).parameters["w"] == pytest.approx(2e-5, rel=0.1)
+
+
+class WithAnotherLoss(FusedGRPOTrainer):
+    """Off by ten times the tolerance."""
+
+    def training_step(self, *args, **kwargs):
+        """Train as the fused trainer, and report a larger loss."""
+        return super().training_step(*args, **kwargs) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "verdict"),
+    [
+        ("is-sequence-lora", FusedGRPOTrainer, "equal"),
+        ("is-sequence-lora", WithAnotherLoss, "different"),
+        ("dapo", FusedGRPOTrainer, "different"),
+    ],
+)
+def test_float64_decides_where_float32_rounds_and_weights_are_of_sequences(tmp_path, monkeypatch, name, fused, verdict):
+    monkeypatch.setattr(judge, "TOLERANCE", 1e-12)  # what rounds by chance exceeds it
+    monkeypatch.setattr(Comparison, "rounds_of", staticmethod(lambda case: [6]))
+    case = next(case for case in CASES if case.name == name)
+    result = Comparison(case, Settings(tmp_path, fused_class=fused)).run()
+    assert result.verdict == verdict, result.reason
+    assert ("float64" in result.reason) == (fused is WithAnotherLoss)

@@ -24,11 +24,14 @@ from packaging.version import Version
 from . import trainers
 from .case import Case, SkippedError, Trainer
 from .judge import (
+    LOSS_FLOOR,
+    TOLERANCE,
     Result,
     bfloat16_problems,
     bfloat16_rounds,
     differing_metrics,
     float32_problems,
+    is_rounding_at_most,
     measure,
     metric_problems,
     row_problems,
@@ -91,7 +94,10 @@ class Comparison:
 
     def problems(self) -> list[str]:
         """Say what is not equal, and fill in the figures of the result."""
-        return self.in_bfloat16() if self.settings.dtype == torch.bfloat16 else self.in_float32()
+        if self.settings.dtype == torch.bfloat16:
+            return self.beside_float64()
+        problems = self.in_float32()
+        return self.beside_float64(TOLERANCE) if is_rounding_at_most(problems, self.case) else problems
 
     def in_float32(self) -> list[str]:
         """Compare one batch with stock."""
@@ -105,7 +111,7 @@ class Comparison:
         self._fill(start, data, stock, fused)
         return self.float32_problems(start, data, stock, fused)
 
-    def in_bfloat16(self) -> list[str]:
+    def beside_float64(self, loss_floor: float = LOSS_FLOOR) -> list[str]:
         """Compare several batches, stock's and the fused trainer's, with float64."""
         case, settings, result = self.case, self.settings, self.result
         with stock_may_fail(case):
@@ -129,7 +135,7 @@ class Comparison:
             if len(fused) in rounds:
                 result.metrics_differ = differing_metrics(stock[0].metrics, fused[0].metrics, values=False)
                 errors, stock_errors = measure(reference, fused), measure(reference, stock)
-                problems = bfloat16_problems(errors, stock_errors, result) + metric_problems(result)
+                problems = bfloat16_problems(errors, stock_errors, result, loss_floor) + metric_problems(result)
                 if problems and not result.metrics_differ:
                     result.verdict = self.excuse(reference, stock, fused) or ""
                 if not problems or result.metrics_differ or result.verdict:
