@@ -65,7 +65,7 @@ def packed(rows: Rows, share_prompts: bool) -> Layout:
     input_ids, width = rows.input_ids, rows.input_ids.shape[1]
     start = width - rows.completion_length
     mask, kept, owner = _tokens_to_pack(rows, share_prompts)
-    # The only synchronisation with the device
+    # A synchronisation with the device; keys take another
     flags = rows.with_holes(mask).long(), kept[:, -1].long(), kept[:, :start].any(1).long()
     lengths, key_lengths, holes, ends, has_prompt = torch.stack([kept.sum(1), mask.sum(1), *flags]).tolist()
     if any(holes) or not any(lengths):
@@ -126,7 +126,7 @@ def _tokens_to_pack(rows: Rows, share_prompts: bool) -> tuple[Tensor, Tensor, Te
 
 def first_with_the_prompt(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
     """The number `[B]` of the first sequence with the prompt of each, from prompts and their mask `[B, P]`, bool."""
-    prompts = prompt_ids.masked_fill(~prompt_mask, -1)  # [B, P]
+    prompts = prompt_ids.long().masked_fill(~prompt_mask, -1)  # [B, P]
     # A polynomial of the token ids, modulo 2^64, finds candidates; what counts is whether they are the same
     powers = torch.full_like(prompts[0], _HASH_BASE).cumprod(0)
     hashes = (prompts * powers).sum(1)  # [B]
