@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import matplotlib.pyplot as plt
 import typer
+from _equivalence import mean_interval
 from _memory_figure import draw_memory, draw_sharded_memory
 from matplotlib.axes import Axes
 
@@ -208,14 +209,11 @@ def draw_micro_batches(name: str) -> plt.Figure:
     return figure
 
 
-def draw_learning(name: str, panels: tuple[str, ...] = tuple(LEARNING_PANELS)) -> plt.Figure:
+def draw_learning(name: str) -> plt.Figure:
     """What each arm learns: the mean over the seeds against the step, and a band from their 10th to 90th percentile."""
     record = load(name)
-    columns = min(3, len(panels))
-    figure, grid = plt.subplots(
-        -(-len(panels) // columns), columns, squeeze=False, figsize=(4 * columns, 3.1 * -(-len(panels) // columns))
-    )
-    for axes, key in zip(grid.flat, panels, strict=False):
+    figure, grid = plt.subplots(2, 3, figsize=(12, 6.2))
+    for axes, key in zip(grid.flat, LEARNING_PANELS, strict=True):
         for arm, (label, color, style) in LEARNING_ARMS.items():
             curves = [entry[key] for entry in record["results"] if entry["arm"] == arm]
             if curves:
@@ -229,6 +227,32 @@ def draw_learning(name: str, panels: tuple[str, ...] = tuple(LEARNING_PANELS)) -
     seeds = len({entry["seed"] for entry in record["results"]})
     about = f"{seeds} seeds: mean, 10th to 90th percentile; {source(record)}"
     figure.text(0.99, 0.01, about, ha="right", fontsize=7)
+    return figure
+
+
+def draw_differences(name: str, panels: tuple[str, ...]) -> plt.Figure:
+    """What each arm learns minus what stock learns from the same start, against the step: mean and 90% interval."""
+    record = load(name)
+    figure, grid = plt.subplots(1, len(panels), squeeze=False, figsize=(5 * len(panels), 3.1))
+    for axes, key in zip(grid.flat, panels, strict=True):
+        curves = {(entry["arm"], entry["seed"]): entry[key] for entry in record["results"]}
+        seeds = [seed for arm, seed in curves if arm == "stock"]
+        for arm, (label, color, style) in [*LEARNING_ARMS.items()][1:]:
+            pairs = [
+                zip(curves[arm, seed], curves["stock", seed], strict=True) for seed in seeds if (arm, seed) in curves
+            ]
+            if pairs:
+                differences = [[found - stock for found, stock in pair] for pair in pairs]
+                points = [mean_interval(values, 0.9) for values in zip(*differences, strict=True)]
+                mean, low, high = zip(*points, strict=True)
+                steps = steps_of(key, record, len(points))
+                axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+                axes.plot(steps, mean, style, color=color, label=f"{label} minus stock")
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.set(xlabel="optimizer step", title=f"{LEARNING_PANELS[key]}, paired")
+        axes.grid(alpha=0.3)
+    grid[0][-1].legend(fontsize=8, loc="lower left")
+    figure.text(0.99, 0.01, f"{len(seeds)} seeds: mean, 90% interval; {source(record)}", ha="right", fontsize=7)
     return figure
 
 
@@ -284,7 +308,7 @@ def main(folder: Annotated[Path, typer.Option(help="where the figures go")] = HE
         "micro-batches": draw_micro_batches("micro-batches-cpu.json"),
         "memory": draw_memory(load("memory-h200.json")),
         "learning": draw_learning("learning-h100.json"),
-        "learning-short": draw_learning("learning-h100.json", panels=("accuracy", "entropy")),
+        "learning-short": draw_differences("learning-h100.json", ("accuracy", "entropy")),
         "replay": draw_replay("replay-h200.json"),
     }
     for path in sorted((HERE / "results").glob("memory-fsdp2-*.json")):

@@ -58,6 +58,49 @@ def test_time_and_memory_in_a_table_are_those_of_a_record(page):
     assert {*shown} <= measured
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_what_is_in_brackets_in_a_table_is_relative_to_stock(page):
+    number = r"([\d.]+) m?s, ([\d.]+) GiB"
+    rows = re.findall(
+        rf"\| {number} \| {number} \(([\d.]+)(?:, ([\d.]+))?\) \|", (BENCHMARKS.parent / page).read_text()
+    )
+    assert len(rows) >= 8
+    for *measured, time_ratio, memory_ratio in rows:
+        stock_time, stock_gib, time, gib = map(float, measured)
+        assert float(time_ratio) == pytest.approx(time / stock_time, abs=0.006 if len(time_ratio) == 4 else 0.0006)
+        assert not memory_ratio or float(memory_ratio) == pytest.approx(gib / stock_gib, abs=0.006)
+
+
+def test_the_readme_says_what_the_records_say():
+    """What is no table: the row with generation, the step in bfloat16, the spread over seeds, levels and accuracy."""
+    readme = " ".join((BENCHMARKS.parent / "README.md").read_text(encoding="utf-8").split())
+
+    def ours_and_stock(record, case):
+        entries = [entry for entry in committed(record) if entry["case"] == case]
+        return [next(entry for entry in entries if entry["name"] == name) for name in ("ours", "stock")]
+
+    ours, stock = ours_and_stock("end-to-end-1.7b-lora-h200.json", "1.7b-lora")
+    second, third = ours["all_ms"]
+    assert (
+        f"{stock['ms'] / 1e3:.1f} s, {stock['peak_gib']:.1f} GiB | {third / 1e3:.1f} s, {ours['peak_gib']:.1f} GiB"
+        in readme
+    )
+    assert f"our third step, {ours['phases']['generation'][1] / third:.0%} of it generation" in readme
+    assert f"(the second, {second / 1e3:.1f} s, still compiled)" in readme
+    ours, stock = ours_and_stock("step-padding-h200.json", "1.7b")
+    assert f"the loss is {stock['loss']:.3f} in stock and {ours['loss']:.3f} here" in readme
+    assert f"the gradient norm {stock['grad_norm']:.2f} and {ours['grad_norm']:.2f}" in readme
+    seeds = sorted(entry["time_ratio"] for entry in committed("step-seeds-h200.json") if entry["name"] == "ours")
+    assert f"between {seeds[0]:.3f} and {seeds[-1]:.3f}, {seeds[2]:.3f} in the median" in readme
+    levels = [entry["time_ratio"] for entry in committed("step-levels-h100.json") if "time_ratio" in entry][-3:]
+    for place, ratio in zip((3, 2, 1), levels, strict=True):
+        assert re.search(rf" {place}\. [^0-9].*: {ratio:.3f}\.", readme.partition("## Where it comes")[2])
+    record = json.loads((BENCHMARKS / "results" / "learning-h100.json").read_text(encoding="utf-8"))
+    [found] = [line for line in record["comparison"] if (line["value"], line["arm"]) == ("accuracy", "ours")]
+    mean, low, high = (f"{100 * found[key]:+.2f}" for key in ("difference", "from", "to"))
+    assert f"differs by {mean} points over 16 paired seeds (90% interval {low} to {high})" in readme
+
+
 def test_a_full_parity_record_loses_all_but_verdict_errors_and_layout(tmp_path, benchmark_module):
     case = {"name": "grpo", "description": "grpo, on-policy", "verdict": "equal", "reason": "", "loss": -0.25}
     case |= {"loss_error": 1e-7, "gradient_error": 2e-6, "stock_loss_error": None, "metrics_differ": []}

@@ -53,6 +53,13 @@ def test_argument_parsers_tell_not_said_from_said_to_be_off(tmp_path, parser, wo
     assert args.use_liger_loss is said
 
 
+@pytest.mark.parametrize("config", [GRPOConfig, FusedGRPOConfig])
+@pytest.mark.parametrize("value", ["false", 1])
+def test_the_flag_is_true_false_or_none(tmp_path, config, value):
+    with pytest.raises(ValueError, match=f"use_liger_loss must be None, True or False, not {value!r}."):
+        config(str(tmp_path), use_cpu=True, bf16=False, use_liger_loss=value)
+
+
 @pytest.mark.parametrize("said", [None, True, False])
 def test_what_was_said_outlives_yaml_and_pickling(tmp_path, said):
     file = tmp_path / "grpo.yaml"

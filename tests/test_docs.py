@@ -222,8 +222,16 @@ def check_python(words, monkeypatch):
         check_script(words, monkeypatch)
 
 
+ADDRESS = "<URL of this repository>"
+
+
 def check_pip(words, monkeypatch):
-    assert words == ["install", "."]
+    """The address is the reader's to fill in, and no shell takes it for one."""
+    assert words in (["install", "./trl-fused-grpo"], ["install", f"git+{ADDRESS}"])
+
+
+def check_git(words, monkeypatch):
+    assert words == ["clone", ADDRESS, "trl-fused-grpo"]
 
 
 def check_nox(words, monkeypatch):
@@ -236,6 +244,7 @@ def check_nox(words, monkeypatch):
 
 COMMANDS = {
     "accelerate": check_accelerate,
+    "git": check_git,
     "make": check_make,
     "trl-fused-grpo": check_cli,
     "pip": check_pip,

@@ -8,8 +8,8 @@ import torch
 from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
+from tests.harness.models import save_checkpoint
 from trl_fused_grpo.cli import app
-from trl_fused_grpo.parity.tiny import save_checkpoint
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def test_a_table_is_printed_for_a_model_alone(model):
     [
         ("fused_backward: forecast\ntop_entropy_quantile: 0.2\n", "set top_entropy_quantile=1.0"),
         ("kl_estimator: k2\nbeta: 0.1\nuse_liger_loss: false\n", "kl_estimator='k2'"),
-        ("fused_layout: dense\n", "dense"),
-        ("fused_memory: 80%\n", "80%"),
+        ("fused_layout: dense\n", """fused_layout must be None, "packed" or "padded", not 'dense'."""),
+        ("fused_memory: 80%\n", "fused_memory must be None or a fraction above 0 and at most 1, not '80%'."),
     ],
     ids=["options that exclude each other", "with a reference", "a choice", "a number"],
 )

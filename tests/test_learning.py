@@ -126,6 +126,10 @@ def test_figures_are_drawn_from_records(benchmark_module, tmp_path, monkeypatch)
         (tmp_path / "results" / f"{name}.json").write_text(json.dumps(content))
     monkeypatch.setattr(figures, "HERE", tmp_path)
     drawn = [figures.draw_learning("learning.json"), figures.draw_replay("replay.json")]
-    assert [len(figure.axes) for figure in drawn] == [6, 1]
-    assert [{len(axes.lines) for axes in figure.axes} for figure in drawn] == [{4}, {3}]
+    paired = figures.draw_differences("learning.json", ("accuracy", "entropy"))
+    assert [len(figure.axes) for figure in (*drawn, paired)] == [6, 1, 2]
+    assert [{len(axes.lines) for axes in figure.axes} for figure in (*drawn, paired)] == [{4}, {3}, {4}]
+    null, entropies = paired.axes[1].lines[0], {(entry["arm"], entry["seed"]): entry["entropy"] for entry in runs}
+    differences = [entropies["null", seed][-1] - entropies["stock", seed][-1] for seed in range(4)]
+    assert null.get_ydata()[-1] == pytest.approx(sum(differences) / 4)
     pyplot.close("all")

@@ -215,8 +215,8 @@ def test_patches_rest_where_stock_is_needed():
     ("name", "text", "value"),
     [
         ("fused_layout", "packed", "packed"),
-        *(("fused_compile", text, True) for text in ("true", "Yes", "1")),
-        *(("fused_share_prompts", text, False) for text in ("false", "no", "0")),
+        *(("fused_compile", text, True) for text in ("true", "Yes", "1", "t")),
+        *(("fused_share_prompts", text, False) for text in ("false", "no", "0", "N")),
         ("fused_memory", "0.5", 0.5),
         ("fused_max_tokens_per_forward", "0", 0),
         ("fused_skip_old_logps", "none", None),

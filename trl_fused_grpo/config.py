@@ -30,6 +30,8 @@ def _keep_flag_through_post_init(cls: Any) -> None:
     def post_init(self):
         # TRL 0.27 warns about the field, turns `use_liger_kernel` on for it and then refuses `delta`
         fused, kernel = self.use_liger_loss, self.use_liger_kernel
+        if not isinstance(fused, bool | None):
+            raise ValueError(f"{_FIELD} must be None, True or False, not {fused!r}.")
         self.use_liger_loss = None
         if fused:
             self.use_liger_kernel = False

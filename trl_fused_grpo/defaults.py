@@ -39,8 +39,12 @@ def fused_loss_of(args: Any) -> tuple[bool, FusedOptions]:
     return is_on, (patched_options() if is_on else None) or FusedOptions()
 
 
+_TRUE = ("true", "t", "yes", "y", "1")
+
+
 def _read_bool(text: str) -> bool:
-    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+    """As transformers' parser reads it."""
+    return text.lower() in _TRUE or {"false": False, "f": False, "no": False, "n": False, "0": False}[text.lower()]
 
 
 _READERS: dict[type, Callable[[str], Any]] = {bool: _read_bool, int: int, float: float, str: str}

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -67,8 +68,8 @@ def test_the_report_is_in_the_order_of_the_cases(parity, harness, tmp_path, monk
     def from_the_last(cases, settings, jobs, prepare, *compare):
         return reversed(list(run_cases(cases, settings, 1, prepare, *compare)))
 
-    for module in ("trl_fused_grpo.cli.parity", "tests.harness.fuzz"):
-        monkeypatch.setattr(f"{module}.run_cases", from_the_last)
+    for module in ("trl_fused_grpo.parity.compare", "tests.harness.fuzz"):
+        monkeypatch.setattr(import_module(module), "run_cases", from_the_last)
     file = tmp_path / "results.json"
     run = harness if names[0].startswith("random:") else parity
     assert run(*(word for name in names for word in ("--case", name)), "--json", str(file)).exit_code == 0

@@ -78,7 +78,7 @@ def test_every_way_in_trains_as_stock_and_says_so(folder):
     assert told["log"][0]["loss"] == stock["log"][0]["loss"]
 
 
-@pytest.mark.parametrize("line", ["--help", "", "--version", "run --help", "doctor --help"])
+@pytest.mark.parametrize("line", ["--help", "", "--version", "run --help", "doctor --help", "parity --help"])
 def test_help_and_version_need_nothing_of_torch(line):
     words = line.split()
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{TORCH_FREE.format(words=words)}"
@@ -111,6 +111,9 @@ imports_torch = partial(pytest.param, marks=pytest.mark.nightly)
             ["grpo", "--config", "wrong.yaml"],
             "trl-fused-grpo grpo: there is no option fused_memry; did you mean fused_memory\\?",
         ),
+        (["grpo", "--config", "value.yaml"], "trl-fused-grpo grpo: fused_memory must be None or a .* 1, not '80%'."),
+        (["grpo", "--fused-layout=dense"], "trl-fused-grpo grpo: fused_layout must be None, .*, not 'dense'."),
+        (["parity", "--cas", "x"], "trl-fused-grpo: No such option.*--case.*"),
         (["run", "-m", "nope"], "trl-fused-grpo run: there is no module nope that can be run."),
         (["run", "--fused_compil", "true", "train.py"], "trl-fused-grpo run: there is no option --fused_compil.*"),
     ],
@@ -118,6 +121,7 @@ imports_torch = partial(pytest.param, marks=pytest.mark.nightly)
 )
 def test_wrong_words_are_answered_in_one_line(folder, words, line):
     (folder / "wrong.yaml").write_text("fused_memry: 0.9\n")
+    (folder / "value.yaml").write_text("fused_memory: 80%\n")
     process = command(*words, folder=folder, succeeds=False)
     assert process.returncode == 2 and not process.stdout
     last = process.stderr.strip().splitlines()[-1]

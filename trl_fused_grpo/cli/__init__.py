@@ -1,5 +1,5 @@
 """
-The `trl-fused-grpo` command, with a module for each of its commands. Help needs none of them, nor torch.
+The `trl-fused-grpo` command, with a module for each of its commands. Only help of `grpo`, which is TRL's, needs torch.
 
 - `doctor` says which paths a training would take, and why not a faster one.
 - `grpo` is `trl grpo` with the fused trainer; `grpo_script` is what its processes run.

@@ -23,7 +23,7 @@ from trl_fused_grpo.training.findings import Findings
 from trl_fused_grpo.training.refusals import check_options
 from trl_fused_grpo.training.summary import Summary, SummaryLine, device_line, versions, versions_line
 
-from .grpo import read_options
+from .grpo import check_values, read_options
 from .parity import _quiet
 from .words import refuse, unknown_name
 
@@ -90,6 +90,7 @@ def _of_training(model: str | None, config: Path | None, device: str, folder: Pa
     unknown = [name for name in options if name not in known | of_launch]
     if unknown:
         raise NothingToLookAtError(f"{config}: {unknown_name(unknown[0], known)}")
+    check_values(options)
     left_out = [name for name in options if name in of_launch or (name in _DISTRIBUTED and options[name])]
     options = {name: value for name, value in options.items() if name not in of_launch.union(_LEFT_OUT)}
     args, model_args = _parsed(options, folder)

@@ -5,17 +5,23 @@ from typing import Any
 
 import yaml
 
+from trl_fused_grpo.defaults import read_option
+from trl_fused_grpo.options import FusedOptions
+
 from .words import refuse, unknown_name
 
 
 def grpo(words: list[str]) -> None:
     """Run `trl grpo` with the fused trainer."""
     names = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
-    if "--config" in words[:-1]:
-        try:
-            names += read_options(Path(words[words.index("--config") + 1]))
-        except ValueError as error:
-            refuse("grpo", str(error))
+    try:
+        if "--config" in words[:-1]:
+            options = read_options(Path(words[words.index("--config") + 1]))
+            check_values(options)
+            names += options
+        check_values(_said(words))
+    except ValueError as error:
+        refuse("grpo", str(error))
     # A file that cannot be read is told before torch is loaded
     from trl_fused_grpo import FusedGRPOConfig
     from trl_fused_grpo._compat.trl_cli import launch_options, option_names, run_grpo_command
@@ -26,6 +32,22 @@ def grpo(words: list[str]) -> None:
         if not any(one.startswith(plain.removeprefix("no_")) for one in known):  # argparse takes beginnings
             refuse("grpo", unknown_name(plain, known))
     run_grpo_command(words, FusedGRPOConfig, "trl_fused_grpo.cli.grpo_script")
+
+
+def _said(words: list[str]) -> dict[str, str]:
+    """The options on a command line that have a value there."""
+    said = {}
+    for word, behind in zip(words, [*words[1:], "--"], strict=True):
+        name, is_joined, value = word.partition("=")
+        if word.startswith("--") and (is_joined or not behind.startswith("--")):
+            said[name.removeprefix("--").replace("-", "_")] = value if is_joined else behind
+    return said
+
+
+def check_values(options: dict[str, Any]) -> None:
+    """Refuse a value that an option of ours cannot have. TRL's parser would not say which it can have."""
+    for name in FusedOptions.__dataclass_fields__.keys() & options:
+        read_option(name, str(options[name]))
 
 
 def read_options(file: Path) -> dict[str, Any]:

@@ -11,17 +11,15 @@ from difflib import get_close_matches
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers.utils import logging as transformers_logging
 
-from trl_fused_grpo.parity import CASES, ISSUE_1082_CASES, MODEL_CASES, Case, Result, Settings, report
-from trl_fused_grpo.parity.compare import run_cases
-from trl_fused_grpo.patching import unpatched
+
+if TYPE_CHECKING:  # help needs nothing of torch
+    from trl_fused_grpo.parity import Case, Result, Settings
 
 
 _UNTIL_THE_END = ExitStack()  # of a process of `--jobs`: a context that nobody keeps ends at once
@@ -79,6 +77,9 @@ def parity(
         raise typer.BadParameter("--plot needs matplotlib: pip install 'trl-fused-grpo[plot]'.")
     if models and issue_1082:
         raise typer.BadParameter("--models and --issue-1082 are sets of cases: choose one.")
+    from trl_fused_grpo.parity import CASES, ISSUE_1082_CASES, MODEL_CASES, report
+    from trl_fused_grpo.parity.compare import run_cases
+
     cases = MODEL_CASES if models else ISSUE_1082_CASES if issue_1082 else CASES
     selected, console = select(cases, case or []), make_console()
     if list_cases:
@@ -104,7 +105,7 @@ def check_folders(*files: Path | None) -> None:
             raise typer.BadParameter(f"the folder of {path} does not exist.")
 
 
-def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+def select(cases: "Sequence[Case]", names: Sequence[str]) -> "list[Case]":
     """Return the cases of these names, once each, or all. An unknown name is refused, with those that are near."""
     known = {case.name: case for case in cases}
     for name in names:
@@ -115,7 +116,7 @@ def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     return [known[name] for name in dict.fromkeys(names)] or list(cases)
 
 
-def print_cases(cases: Sequence[Case], console: Console) -> None:
+def print_cases(cases: "Sequence[Case]", console: Console) -> None:
     """Print names and descriptions."""
     width = max(len(case.name) for case in cases)
     for case in cases:
@@ -123,14 +124,19 @@ def print_cases(cases: Sequence[Case], console: Console) -> None:
 
 
 @contextmanager
-def comparing(device: Device, dtype: Dtype) -> Generator[Settings, None, None]:
+def comparing(device: Device, dtype: Dtype) -> "Generator[Settings, None, None]":
     """Within the context TRL is stock, its warnings are off, and checkpoints have a folder."""
+    import torch
+
+    from trl_fused_grpo.parity import Settings
+    from trl_fused_grpo.patching import unpatched
+
     place = _device_of(device)
     with unpatched(), _quiet(), tempfile.TemporaryDirectory(prefix="trl-fused-grpo-") as folder:
         yield Settings(Path(folder), place, getattr(torch, dtype.value))
 
 
-def collect(results: Iterable[Result], names: Sequence[str], console: Console) -> list[Result]:
+def collect(results: "Iterable[Result]", names: Sequence[str], console: Console) -> "list[Result]":
     """Return results in the order of the names, in whichever they come, and show a progress bar meanwhile."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     places, collected = {name: place for place, name in enumerate(names)}, []
@@ -151,6 +157,8 @@ def make_console() -> Console:
 
 
 def _device_of(device: Device) -> str:
+    import torch
+
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda, but torch sees no CUDA device.")
     return "cuda" if device is not Device.cpu and torch.cuda.is_available() else "cpu"
@@ -158,6 +166,8 @@ def _device_of(device: Device) -> str:
 
 def silence() -> None:
     """Turn warnings, progress bars and patches off in a process of `--jobs`, until it ends."""
+    from trl_fused_grpo.patching import unpatched
+
     _UNTIL_THE_END.enter_context(unpatched())
     _UNTIL_THE_END.enter_context(_quiet())
     atexit.register(_UNTIL_THE_END.close)  # while there are modules to import
@@ -166,6 +176,8 @@ def silence() -> None:
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
     """Without warnings and progress bars: those of dozens of trainers would hide the table."""
+    from transformers.utils import logging as transformers_logging
+
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
