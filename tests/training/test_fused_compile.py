@@ -30,18 +30,6 @@ def test_weights_and_logs_are_those_without_it(tmp_path):
         torch.testing.assert_close(found[1][name], parameter, rtol=1e-5, atol=1e-5)
 
 
-def test_micro_batches_with_and_without_a_shared_prompt_run_one_code(tmp_path):
-    alike, apart = make_inputs(), make_inputs(seed=1)
-    alike["prompt_ids"][:], alike["prompt_mask"][:] = alike["prompt_ids"][:1].clone(), 1
-    with traced_layers() as calls:
-        trainer = make_trainer(tmp_path, fused_compile=True)
-        counts = []
-        for inputs in (alike, apart):
-            loss_and_gradients(trainer, inputs)
-            counts.append(calls["graphs"])
-    assert counts[0] == counts[1] > 0
-
-
 def test_it_is_off_by_default(tmp_path):
     with traced_layers() as calls:
         loss_and_gradients(make_trainer(tmp_path), make_inputs())
