@@ -26,11 +26,9 @@ def of_trie(
     """A trie's row as it is, or where prefixes are not shared the samples one behind the other: each ends at a leaf."""
     size, lengths, key_lengths = input_ids.shape[1], cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     places, keys = None, None
-    if lengths == key_lengths:
-        pass
-    elif shares_prefixes:
+    if shares_prefixes:  # also where no two are the same, as in packed rows: a compiled layer has one code for both
         keys = SharedPrefixKV.at(kv_index, size)
-    else:
+    elif lengths != key_lengths:
         is_leaf = bincount(kv_index, minlength=size)[cu_seqlens_q[1:].long() - 1] == 1  # no other has its last token
         kv_index = kv_index[is_leaf.repeat_interleave(cu_seqlens_k.diff().long())]
         places = SharedPrefixKV.at(kv_index, size).first
