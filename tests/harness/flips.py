@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from trl_fused_grpo.parity.judge import BFLOAT16_BATCHES, Errors, Result, bfloat16_problems, measure
+from trl_fused_grpo.parity.judge import BFLOAT16_BATCHES, Errors, Result, measure, problems_beside_float64
 
 from .steps import Outcome
 
@@ -62,7 +62,7 @@ def flip_verdict(
         errors, stock_errors = (
             measure([references[i] for i in chosen], [outcomes[i] for i in chosen]) for outcomes in (fused, stock)
         )
-        if not bfloat16_problems(errors, stock_errors, result):
+        if not problems_beside_float64(errors, stock_errors, result):
             break
         for name in (None, result.worst_parameter):
             limit = FLIP * statistics.median(_error(of_stock[i], name) for i in chosen)

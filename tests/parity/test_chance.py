@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.harness.chance import chance_verdict
-from trl_fused_grpo.parity.judge import Result, bfloat16_problems, measure
+from trl_fused_grpo.parity.judge import Result, measure, problems_beside_float64
 from trl_fused_grpo.parity.run_case import Outcome
 
 
@@ -34,7 +34,7 @@ def verdict_of(stock, fused):
     reference = [Outcome(1.0, {name: torch.ones(8) for name in ("a", "b")}) for _ in range(BATCHES)]
     for outcome in (*stock, *fused):
         outcome.tensors = {name: tensor + 1.0 for name, tensor in outcome.tensors.items()}
-    assert bfloat16_problems(measure(reference, fused), measure(reference, stock), Result("", ""))
+    assert problems_beside_float64(measure(reference, fused), measure(reference, stock), Result("", ""))
     return chance_verdict(reference, stock, fused)
 
 

@@ -27,13 +27,13 @@ from .judge import (
     LOSS_FLOOR,
     TOLERANCE,
     Result,
-    bfloat16_problems,
     bfloat16_rounds,
     differing_metrics,
     float32_problems,
-    is_rounding_at_most,
+    may_be_rounding,
     measure,
     metric_problems,
+    problems_beside_float64,
     row_problems,
 )
 from .run_case import Outcome, Restarted, run_case, stock_may_fail
@@ -97,7 +97,7 @@ class Comparison:
         if self.settings.dtype == torch.bfloat16:
             return self.beside_float64()
         problems = self.in_float32()
-        return self.beside_float64(TOLERANCE) if is_rounding_at_most(problems, self.case) else problems
+        return self.beside_float64() if may_be_rounding(problems, self.case) else problems
 
     def in_float32(self) -> list[str]:
         """Compare one batch with stock."""
@@ -111,7 +111,7 @@ class Comparison:
         self._fill(start, data, stock, fused)
         return self.float32_problems(start, data, stock, fused)
 
-    def beside_float64(self, loss_floor: float = LOSS_FLOOR) -> list[str]:
+    def beside_float64(self) -> list[str]:
         """Compare several batches, stock's and the fused trainer's, with float64."""
         case, settings, result = self.case, self.settings, self.result
         with stock_may_fail(case):
@@ -122,6 +122,7 @@ class Comparison:
         fused_arm = Restarted(load_weights(self.fused_trainer(case, settings), start), start)
         reference, stock, fused, problems = [], [], [], []
         rounds = self.rounds_of(case)
+        loss_floor = LOSS_FLOOR if settings.dtype == torch.bfloat16 else TOLERANCE
         for seed in range(case.seed, case.seed + rounds[-1]):
             with stock_may_fail(case):
                 data = self.make_data(case, reference_arm(), seed)
@@ -135,7 +136,7 @@ class Comparison:
             if len(fused) in rounds:
                 result.metrics_differ = differing_metrics(stock[0].metrics, fused[0].metrics, values=False)
                 errors, stock_errors = measure(reference, fused), measure(reference, stock)
-                problems = bfloat16_problems(errors, stock_errors, result, loss_floor) + metric_problems(result)
+                problems = problems_beside_float64(errors, stock_errors, result, loss_floor) + metric_problems(result)
                 if problems and not result.metrics_differ:
                     result.verdict = self.excuse(reference, stock, fused) or ""
                 if not problems or result.metrics_differ or result.verdict:

@@ -187,13 +187,13 @@ def float32_problems(stock: Outcome, fused: Outcome, result: Result, loss_scale:
     return problems + metric_problems(result)
 
 
-def is_rounding_at_most(problems: list[str], case: Case) -> bool:
-    """Return `True` if nothing but numbers differs, in a case whose weights of sequences multiply rounding errors."""
-    is_number = all(problem.startswith(("loss off", "gradient of")) for problem in problems)
-    return bool(problems) and is_number and bfloat16_batches(case) == SEQUENCE_WEIGHT_BATCHES
+def may_be_rounding(problems: list[str], case: Case) -> bool:
+    """Return `True` if only loss and gradients differ in float32, in a case that multiplies their rounding errors."""
+    are_numbers = all(problem.startswith(("loss off", "gradient of")) for problem in problems)
+    return bool(problems) and are_numbers and has_sequence_weights(case)
 
 
-def bfloat16_problems(
+def problems_beside_float64(
     errors: Errors, stock_errors: Errors, result: Result, loss_floor: float = LOSS_FLOOR
 ) -> list[str]:
     """Fill in the fused trainer's errors beside stock's, both against float64, and say which are too large."""
@@ -222,13 +222,18 @@ def exceeds(error: float, stock_error: float, slack: float, floor: float = TOLER
 
 def bfloat16_batches(case: Case) -> int:
     """Return how many batches are pooled: more where all tokens of a sequence share one weight and its error."""
+    return SEQUENCE_WEIGHT_BATCHES if has_sequence_weights(case) else BFLOAT16_BATCHES
+
+
+def has_sequence_weights(case: Case) -> bool:
+    """Return `True` if all tokens of a sequence share one weight, which is not one."""
     is_given = getattr(case.data, "old", None) or getattr(case.data, "sampling", None)
     of_sequences = (
         case.config.get("loss_type") == "vespo"
         or case.config.get("importance_sampling_level") == "sequence"
         or case.config.get("vllm_importance_sampling_mode", "").startswith("sequence")
     )
-    return SEQUENCE_WEIGHT_BATCHES if is_given and of_sequences else BFLOAT16_BATCHES
+    return bool(is_given and of_sequences)
 
 
 def bfloat16_rounds(case: Case) -> list[int]:
