@@ -39,12 +39,12 @@ def fused_loss_of(args: Any) -> tuple[bool, FusedOptions]:
     return is_on, (patched_options() if is_on else None) or FusedOptions()
 
 
-_TRUE = ("true", "t", "yes", "y", "1")
+# As transformers' parser reads them
+_BOOLS = dict.fromkeys(("true", "t", "yes", "y", "1"), True) | dict.fromkeys(("false", "f", "no", "n", "0"), False)
 
 
 def _read_bool(text: str) -> bool:
-    """As transformers' parser reads it."""
-    return text.lower() in _TRUE or {"false": False, "f": False, "no": False, "n": False, "0": False}[text.lower()]
+    return _BOOLS[text.lower()]
 
 
 _READERS: dict[type, Callable[[str], Any]] = {bool: _read_bool, int: int, float: float, str: str}

@@ -109,8 +109,8 @@ class OwnConstructor(GRPOConfig):
     [
         (OwnEstimator, "OwnEstimator has a kl_estimator of its own.* rename it"),
         (OwnConstructor, "OwnConstructor has a constructor of its own"),
-        (trl.SFTConfig, "takes GRPOConfig, RLOOConfig.* or a subclass"),
-        (PlainConfig.__name__, "takes GRPOConfig, RLOOConfig.* or a subclass"),
+        (trl.SFTConfig, "takes GRPOConfig, RLOOConfig, AsyncGRPOConfig or a subclass"),
+        (PlainConfig.__name__, "takes GRPOConfig, RLOOConfig, AsyncGRPOConfig or a subclass"),
     ],
 )
 def test_a_configuration_that_cannot_take_the_options_is_refused(value, message):
