@@ -133,10 +133,13 @@ def train(case: str, arm: str, size: str, device: str, seed: int) -> dict[str, A
     trainer.add_callback(clock)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    wrapper = wrapper_of(trainer, engine)
+    if engine.startswith("zero"):
+        trainer.model_wrapped.destroy()  # DeepSpeed's engine refers to itself
     return {
         "case": case,
         "name": arm,
-        "wrapper": wrapper_of(trainer, engine),
+        "wrapper": wrapper,
         **clock.record(1, None, rollout.tokens),
         "before_gib": before,  # what the trainings before have left
         **{key: [log[key] for log in logs] for key in COMPARED},

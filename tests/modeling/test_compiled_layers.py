@@ -64,6 +64,17 @@ def test_one_code_serves_rows_of_every_composition(tmp_path):
     assert counts["graphs"] == 1 and counts["eager"] == 0
 
 
+@pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "all-weights"])
+def test_a_training_has_one_code_with_gradients_and_one_without(tmp_path, adapters):
+    """Without: of the check of the first step. Checkpointing has the first layer's input require gradients."""
+    peft_config = pytest.importorskip("peft").LoraConfig(task_type="CAUSAL_LM") if adapters else None
+    options = {"gradient_checkpointing": True, "max_steps": 2, "peft_config": peft_config}
+    trainer = make_trainer(tmp_path, fused_compile=True, **options)
+    with traced_layers() as counts:
+        trainer.train()
+    assert counts["graphs"] == 2 and counts["eager"] == 0
+
+
 @pytest.mark.nightly
 def test_kernels_of_the_compiler_compute_the_same(tmp_path):
     trainer, plain = pair(tmp_path, "qwen3")

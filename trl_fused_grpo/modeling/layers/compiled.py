@@ -141,8 +141,10 @@ class _CompiledLayer:
         self.layer, self.place, self.call = layer, place, call
         self.kind, self.is_checkpointed = _Kind(type(layer), budget), budget < 1
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cls = self.kind.cls
+        # Checkpointing has the first layer's input require gradients; without them that would be a code of its own
+        args = (hidden_states if torch.is_grad_enabled() else hidden_states.detach(), *args)
         if cls not in _refused:
             try:
                 return _compiled_for(self.kind)(self.layer, *args, **self._packed(kwargs))
