@@ -9,9 +9,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOTrainer
 
 from tests.tiny_training import make_trainer
-from tests.training.sampler import use_sampler
+from tests.training.sampler import expect_sampler
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.training import memory, state
+
+
+def generate(trainer, completions):
+    """Let a trainer train on these completions, as if vLLM had generated them, whatever the prompts."""
+    expect_sampler(trainer)
+    prompts, logps = [[5, 6, 7, 8]] * len(completions), [[-6.5] * len(ids) for ids in completions]
+    trainer._generate_single_turn = lambda *_, **__: (prompts, completions, logps, {})
+    outputs = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logps}
+    trainer.rollout_func = lambda prompts, trainer: dict(outputs)
 
 
 @pytest.mark.nightly
@@ -37,12 +46,7 @@ def test_short_rows_of_a_window_do_not_take_more_than_stock_when_backward_ends(t
         trainer = make_trainer(
             tmp_path, cls, model=model, optim="sgd", max_steps=1, gradient_checkpointing=True, **options
         )
-        use_sampler(trainer)
-        output = [[5, 6, 7, 8]] * 96, completions, [[-6.5] * len(ids) for ids in completions], {}
-        trainer._generate_single_turn = lambda prompts, *_, **__: output
-        trainer.rollout_func = lambda prompts, trainer: dict(
-            zip(("prompt_ids", "completion_ids", "logprobs"), output[:3], strict=True)
-        )
+        generate(trainer, completions)
         gc.collect()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
             trainer.train()
@@ -91,15 +95,13 @@ def test_peak_memory_is_at_most_stock_s(tmp_path, monkeypatch, dtype, shape, lon
             max_steps=3,
             **options,
         )
-        use_sampler(trainer)
-        logps = [[-6.5] * n for n in lengths]
-        ids = [[5, 6, 7, 8]] * 32
-        trainer._generate_single_turn = lambda prompts, *_, **__: (ids, completions, logps, {})
+        generate(trainer, completions)
         memory.free_memory()  # of earlier trainings, in other tests too
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trainer.train()
+        assert max(entry.get("completions/max_length", 0) for entry in trainer.state.log_history) == longest
         return torch.cuda.max_memory_allocated() - before
 
     stock = trained(GRPOTrainer)
