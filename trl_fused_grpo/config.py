@@ -120,9 +120,6 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
         fused_skip_old_logps (`bool`, *optional*):
             Until the weights move, take old log-probs, and vLLM's importance ratio, from the training forward. By
             default where that is possible; `True` also logs where it is not, `False` computes them after generation.
-        fused_require_on_policy (`bool`, *optional*, defaults to `False`):
-            Raise, in the constructor where it is known there, when the weights move while a generation batch is in use,
-            or old log-probs need a forward of their own. The message says what stands against it.
         fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The metrics
             `entropy` and, where vLLM's ratio comes from the training forward, `sampling/...` cover the others only.

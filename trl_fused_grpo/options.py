@@ -66,9 +66,6 @@ class FusedOptions:
     fused_skip_old_logps: bool | None = _option(
         None, "Take old log-probs from the training forward until the weights move. By default where possible."
     )
-    fused_require_on_policy: bool = _option(
-        False, "Raise where steps are not on-policy, or old log-probs need a forward of their own."
-    )
     fused_skip_zero_grad_sequences: bool = _option(False, "Leave sequences that receive no gradient out of the model.")
     fused_share_prompts: bool = _option(
         True, "Run a prompt through the model once for its completions in a packed forward."

@@ -21,8 +21,7 @@ from trl_fused_grpo.parity.case import Rollout
 DRAWS = 5_000
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8").split())
 LAST = {
-    *("fused_verify", "fused_skip_zero_grad_sequences", "equal_completions"),
-    *("fused_require_on_policy", "kl_estimator"),
+    *("fused_verify", "fused_skip_zero_grad_sequences", "equal_completions", "kl_estimator"),
 }
 
 
@@ -66,17 +65,6 @@ def test_what_is_drawn_last_leaves_all_else_as_it_was(drawn, monkeypatch):
     monkeypatch.setattr(random_cases, "draw_last_options", lambda drawing: None)
     for index, options in enumerate(drawn[:300]):
         assert draw(4, index) == {name: value for name, value in options.items() if name not in LAST}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("skips", [None, True], ids=["default", "skip-old-logps"])
-@pytest.mark.parametrize("sampling", [None, "token"], ids=["no-sampler", "sampler"])
-def test_the_trainer_takes_on_policy_steps_alone_where_that_is_drawn(settings, sampling, skips):
-    options = {"rollout": True, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
-    options |= {"sampling": sampling} if sampling else {}
-    options |= {"vllm_importance_sampling_mode": "token_truncate"} if sampling else {}
-    options |= {"fused_skip_old_logps": skips} if skips else {}
-    assert result_of(settings, **options, fused_require_on_policy=True).verdict == "equal"
 
 
 @pytest.mark.any_trl

@@ -19,8 +19,7 @@ from transformers import AutoConfig, PreTrainedModel
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat.trl_cli import launch_options, option_names, script_classes
 from trl_fused_grpo.parity.tiny import tokenizer
-from trl_fused_grpo.training.findings import Findings
-from trl_fused_grpo.training.refusals import check_options
+from trl_fused_grpo.training.refusals import check_kl_estimator
 from trl_fused_grpo.training.summary import Summary, SummaryLine, device_line, versions, versions_line
 
 from .grpo import check_values, read_options
@@ -167,7 +166,7 @@ def _trainer(name: str, args: Any, model_args: Any) -> Any:
     )
     args.use_vllm, args.beta = use_vllm, beta
     trainer.use_vllm, trainer.beta = use_vllm, beta
-    check_options(trainer, trainer._fused.engine.options_asked_for(), Findings())
+    check_kl_estimator(trainer, trainer._fused.engine.options.kl_estimator)
     return trainer
 
 

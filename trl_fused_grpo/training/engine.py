@@ -61,13 +61,9 @@ class LogpsEngine:
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
         self.memory: MemoryBudget | None = None
 
-    def options_asked_for(self) -> FusedOptions:
-        """The options that the trainer's arguments have now."""
-        return FusedOptions.from_args(self.trainer.args, self._defaults)
-
     def read_options(self) -> None:
         """Read the options from the trainer's arguments."""
-        self.options = self.options_asked_for()
+        self.options = FusedOptions.from_args(self.trainer.args, self._defaults)
         self.memory = memory_budget(self.trainer, self.options.fused_memory)
 
     def install(self, model: nn.Module) -> None:

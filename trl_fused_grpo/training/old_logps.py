@@ -28,7 +28,6 @@ from .collectives import on_any_process
 from .engine import LogpsEngine
 from .findings import Level, Reason
 from .plan import Plan, why_generation_is_out_of_turn, why_old_logps_are_needed, why_reference_is_not_regrouped
-from .refusals import check_on_policy
 from .requests import DEFERRED, LogpsArgs, LogpsRequest, LossCall, PerTokenLogps, images_of, prompts_and_completions
 
 
@@ -78,8 +77,6 @@ class DeferredLogps:
         """While it lasts, TRL generates and asks for log-probs; [`leaves_out`] says which of them it does not get."""
         trainer = self.trainer
         is_training, findings, options = trainer.model.training, self.ladder.findings, self.engine.options
-        if is_training:
-            check_on_policy(trainer, self.engine.options_asked_for(), findings, steps_left)
         packed, may_skip_old = self.engine.packs(trainer.model, findings), options.fused_skip_old_logps is not False
         before, is_nested = dict(vars(self)), self.is_generating  # a reward function may generate too
         self.is_generating = True

@@ -179,7 +179,8 @@ def has_old_logps(trainer: Any) -> bool:
     """Return `True` if batches have old log-probs, of generation or of the training forward."""
     if trainers.is_rloo(trainer) or trainers.corrects_sampling(trainer):
         return True
-    return why_weights_move(trainer) is not None
+    # Else TRL computes them where the weights may move while a generation batch is in use
+    return trainer.args.gradient_accumulation_steps % trl_compat.steps_of_generation_batch(trainer) != 0
 
 
 def why_old_logps_are_needed(trainer: Any, findings: Findings) -> str | None:
@@ -201,13 +202,6 @@ def why_generation_is_out_of_turn(trainer: Any) -> str | None:
     if trl_compat.step_of(trainer) % trl_compat.steps_per_generation(trainer) != 0:
         return "TRL generates in the middle of a generation batch, whose micro-batches were dropped"
     return None
-
-
-def why_weights_move(trainer: Any, steps_left: int | None = None) -> str | None:
-    """Why a generation batch may be trained on with other weights than generated it, or `None`."""
-    steps = trl_compat.steps_of_generation_batch(trainer)
-    moves = trainer.args.gradient_accumulation_steps % steps != 0 if steps_left is None else steps_left < steps
-    return "the weights move while a generation batch is in use" if moves else None
 
 
 def why_reference_is_not_regrouped(trainer: Any, findings: Findings, packed: bool) -> str | None:

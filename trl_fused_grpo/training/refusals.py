@@ -26,7 +26,6 @@ from .plan import (
     has_old_logps,
     why_no_forecast,
     why_old_logps_are_needed,
-    why_weights_move,
     why_zero_grad_sequences_are_not_skipped,
 )
 from .requests import objective_of
@@ -42,29 +41,6 @@ def check_backward(trainer: GRPOTrainer, backward: str | None) -> None:
         raise ValueError(
             f"fused_backward='forecast' needs a gradient that follows from each token's own log-prob, but {reason}; "
             "or leave fused_backward out, which forecasts where it can."
-        )
-
-
-def check_on_policy(trainer: Any, options: FusedOptions, findings: Findings, steps_left: int | None = None) -> None:
-    """
-    Raise when `fused_require_on_policy` is asked for and the weights move while a generation batch is in use, or old
-    log-probs need a forward of their own.
-    """
-    may_skip_all = trainers.is_rloo(trainer) or trainers.corrects_sampling(trainer)
-    if not options.fused_require_on_policy or not (may_skip_all or has_old_logps(trainer)):
-        return
-    if not may_skip_all:
-        reason = why_weights_move(trainer)
-    elif options.fused_skip_old_logps is False or not trainer.use_liger_loss:
-        reason = "fused_skip_old_logps=False" if trainer.use_liger_loss else "use_liger_loss=False"
-    else:
-        steps = trainer.args.gradient_accumulation_steps if steps_left is None else steps_left
-        reason = why_old_logps_are_needed(trainer, findings) or why_weights_move(trainer, steps)
-    if reason is not None:
-        raise ValueError(
-            "fused_require_on_policy=True asks for on-policy steps without a forward for old log-probs, and these are "
-            f"others, because {reason}. A step is on-policy with num_iterations=1 and a gradient_accumulation_steps "
-            "that steps_per_generation divides. Change that, or leave fused_require_on_policy out."
         )
 
 
@@ -130,12 +106,6 @@ def check_kl_estimator(trainer: Any, name: str) -> None:
             f"use_bias_correction_kl=True multiplies the KL term by the importance ratio: kl_estimator={name!r} then "
             f"is {computed!r} and is logged as kl/{computed}. For {name!r} itself set use_bias_correction_kl=False."
         )
-
-
-def check_options(trainer: Any, options: FusedOptions, findings: Findings) -> None:
-    """Raise `ValueError` when an option cannot be, with the fused loss or without, and say what to change."""
-    check_kl_estimator(trainer, options.kl_estimator)
-    check_on_policy(trainer, options, findings)
 
 
 def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:

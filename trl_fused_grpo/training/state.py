@@ -78,7 +78,7 @@ class FusedState:
         refusals.check_backward(trainer, engine.options.fused_backward)
         refusals.check_aux_loss(trainer, causal_lm)
         refusals.check_sharding(trainer, causal_lm)
-        refusals.check_options(trainer, engine.options, self.ladder.findings)
+        refusals.check_kl_estimator(trainer, engine.options.kl_estimator)
         if layer_kernels and trainer.accelerator.device.type == "cpu":
             trl_compat.leave_layers(trainer.args)
         elif layer_kernels:
@@ -94,7 +94,7 @@ class FusedState:
     def attach_nothing(self) -> None:
         """With `use_liger_loss=False`: check the options, and say once that TRL trains alone."""
         self.engine.read_options()
-        refusals.check_options(self.trainer, self.engine.options, self.ladder.findings)
+        refusals.check_kl_estimator(self.trainer, self.engine.options.kl_estimator)
         name = type(self.trainer).__name__
         logger.warning_once(f"{name} trains with TRL's own loss, because use_liger_loss=False.")
 
