@@ -50,7 +50,7 @@ class FusedOptions:
         "Tokens of the micro-batches that run together; 0 runs each alone. By default as many as fit TRL's memory.",
     )
     fused_verify: int = _option(
-        0, "Compare a micro-batch with TRL's own path every so many optimizer steps; 0: in the first step alone."
+        0, "Compare log-probs with TRL's own path every so many optimizer steps; 0: in the first step alone."
     )
     kl_estimator: str = _option("k3", "Estimator of the KL divergence.", KL_ESTIMATORS)
     # Rarely needed

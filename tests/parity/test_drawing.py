@@ -95,7 +95,7 @@ def test_a_false_warning_of_a_comparison_is_different(settings, monkeypatch):
     class Warns(FusedGRPOTrainer):
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
-            trl_compat.metrics_of(self)["fused/verify_head_grad"].append(0.04)
+            trl_compat.metrics_of(self)["fused/verify_logps"].append(0.04)
             return loss
 
     monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", Warns)

@@ -126,15 +126,6 @@ def last_entropy(trainer: Any) -> float:
     return trainer._last_world_entropy
 
 
-def entropy_control(trainer: Any) -> dict[str, Any]:
-    """
-    The attributes on which an adaptive entropy bonus depends, by name. The loss of a window's last micro-batch sets
-    them for the next step.
-    """
-    names = ("entropy_coef", "_last_world_entropy")
-    return {name: getattr(trainer, name) for name in names} if has_entropy_bonus(trainer) else {}
-
-
 # TRL >= 1.15 has a fused head of its own, whose entropies always carry a gradient
 _HAS_FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
 # TRL >= 1.15 takes every family's auxiliary loss from Mixtral's function, earlier ones from the model's own forward

@@ -247,7 +247,7 @@ class OldLogps:
                 logged.pop(name, None)
         del output["importance_sampling_ratio"]
 
-    def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
+    def fill(self, loss_call: LossCall, result: PerTokenLogps) -> None:
         """
         Put vLLM's ratio, if there is one, into what TRL reads of a marked micro-batch, before TRL reads it. To TRL it
         has no old log-probs yet, so that they are those of the training. From then on the micro-batch is one that TRL
@@ -256,7 +256,7 @@ class OldLogps:
         inputs, micro_batch, logps = loss_call.inputs, loss_call.micro_batch, result.logps.detach()
         if DEFERRED not in inputs:
             return
-        counts = counts and DEFERRED in micro_batch
+        counts = DEFERRED in micro_batch  # not at a second call for the same loss
         number = trl_compat.step_of(self.trainer) % trl_compat.steps_per_generation(self.trainer) if counts else None
         ratio = {}
         if trainers.corrects_sampling(self.trainer):
@@ -332,10 +332,10 @@ class RLOOOldLogps(OldLogps):
         del output["old_logps"]
         output[DEFERRED] = torch.tensor(True)
 
-    def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
+    def fill(self, loss_call: LossCall, result: PerTokenLogps) -> None:
         if DEFERRED in loss_call.inputs:
             self._fill(loss_call.inputs, result.logps)
-            if counts and DEFERRED in loss_call.micro_batch:
+            if DEFERRED in loss_call.micro_batch:
                 self._fill(loss_call.micro_batch, result.logps)
 
     def take(self, micro_batch: dict[str, Any], number: int, logps: Tensor) -> None:

@@ -205,7 +205,6 @@ class FusedState:
             refusals.log_that_nothing_is_fused(self.trainer)
         self.window.step_ends()
         if not self.forwards.is_waiting:
-            self.check.after_backward(self._loss_of)
             self.window.count()
         if accelerator.sync_gradients:
             self.window.log_recomputed()
@@ -222,13 +221,6 @@ class FusedState:
     def compute_loss(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         """The loss of a micro-batch, a scalar."""
         refusals.check_micro_batch(micro_batch)
-        before = self.check.snapshot(micro_batch)
-        loss = self._loss_of(micro_batch, trl_loss)
-        if self.window.is_in_step:
-            self.check.keep(before, trl_loss)
-        return loss
-
-    def _loss_of(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         loss_call = LossCall(micro_batch, dict(micro_batch), trainers.beta_of_loss(self.trainer))
         with temporary_attr(self, "_loss", loss_call):
             if not replaces_kl(self.trainer):
@@ -253,7 +245,7 @@ class FusedState:
         findings = self.ladder.of_call(self.engine, call.model)
         reason = findings.why_below(Level.HEAD)
         refusals.check_trl_logps(trainer, self.engine.causal_lm(call.model), reason)
-        if reason is not None or self.check.asks_trl:
+        if reason is not None:
             result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         elif loss_call is not None:
             result = self._logps_of_loss(loss_call, call, trl_method)
@@ -261,7 +253,7 @@ class FusedState:
             result = self._logps_of_call(call, trl_method, findings)
         if loss_call is not None:
             loss_call.logps = result.logps
-            self.old_logps.fill(loss_call, result, counts=not self.check.is_running)
+            self.old_logps.fill(loss_call, result)
         entropies = trl_compat.entropies_as_trl(trainer, result.entropies)
         return trl_compat.logps_result(result.logps, entropies, result.aux_loss)
 
@@ -274,14 +266,14 @@ class FusedState:
         beta = None if self._loss is None else self._loss.beta
         logps_request = build_call_request(self.trainer, call, reads_padding and findings.level < Level.ROWS, beta)
         result = self.engine.compute(logps_request, call, trl_method, findings)
-        if torch.is_grad_enabled() and not self.check.is_running:
+        if torch.is_grad_enabled():
             self.window.keep_stats(result.stats)
         return result
 
     def _logps_of_loss(self, loss_call: LossCall, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
         """Log-probs of the micro-batch whose loss TRL computes. Those that share its forward are computed with it."""
         micro_batch = loss_call.micro_batch
-        if self.check.is_running or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self.engine.compute(self.request_of(micro_batch), call, trl_method)
         if (kept := self.forwards.take_logps(micro_batch)) is not None:
             return kept
