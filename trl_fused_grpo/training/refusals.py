@@ -6,7 +6,7 @@ each micro-batch. The message names the option or tensor and says what to change
 from typing import Any
 
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -168,14 +168,3 @@ def check_micro_batch(inputs: dict[str, Any]) -> None:
         broadcast={"importance_sampling_ratio": inputs.get("importance_sampling_ratio")},
         ids_name="completion_ids",
     )
-
-
-def check_token_ids(token_ids: Tensor, mask: Tensor, vocab_size: int) -> None:
-    """Raise when a token that counts lies outside the vocabulary. This reads one boolean from the device."""
-    outside = ((token_ids < 0) | (token_ids >= vocab_size)) & mask.bool()
-    if outside.any():
-        row, column = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"completion_ids[{row}, {column}] is {int(token_ids[row, column])}, outside the model's vocabulary of "
-            f"{vocab_size} tokens: use the tokenizer the model was made for, or resize its embeddings."
-        )

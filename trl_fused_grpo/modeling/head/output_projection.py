@@ -114,17 +114,6 @@ def _saved_module(module: Any) -> nn.Module:
     return module.original_module if module.disable_adapters or not active else copies[active[0]]
 
 
-def vocab_size_of(head: Any, causal_lm: Any) -> int:
-    """Tokens that an output projection knows, also between forwards, when its weight may be a shard or empty."""
-    shape = getattr(head.weight, "ds_shape", head.weight.shape)  # ZeRO-3 keeps the whole shape beside an empty weight
-    if len(shape) == 2:
-        return shape[0]
-    features = head.in_features, head.out_features  # FSDP1 keeps a flat shard
-    # PEFT's copy of a head that is tied to the embeddings names its features the wrong way round
-    is_turned = features[1] == causal_lm.config.get_text_config().hidden_size
-    return features[0] if is_turned else features[1]
-
-
 def head_parameter_modules(causal_lm: PreTrainedModel) -> list[nn.Module]:
     """
     The modules that an [`output_projection`] runs through, the outermost first: PEFT's wrapper, and the layers whose
