@@ -27,11 +27,6 @@ from .parity import _quiet
 from .words import refuse, unknown_name
 
 
-# What each package is for, beside those that this one needs
-_OPTIONAL = {
-    "peft": "LoRA",
-    "vllm": "generation with use_vllm=True",
-}
 # Options that would start processes, write files or report to a service
 _LEFT_OUT = (
     *("deepspeed", "fsdp", "fsdp_config", "output_dir", "logging_dir"),
@@ -43,14 +38,12 @@ _DISTRIBUTED = ("deepspeed", "fsdp")
 def doctor(model: str | None, config: Path | None, device: str | None, as_json: bool) -> int:
     """Print what a training would do, and return the exit code: 1 where the trainer would refuse."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    summary, refused = _installed(device), None
+    summary, refused = Summary([versions_line(), device_line(torch.device(device))]), None
     if model is not None or config is not None:
         # What TRL prints goes to stderr, so that nothing but the table is on stdout
         with _quiet(), contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
             try:
                 summary = _of_training(model, config, device, Path(folder))
-            except NothingToLookAtError as error:
-                refuse("doctor", str(error))
             except Exception as error:  # whatever the trainer says is the answer
                 refused = f"{type(error).__name__}: {error}"
     if as_json:
@@ -63,39 +56,24 @@ def doctor(model: str | None, config: Path | None, device: str | None, as_json: 
     return 1 if refused else 0
 
 
-class NothingToLookAtError(ValueError):
-    """The model cannot be loaded, or the configuration has something that is no option."""
-
-
-def _installed(device: str) -> Summary:
-    """Lines for installed and missing packages."""
-    found = versions()
-    lines = Summary([versions_line(), device_line(torch.device(device))])
-    for package, purpose in _OPTIONAL.items():
-        if found[package] is None:
-            value = f"not installed, needed for {purpose} alone"
-            lines.append(SummaryLine(package, value, change=f"pip install {package}"))
-    return lines
-
-
 def _of_training(model: str | None, config: Path | None, device: str, folder: Path) -> Summary:
     """The summary of a trainer that is made as TRL would make it, in one process and without weights."""
     try:
         options = read_options(config) if config else {}
     except ValueError as error:
-        raise NothingToLookAtError(str(error)) from error
+        refuse("doctor", str(error))
     known = option_names(FusedGRPOConfig)
     of_launch = launch_options() - known
-    unknown = [name for name in options if name not in known | of_launch]
-    if unknown:
-        raise NothingToLookAtError(f"{config}: {unknown_name(unknown[0], known)}")
+    for name in options:
+        if name not in known | of_launch:
+            refuse("doctor", f"{config}: {unknown_name(name, known)}")
     check_values(options)
     left_out = [name for name in options if name in of_launch or (name in _DISTRIBUTED and options[name])]
     options = {name: value for name, value in options.items() if name not in of_launch.union(_LEFT_OUT)}
     args, model_args = _parsed(options, folder)
     name = model or model_args.model_name_or_path
     if name is None:
-        raise NothingToLookAtError("no model: give --model, or model_name_or_path in the configuration.")
+        refuse("doctor", "no model: give --model, or model_name_or_path in the configuration.")
     trainer = _trainer(name, args, model_args)
     with _on(trainer, device):
         summary = trainer.fused_summary()
@@ -176,8 +154,7 @@ def _model_without_weights(name: str, init: dict[str, Any]) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(name, **where)
     except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())
-        raise NothingToLookAtError(f"the model {name} cannot be loaded: {why}") from error
+        refuse("doctor", f"the model {name} cannot be loaded: {' '.join(str(error).split())}")
     architecture = (config.architectures or [""])[0]
     auto: Any = transformers.AutoModelForCausalLM
     if architecture.endswith("ForConditionalGeneration"):
