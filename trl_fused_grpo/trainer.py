@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
-from trl_fused_grpo.training.findings import has_objective_in_front, replaced_behind
+from trl_fused_grpo.training.findings import replaced_behind
 from trl_fused_grpo.training.requests import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
 from trl_fused_grpo.training.summary import Summary, summary_of
@@ -130,8 +130,6 @@ class FusedTrainerMixin(_Trainer):
         """
         if not self.use_liger_loss:  # TRL < 1.15 has one of its own, for `use_liger_kernel=True`
             return super().compute_liger_loss(model, inputs)
-        if has_objective_in_front(self):
-            return self._fused.compute_loss(inputs, partial(self._compute_loss, model))
         return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model, inputs):

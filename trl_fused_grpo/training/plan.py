@@ -248,7 +248,7 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, packed: bool) -> str |
     reason = why_no_forecast(trainer)
     if reason is not None:
         return f"it needs to know which sequences receive a gradient, and {reason}"
-    if trainers.loss_type(trainer) == "vespo" and has_old_logps(trainer):
+    if objective_of(trainer).loss_type == "vespo" and has_old_logps(trainer):
         return "vespo logs a weight of every sequence"
     if not packed:
         return "rows are not packed: only the head leaves them out"
