@@ -33,8 +33,8 @@ from trl_fused_grpo._compat.trainers import STEP_METHODS
 from trl_fused_grpo.cli import app as cli
 from trl_fused_grpo.cli.run import command_line as run_parser
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.defaults import read_option
 from trl_fused_grpo.loss import objective
+from trl_fused_grpo.options import read_option
 from trl_fused_grpo.parity.tiny import tiny_model, tokenizer
 from trl_fused_grpo.training.findings import WHAT_IS_DONE, Level
 

@@ -18,7 +18,7 @@ from trl_fused_grpo.training.summary import Summary, summary_of
 from ._compat import trl as trl_compat
 from ._compat.trainers import trl_class
 from ._utils import shown_as
-from .defaults import fused_loss_of
+from .options import fused_loss_of
 
 
 # The overrides stand in front of a trainer of TRL, whose methods their `super()` finds

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .libraries import is_library_function
 from .required import TRANSFORMERS as TRANSFORMERS
+from .torch import modules_of
 
 
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
@@ -116,6 +117,22 @@ def masks_state(model: PreTrainedModel) -> bool:
     file = next((cls.__module__ for cls in type(model).__mro__ if "modeling_" in cls.__module__), __name__)
     function = getattr(sys.modules[file], "apply_mask_to_padding_states", None)
     return function is not None and not function(torch.ones(1, 2, 1), torch.tensor([[0, 1]]))[0, 0].any()
+
+
+# From 5.0 on transformers hooks the input embeddings whenever checkpointing is switched on, which TRL does after each
+# generation: thousands of hooks in the end that all do the same, in stock too
+_HOOK_MAKER = f"{PreTrainedModel.enable_input_require_grads.__qualname__}.<locals>."
+
+
+def forget_repeated_hooks(model: nn.Module) -> None:
+    """Remove all of these hooks but the last one of each module."""
+    for module in modules_of(model):
+        hooks = module._forward_hooks
+        if not hooks:
+            continue
+        repeated = [key for key, hook in hooks.items() if getattr(hook, "__qualname__", "").startswith(_HOOK_MAKER)]
+        for key in repeated[:-1]:
+            del hooks[key]
 
 
 def checkpoint_function(layer: Any) -> Any:

@@ -19,8 +19,8 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.models import forget_repeated_hooks
 from trl_fused_grpo._compat.peft import base_weights_kept
-from trl_fused_grpo._compat.repeated_hooks import forget_repeated_hooks
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.attention.packed import cudnn_attention_off, uninstall_attention

@@ -26,9 +26,34 @@ from trl_fused_grpo._utils import temporary_value
 
 from .eager import EagerLayer, eager_attention
 from .masks import are_sequence_masks, attend_with_masks, build_sequence_masks, mask_device
-from .places import InFile, InTable
 from .varlen import chunked, gathered_keys, traced_attention, varlen_attention
 from .watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
+
+
+class InTable(NamedTuple):
+    """An entry of one of transformers' tables, which all instances of the table share."""
+
+    table: Any
+    name: str
+
+    def read(self) -> Any:
+        return self.table().get(self.name)
+
+    def write(self, function: Callable) -> None:
+        self.table.register(self.name, function)
+
+
+class InFile(NamedTuple):
+    """A function of a modeling file, which the file's layers look up when they are called."""
+
+    file: ModuleType
+    name: str
+
+    def read(self) -> Any:
+        return getattr(self.file, self.name)
+
+    def write(self, function: Callable) -> None:
+        setattr(self.file, self.name, function)
 
 
 # The watched calls that are alive. One lives as long as something refers to it: the forward that it watches, or a
