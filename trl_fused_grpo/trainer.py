@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
-from trl_fused_grpo.training.findings import replaced_behind
+from trl_fused_grpo.training.findings import replaced_behind, replaced_method
 from trl_fused_grpo.training.requests import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
 from trl_fused_grpo.training.summary import Summary, summary_of
@@ -134,7 +134,8 @@ class FusedTrainerMixin(_Trainer):
 
     def _compute_loss(self, model, inputs):
         trl_loss = partial(super()._compute_loss, model)
-        if not self.use_liger_loss or self._fused.is_objective_replaced():
+        replaced = replaced_behind(self, "_compute_loss") or replaced_method(self, trl_compat.OBJECTIVE_METHODS)
+        if replaced or not self.use_liger_loss:
             return trl_loss(inputs)
         return self._fused.compute_loss(inputs, trl_loss)
 

@@ -8,7 +8,6 @@ import inspect
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import CodeType
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from trl.trainer import utils
 
 from .libraries import is_own_module, replaced_name
 from .required import SAMPLING_CLIP_MAX as SAMPLING_CLIP_MAX
-from .required import TRANSFORMERS
+from .required import TRANSFORMERS, names_in
 from .required import TRL as TRL
 
 
@@ -161,10 +160,6 @@ OBJECTIVE_METHODS = tuple(
 LOGPS_FROM_LOGITS = not _HAS_FUSED_HEAD
 
 
-def _names_in(code: CodeType) -> set[str]:
-    return {*code.co_names}.union(*(_names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
-
-
 # Of TRL's files, of torch and of tensors what TRL < 1.15 computes log-probs of logits with
 _LOGPS_UTILITIES = ("selective_log_softmax", "entropy_from_logits")
 
@@ -173,7 +168,7 @@ _LOGPS_UTILITIES = ("selective_log_softmax", "entropy_from_logits")
 def _called_for_logps() -> set[str]:
     methods = [cls._get_per_token_logps_and_entropies for cls in _TRAINERS]
     functions = [vars(utils)[name] for name in _LOGPS_UTILITIES if name in vars(utils)]
-    return {*_LOGPS_UTILITIES}.union(*(_names_in(inspect.unwrap(one).__code__) for one in (*methods, *functions)))
+    return {*_LOGPS_UTILITIES}.union(*(names_in(inspect.unwrap(one).__code__) for one in (*methods, *functions)))
 
 
 def replaced_in_logps() -> str | None:

@@ -17,9 +17,10 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.modeling.head.fused_forward import install_fused_forward, uninstall_fused_forward
+from trl_fused_grpo.modeling.head.fused_forward import install_fused_forward
 from trl_fused_grpo.modeling.head.output_projection import LogitScaling, logit_scaling
 from trl_fused_grpo.modeling.layers.compiled import compiling, layers_to_compile, why_not_compiled
+from trl_fused_grpo.modeling.layers.forward_override import restore_forward
 from trl_fused_grpo.modeling.layers.memo import layers_as_they_are
 from trl_fused_grpo.modeling.layers.unpacked import install_unpacking, uninstall_unpacking
 from trl_fused_grpo.modeling.rows.layout_choice import (
@@ -75,7 +76,7 @@ class LogpsEngine:
     def uninstall(self) -> None:
         """Undo every [`install`]. Idempotent."""
         for causal_lm in list(self._installed):
-            uninstall_fused_forward(causal_lm)
+            restore_forward(causal_lm)
             uninstall_unpacking(causal_lm)
         self._installed.clear()
 

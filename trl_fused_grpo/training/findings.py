@@ -233,10 +233,10 @@ def reasons_of_trainer(trainer: Any, is_in_train: bool) -> Iterator[Reason]:
         name = _replaced_attribute(owner, names)
         if name is not None:
             yield Reason(Level.ROWS, f"{name} may see micro-batches, gradients or the moment when weights move")
-    for name, parameter in _hooked_parameters(trainer.model):
-        if torch_compat.has_optimizer_in_backward(parameter) or not all(
-            map(is_library_hook, torch_compat.gradient_hooks(parameter))
-        ):
+    for parameter in torch_compat.parameters_of(trainer.model):
+        hooks = torch_compat.gradient_hooks(parameter)
+        if torch_compat.has_optimizer_in_backward(parameter) or not all(map(is_library_hook, hooks)):
+            name = next(name for name, other in trainer.model.named_parameters() if other is parameter)
             yield Reason(Level.ROWS, f"a hook on the gradient of {name} may see that of each micro-batch")
             break
 
@@ -259,12 +259,6 @@ def _replaced_attribute(owner: Any, names: Iterable[str]) -> str | None:
         if not is_known:
             return type(owner).__name__ if name == "__class__" else f"{type(owner).__name__}.{name}"
     return None
-
-
-def _hooked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for parameter in torch_compat.parameters_of(model):
-        if torch_compat.gradient_hooks(parameter) or torch_compat.has_optimizer_in_backward(parameter):
-            yield next(name for name, other in model.named_parameters() if other is parameter), parameter
 
 
 # A model

@@ -272,8 +272,10 @@ def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | N
             return f"dropout ({_name_in(model, module)}) makes two forwards differ"
         if (noise := model_compat.noise_of(module)) is not None:
             return f"{noise} makes two forwards differ"
-        if (option := _noise_option(_own(module)) if module.training else None) is not None:
-            return f"dropout ({_name_in(model, module)}.{option}) makes two forwards differ"
+        if module.training:
+            own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            if (option := _noise_option(own)) is not None:
+                return f"dropout ({_name_in(model, module)}.{option}) makes two forwards differ"
     config = getattr(model, "config", None)
     option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
     return f"dropout ({option}) makes two forwards differ" if option else None
@@ -297,10 +299,6 @@ def _drops_out(module: nn.Module) -> bool:
         return False
     probability = getattr(module, "p", None)
     return isinstance(probability, (int, float)) and probability > 0
-
-
-def _own(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
 
 def _name_in(model: nn.Module, module: nn.Module) -> str:

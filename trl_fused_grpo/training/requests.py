@@ -247,18 +247,6 @@ def batch_of(trainer: Any, inputs: dict[str, Any], objective: GRPOObjective, acc
     )
 
 
-def build_call_request(
-    trainer: GRPOTrainer, call: LogpsArgs, every_position: bool, beta: float | None = None
-) -> LogpsRequest:
-    """
-    Decide which positions to project for a call that may not come from TRL's own loss: those of its attention mask.
-    """
-    mask = call.attention_mask[:, -call.logits_to_keep :]  # [B, T]
-    reads_padding = padding_counts(trainer, beta)
-    every_position = every_position or reads_padding
-    return LogpsRequest(torch.ones_like(mask) if every_position else mask, reads_padding=reads_padding)
-
-
 def build_loss_request(
     trainer: Any,  # whose objective it is
     inputs: dict[str, Any],  # the micro-batch as TRL's `_compute_loss` gets it

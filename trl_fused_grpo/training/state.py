@@ -30,7 +30,7 @@ from . import refusals
 from .check import Check
 from .collectives import images_on_any_process, of_all_processes
 from .engine import LogpsEngine
-from .findings import Findings, Ladder, Level, Reason, replaced_behind, replaced_method
+from .findings import Findings, Ladder, Level, Reason, replaced_method
 from .forward import AccumulationWindow, SharedForwards, reducing_gradients
 from .kl import kl_term, replaces_kl
 from .memory import token_limits
@@ -42,7 +42,6 @@ from .requests import (
     LogpsRequest,
     LossCall,
     PerTokenLogps,
-    build_call_request,
     build_loss_request,
     images_of,
     padding_counts,
@@ -213,11 +212,6 @@ class FusedState:
 
     # The loss of a micro-batch
 
-    def is_objective_replaced(self) -> bool:
-        """Return `True` if somebody replaced TRL's objective."""
-        replaced = replaced_behind(self.trainer, "_compute_loss")
-        return bool(replaced or replaced_method(self.trainer, trl_compat.OBJECTIVE_METHODS))
-
     def compute_loss(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         """The loss of a micro-batch, a scalar."""
         refusals.check_micro_batch(micro_batch)
@@ -263,8 +257,10 @@ class FusedState:
         if reads_padding and not (self.deferred.is_generating and trl_compat.is_asked_by_generation()):
             reason = Reason(Level.HEAD, "the caller of the log-prob method may read log-probs of padding")
             findings = Findings((*findings.reasons, reason))
-        beta = None if self._loss is None else self._loss.beta
-        logps_request = build_call_request(self.trainer, call, reads_padding and findings.level < Level.ROWS, beta)
+        mask = call.attention_mask[:, -call.logits_to_keep :]  # [B, T]
+        counts = padding_counts(self.trainer, None if self._loss is None else self._loss.beta)
+        every_position = counts or (reads_padding and findings.level < Level.ROWS)
+        logps_request = LogpsRequest(torch.ones_like(mask) if every_position else mask, reads_padding=counts)
         result = self.engine.compute(logps_request, call, trl_method, findings)
         if torch.is_grad_enabled():
             self.window.keep_stats(result.stats)

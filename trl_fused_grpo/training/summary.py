@@ -274,11 +274,9 @@ class _Lines:
     def forwards(self) -> SummaryLine:
         name, steps = "shared forwards", self.trainer.args.gradient_accumulation_steps
         tokens, fraction = self.options.fused_max_tokens_per_forward, self.options.fused_memory
-        reason = (
-            "fused_max_tokens_per_forward=0"
-            if tokens == 0
-            else why_forwards_are_not_shared(self.trainer, self.findings, self.packed)
-        )
+        reason = why_forwards_are_not_shared(self.trainer, self.findings, self.packed)
+        if tokens == 0:
+            reason = "fused_max_tokens_per_forward=0"
         if reason is not None:
             return SummaryLine(name, "each micro-batch has its own", reason)
         limit = f"{tokens:,} tokens" if tokens else "as many tokens as fit TRL's memory"
@@ -299,10 +297,8 @@ class _Lines:
         return SummaryLine(name, "until the weights move", "they move before all is trained on", change)
 
     def reference(self) -> SummaryLine:
-        name, reason = (
-            "shared reference forwards",
-            why_reference_is_not_regrouped(self.trainer, self.findings, self.packed),
-        )
+        reason = why_reference_is_not_regrouped(self.trainer, self.findings, self.packed)
+        name = "shared reference forwards"
         return SummaryLine(name, "those of the policy" if reason is None else "in generation, as TRL has it", reason)
 
     def layers(self) -> SummaryLine:

@@ -15,7 +15,7 @@ from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.attention.packed import text_model_alone
 from trl_fused_grpo.modeling.attention.watch import PACKED_ARGUMENTS
 from trl_fused_grpo.modeling.layers.compiled import compiled_layers
-from trl_fused_grpo.modeling.layers.forward_override import override_forward, restore_forward
+from trl_fused_grpo.modeling.layers.forward_override import override_forward
 from trl_fused_grpo.modeling.layers.unpacked import unpacking
 from trl_fused_grpo.ops.chunk_size import default_group_mib
 from trl_fused_grpo.ops.forecast import Forecast
@@ -162,8 +162,3 @@ def _answer_request(
     causal_lm: PreTrainedModel, original: Callable, *args: Any, fused: Callable | None = None, **kwargs: Any
 ) -> Any:
     return original(*args, **kwargs) if fused is None else fused(causal_lm, *args, **kwargs)
-
-
-def uninstall_fused_forward(causal_lm: PreTrainedModel) -> None:
-    """Undo [`install_fused_forward`], see [`restore_forward`]. Idempotent."""
-    restore_forward(causal_lm)
