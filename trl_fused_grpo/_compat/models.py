@@ -231,15 +231,13 @@ def is_transformers_own(function: Any) -> bool:
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
 
 
-# What transformers' attention through SDPA may be called with by position, after the mask. Those that say more than
-# dropout, scale and causality came with transformers 5 (`position_bias`, a paged cache)
-SDPA_ARGUMENTS = [
+# What transformers' attention through SDPA takes after the mask, beside dropout, scale and causality: from
+# transformers 5 on (`position_bias`, a paged cache)
+FURTHER_SDPA_ARGUMENTS = [
     name
     for name, argument in list(inspect.signature(sdpa_attention_forward).parameters.items())[5:]
-    if argument.kind is not argument.VAR_KEYWORD
+    if argument.kind is not argument.VAR_KEYWORD and name not in ("dropout", "scaling", "is_causal")
 ]
-# Those beside dropout, scale and causality
-FURTHER_SDPA_ARGUMENTS = [name for name in SDPA_ARGUMENTS if name not in ("dropout", "scaling", "is_causal")]
 
 # Whether transformers' attention through SDPA refuses soft-capped scores; before transformers 5.14 or so it leaves out
 # the cap without a word

@@ -29,10 +29,8 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward.default
 
 def flash_attention_name() -> str:
     """Names torch's own, or what `torch.nn.attention.activate_flash_attention_impl` has put in its place."""
-    current = getattr(attention, "current_flash_attention_impl", None)  # torch >= 2.11
-    implementation = current() if current is not None else None
-    names = {None: "torch's FlashAttention", "FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
-    return names.get(implementation, str(implementation))
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)  # torch >= 2.11
+    return current() or "torch's FlashAttention"
 
 
 # Its kernel for float32 and for heads of any width, which torch gives `scaled_dot_product_attention` alone. Of its
