@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "patching": {"trainer", "rloo", "async_grpo", "options", "_compat"},
     "fusing": {"trainer", "rloo", "async_grpo", "config", "_compat"},
     "parity": {"", "training", "_compat"},
-    "cli": {"", "parity", "training", "patching", "options", "config", "_compat"},
+    "cli": {"", "parity", "training", "patching", "options", "config", "_compat", "_utils"},
     "__main__": {"cli"},
     "api": {"config", "trainer", "rloo", "patching", "fusing", "loss", "modeling", "ops", "_compat"},
     "": {"api"},

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
 from trl.trainer import utils
+
+from trl_fused_grpo._utils import temporary_attr
 
 from .libraries import is_own_module, replaced_name
 from .required import SAMPLING_CLIP_MAX as SAMPLING_CLIP_MAX
@@ -248,22 +250,15 @@ def sampling_clip_range(trainer: GRPOTrainer) -> tuple[float | None, float | Non
     return getattr(trainer, "vllm_importance_sampling_clip_min", None), getattr(trainer, SAMPLING_CLIP_MAX, None)
 
 
-@contextmanager
-def without_liger_flag(args: GRPOConfig | None) -> Generator[None, None, None]:
+def without_liger_flag(args: GRPOConfig | None) -> AbstractContextManager[None]:
     """
-    Hide `use_liger_kernel` from TRL's constructor.
+    Hide `use_liger_kernel` from TRL's constructor, while it lasts.
 
     Up to TRL 1.14 it selects TRL's own Liger loss, which refuses combinations that are supported here; from 1.15 on it
     is deprecated. The layer kernels that it stands for too are applied afterwards.
     """
-    if args is None:  # TRL makes arguments of its own, in which the flag is off
-        yield
-        return
-    wanted, args.use_liger_kernel = args.use_liger_kernel, False
-    try:
-        yield
-    finally:
-        args.use_liger_kernel = wanted
+    # Without arguments TRL makes some of its own, in which the flag is off
+    return nullcontext() if args is None else temporary_attr(args, "use_liger_kernel", False)
 
 
 # TRL >= 1.15 refuses a PEFT adapter on the output projection
@@ -276,18 +271,11 @@ def adapter_on_head_allowed() -> Generator[None, None, None]:
     Lift TRL's refusal of a PEFT adapter on the output projection (TRL >= 1.15), while it lasts: TRL's own log-probs
     would leave the adapter out, the fused ones do not.
     """
-    if not REFUSES_ADAPTER_ON_HEAD:
+    with ExitStack() as stack:
+        for cls in _TRAINERS if REFUSES_ADAPTER_ON_HEAD else ():
+            # Nothing is an instance of it
+            stack.enter_context(temporary_attr(sys.modules[cls.__module__], "BaseTunerLayer", ()))
         yield
-        return
-    modules: list[Any] = [sys.modules[cls.__module__] for cls in _TRAINERS]
-    tuner_layer = modules[0].BaseTunerLayer
-    for module in modules:
-        module.BaseTunerLayer = ()  # nothing is an instance of it
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.BaseTunerLayer = tuner_layer
 
 
 def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:

@@ -5,7 +5,6 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat.trl_cli import launch_options, option_names, script_classes
+from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.parity.tiny import tokenizer
 from trl_fused_grpo.training.refusals import check_kl_estimator
 from trl_fused_grpo.training.summary import Summary, SummaryLine, device_line, versions, versions_line
@@ -75,24 +75,14 @@ def _of_training(model: str | None, config: Path | None, device: str, folder: Pa
     if name is None:
         refuse("doctor", "no model: give --model, or model_name_or_path in the configuration.")
     trainer = _trainer(name, args, model_args)
-    with _on(trainer, device):
+    # Taken to be on a device that need not be here
+    with temporary_attr(trainer.accelerator.state, "device", torch.device(device)):
         summary = trainer.fused_summary()
     for option in left_out:
         summary.append(SummaryLine(option, "left out here: this looks at one process"))
     if options.get("load_in_4bit") or options.get("load_in_8bit"):
         summary.append(SummaryLine("quantization", "left out here: layers are looked at as they are without it"))
     return summary
-
-
-@contextlib.contextmanager
-def _on(trainer: Any, device: str) -> Generator[None, None, None]:
-    """While it lasts, a trainer is taken to be on a device, which need not be here."""
-    state = trainer.accelerator.state
-    kept, state.device = state.device, torch.device(device)
-    try:
-        yield
-    finally:
-        state.device = kept
 
 
 def _parsed(options: dict[str, Any], folder: Path) -> tuple[Any, Any]:

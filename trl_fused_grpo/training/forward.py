@@ -5,7 +5,7 @@ last of them.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -263,14 +263,10 @@ class SharedForwards:
         return place if is_planned else None
 
 
-@contextmanager
-def reducing_gradients(model: nn.Module) -> Generator[None, None, None]:
+def reducing_gradients(model: nn.Module) -> AbstractContextManager[None]:
     """
     While it lasts, a forward under DDP's `no_sync` prepares for gradients to be reduced: the backward of a shared
     forward runs in a later step, which reduces them.
     """
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    with temporary_attr(model, "require_backward_grad_sync", True):
-        yield
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return temporary_attr(model, "require_backward_grad_sync", True) if is_ddp else nullcontext()

@@ -206,13 +206,8 @@ def _times_written(model: Any) -> dict[Tensor, int]:
 
 def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
     """The trainer's vLLM importance-sampling correction."""
-    clip_min, clip_max = trl_compat.sampling_clip_range(trainer)
-    return SamplingCorrection(
-        mode=trainer.vllm_importance_sampling_mode,
-        clip_min=clip_min,
-        clip_max=clip_max,
-        nan_ratio_is_one=trl_compat.NAN_RATIO_IS_ONE,
-    )
+    mode, bounds = trainer.vllm_importance_sampling_mode, trl_compat.sampling_clip_range(trainer)
+    return SamplingCorrection(mode, *bounds, nan_ratio_is_one=trl_compat.NAN_RATIO_IS_ONE)
 
 
 class OldLogps:

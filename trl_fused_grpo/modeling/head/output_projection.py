@@ -43,14 +43,7 @@ def read_lm_head(model: nn.Module, fp32: bool = False, scaling: LogitScaling | N
     module: Any = output_projection(causal_lm)
     scale, softcap = logit_scaling(causal_lm) if scaling is None else scaling
     low_rank, bias = _lora(module, getattr(module, "bias", None))
-    return LMHead(
-        weight=module.weight,
-        bias=bias,
-        logit_scale=scale,
-        softcap=softcap,
-        fp32=fp32,
-        low_rank=low_rank,
-    )
+    return LMHead(module.weight, bias, logit_scale=scale, softcap=softcap, fp32=fp32, low_rank=low_rank)
 
 
 def read_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
@@ -213,14 +206,11 @@ def _lora(module: Any, bias: Tensor | None) -> tuple[tuple[LowRank, ...], Tensor
         return (), bias
     if module.disable_adapters and module.merged:
         module.unmerge()  # as its own forward would
-    terms = []
+    terms, parts = [], (module.lora_A, module.lora_B, module.lora_dropout, module.scaling)
     for name in _adapters_in_force(module):
-        a, b, dropout, scale = (
-            parts[name] for parts in (module.lora_A, module.lora_B, module.lora_dropout, module.scaling)
-        )
-        terms.append(
-            LowRank(a.weight, b.weight, scale, dropout.p if dropout.training and hasattr(dropout, "p") else 0.0)
-        )
+        a, b, dropout, scale = (of_adapters[name] for of_adapters in parts)
+        probability = dropout.p if dropout.training and hasattr(dropout, "p") else 0.0
+        terms.append(LowRank(a.weight, b.weight, scale, probability))
         if b.bias is not None:
             bias = scale * b.bias if bias is None else bias + scale * b.bias
     return tuple(terms), bias
