@@ -20,6 +20,7 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._utils import temporary_mode
 from trl_fused_grpo.modeling.head.output_projection import has_adapter
 
 from .collectives import on_any_process
@@ -115,9 +116,8 @@ class Check:
             call = replace(call, model=self.engine.unwrapped(call.model))
         modules = torch_compat.modules_of(call.model)
         in_training = [module for module in modules if module.training and model_compat.may_evaluate(module)]
-        with torch.random.fork_rng([call.input_ids.device] if call.input_ids.is_cuda else []):
-            for module in in_training:  # nobody's `train()` is called
-                module.training = False
+        devices = [call.input_ids.device] if call.input_ids.is_cuda else []
+        with torch.random.fork_rng(devices), temporary_mode(in_training, False):
             try:
                 # Logits of one row at a time, but not of a row without images among others that have some
                 alone = trl_compat.LOGPS_FROM_LOGITS and not call.multimodal
@@ -126,8 +126,6 @@ class Check:
                 trl_compat.forget_order_of_modules(call.model)  # which the next forward would take for complete
                 result = self.engine.compute(self.build_request(inputs), call, trl_method)
             finally:
-                for module in in_training:
-                    module.training = True
                 trl_compat.forget_order_of_modules(call.model)
         difference = (result.logps - expected)[trl_compat.loss_mask(trainer, inputs).bool()].double()
         return difference.square().mean().sqrt().item() if len(difference) else -1.0

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -95,15 +95,11 @@ def text_model_alone(causal_lm: PreTrainedModel, arguments: Sequence[str]) -> Ge
         running_call.reset(tokens.pop())
 
     parts = architecture.modules_beside_text(causal_lm) if architecture.is_composite(causal_lm) else []
-    hooks = []
-    try:
+    with ExitStack() as hooks:
         for part in parts:
-            hooks.append(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            hooks.append(part.register_forward_hook(leave, always_call=True))
+            hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(leave, always_call=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
