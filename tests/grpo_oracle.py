@@ -35,18 +35,6 @@ def _gamma_weight(options, sequence, advantage):
     return math.exp(lam + k * log_w - lam * math.exp(log_w))
 
 
-def _geometric_mean(options, sequence, advantage):
-    """Geometric mean of a sequence's token ratios, each clipped where the advantage would push it further."""
-    low, high = math.exp(-options.get("epsilon_low", 0.2)), math.exp(options.get("epsilon_high", 0.2))
-    product, count = 1.0, 0
-    for new, old, m, h in zip(*(sequence[name] for name in ("logps", "old", "mask", "high_entropy")), strict=True):
-        if m and h:
-            ratio = (new - old).exp()
-            product = product * (ratio.clamp(max=high) if advantage > 0 else ratio.clamp(min=low))
-            count += 1
-    return product ** (1 / count) if count else 1.0
-
-
 def _policy(options, sequence, t, advantage):
     loss_type = options["loss_type"]
     ratio, logp = _ratio(options, sequence, t), sequence["logps"][t]
@@ -54,8 +42,6 @@ def _policy(options, sequence, t, advantage):
         return -min(float(ratio.detach()), options.get("epsilon_high", 0.2)) * advantage * logp
     if loss_type == "vespo":
         return -_gamma_weight(options, sequence, advantage) * advantage * logp
-    if loss_type == "gmpo":
-        return -_geometric_mean(options, sequence, advantage) * advantage
     if loss_type == "sapo":
         tau = options.get("sapo_temperature_pos", 1.0) if advantage > 0 else options.get("sapo_temperature_neg", 1.05)
         return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
@@ -80,7 +66,7 @@ def _off_policy_mask(options, sequence, advantage):
 def _weight(options, mask, row, normalizer):
     """Weight of a token of `row` in the loss."""
     own = {
-        **dict.fromkeys(("grpo", "sapo", "gmpo"), "sequence_mean"),
+        **dict.fromkeys(("grpo", "sapo"), "sequence_mean"),
         "dr_grpo": "fixed_length",
         "luspo": "sequence_sum",
     }
@@ -117,12 +103,12 @@ def grpo_loss(options, logps, mask, advantages, old=None, ref=None, is_ratio=Non
     loss, kl_sum = logps.sum() * 0, 0.0
     for row, t in kept.nonzero().tolist():
         sequence = {"logps": logps[row], "old": old[row], "mask": mask[row], "sampling": sampling[row]}
-        sequence["is_ratio"], sequence["high_entropy"] = is_ratio[row], high_entropy[row]
+        sequence["is_ratio"] = is_ratio[row]
         advantage = float(advantages[row, t])
         term = (
             _policy(options, sequence, t, advantage)
             * _off_policy_mask(options, sequence, advantage)
-            * (high_entropy[row, t] if options["loss_type"] != "gmpo" else 1.0)
+            * high_entropy[row, t]
         )
         if options["loss_type"] != "vespo":
             term = term * is_ratio.expand(mask.shape)[row, t]

@@ -33,8 +33,8 @@ from trl_fused_grpo._compat.trainers import STEP_METHODS
 from trl_fused_grpo.cli import app as cli
 from trl_fused_grpo.cli.run import command_line as run_parser
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.defaults import read_option
 from trl_fused_grpo.loss import objective
+from trl_fused_grpo.options import read_option
 from trl_fused_grpo.parity.tiny import tiny_model, tokenizer
 from trl_fused_grpo.training.findings import WHAT_IS_DONE, Level
 
@@ -413,7 +413,7 @@ def test_the_table_of_reductions_has_the_names_that_there_are():
             assert [objective.GRPOObjective(loss_type, max_completion_length=8).effective_reduction] == reductions
         named += loss_types
     assert rows[-1] == ([], [])  # what others have and nobody here
-    assert {*named} == {*objective.LOSS_TYPES} - {"gmpo"}  # a trainer of TRL's, not a loss type
+    assert {*named} == {*objective.LOSS_TYPES}
     assert {name for names, _ in rows for name in names} == {*objective.REDUCTIONS}
 
 

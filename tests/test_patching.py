@@ -15,7 +15,7 @@ from trl import GRPOTrainer as Stock
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, patch
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.defaults import patched_options, read_option
+from trl_fused_grpo.options import patched_options, read_option
 from trl_fused_grpo.parity.tiny import tiny_model, tokenizer
 from trl_fused_grpo.patching import unpatched
 

@@ -17,7 +17,8 @@ import trl_fused_grpo
 from trl_fused_grpo import FusedGRPOTrainer, FusedRLOOTrainer, fuse
 from trl_fused_grpo._compat.models import is_transformers_own
 from trl_fused_grpo.modeling.attention.packed import uninstall_attention
-from trl_fused_grpo.modeling.head.fused_forward import install_fused_forward, uninstall_fused_forward
+from trl_fused_grpo.modeling.head.fused_forward import install_fused_forward
+from trl_fused_grpo.modeling.layers.forward_override import restore_forward
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE, tiny_model
 from trl_fused_grpo.training import engine, state
 from trl_fused_grpo.training.findings import Level, replaced_around_head
@@ -302,8 +303,8 @@ def test_detach_gives_back_a_forward_of_the_users():
     # It is found under the fused forward
     assert replaced_around_head(model, model) == f"the forward of {type(model).__name__}"
     model(input_ids=torch.tensor([[5, 6]]))
-    uninstall_fused_forward(model)
-    uninstall_fused_forward(model)
+    restore_forward(model)
+    restore_forward(model)
     assert vars(model)["forward"] == own and calls == [model]
 
 
@@ -324,7 +325,7 @@ def test_detach_leaves_the_fused_forward_in_a_wrapper_that_came_later():
     install_fused_forward(model)
     fused = model.forward
     model.forward = wrapper = functools.wraps(fused)(lambda *args, **kwargs: fused(*args, **kwargs))
-    uninstall_fused_forward(model)
+    restore_forward(model)
     assert vars(model)["forward"] is wrapper
     install_fused_forward(model)
     assert vars(model)["forward"] is wrapper and takes_fused(model)

@@ -1,6 +1,6 @@
 """Small context managers and a decorator that several modules need."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -34,6 +34,19 @@ def temporary_attr(owner: Any, name: str, value: Any) -> Generator[None, None, N
             setattr(owner, name, previous)
         elif name in own:
             delattr(owner, name)
+
+
+@contextmanager
+def temporary_mode(modules: Iterable[Any], training: bool) -> Generator[None, None, None]:
+    """While it lasts, these modules are in training, or in evaluation. Nobody's `train()` is called."""
+    before = [(module, module.training) for module in modules]
+    try:
+        for module, _ in before:
+            module.training = training
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
 
 
 def shown_as(function: T) -> Callable[[Any], T]:

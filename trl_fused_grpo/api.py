@@ -6,7 +6,7 @@ from .fusing import FusedRLOOConfig as FusedRLOOConfig
 from .fusing import fuse as fuse
 from .fusing import fuse_config as fuse_config
 from .loss.liger_loss import FusedLinearGRPOLoss as FusedLinearGRPOLoss
-from .modeling.head.hidden_states import read_hidden_states as read_hidden_states
+from .modeling.head.output_projection import read_hidden_states as read_hidden_states
 from .modeling.head.output_projection import read_lm_head as read_lm_head
 from .ops.linear_logps import FusedStats as FusedStats
 from .ops.linear_logps import fused_linear_logps as fused_linear_logps

@@ -15,7 +15,6 @@ from ._compat import torch as torch_compat
 from ._compat import trainers
 from ._utils import shown_as, temporary_attr
 from .config import FusedOptions
-from .defaults import fused_loss_of
 from .loss.forecast import SharedRowForecast, grad_rows_first
 from .loss.objective import GRPOObjective
 from .modeling.attention.packed import uninstall_attention, watched_call
@@ -25,9 +24,10 @@ from .modeling.head.output_projection import logit_scaling, output_projection
 from .modeling.layers.compiled import compiling, layers_to_compile, why_not_compiled
 from .modeling.layers.forward_override import override_forward, restore_forward
 from .modeling.layers.unpacked import install_unpacking, uninstall_unpacking
+from .modeling.rows.layout import of_trie
 from .modeling.rows.layout_choice import traits, why_not_packed, why_prompts_are_not_shared
-from .modeling.rows.tries import of_trie
 from .ops.linear_logps import FusedStats
+from .options import fused_loss_of
 from .training.collectives import on_any_process
 from .training.findings import reasons_of_model
 from .training.refusals import check_aux_loss, log_no_effect

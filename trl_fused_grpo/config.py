@@ -100,10 +100,9 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
             keeps a loss of its own. Defaults to what fits the memory that TRL takes with its padding, at most 32,768.
             0 runs each alone, in the least memory.
         fused_verify (`int`, *optional*, defaults to `0`):
-            Every so many optimizer steps, compute one micro-batch by TRL's own path too, and log how far the fused one
-            is from it: `fused/verify_logps` in nats, `fused/verify_head_grad` of the output projection's gradient. The
-            first step compares log-probs in any case. Beyond what rounding explains, rows keep TRL's padding from then
-            on. Training stays the same to the bit.
+            Every so many optimizer steps, compute log-probs of one micro-batch by TRL's own path too, and log how far
+            the fused ones are from them: `fused/verify_logps`, in nats. The first step compares them in any case.
+            Beyond what rounding explains, rows keep TRL's padding from then on. Training stays the same to the bit.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             How the KL divergence from the reference is estimated, see [`~objective.kl_loss`]. Another one than TRL's
             `"k3"` is logged as `kl/<estimator>`: `use_bias_correction_kl` makes `k4` of `k1`.
@@ -120,9 +119,6 @@ class FusedGRPOConfig(OptionsOfConfig, GRPOConfig):
         fused_skip_old_logps (`bool`, *optional*):
             Until the weights move, take old log-probs, and vLLM's importance ratio, from the training forward. By
             default where that is possible; `True` also logs where it is not, `False` computes them after generation.
-        fused_require_on_policy (`bool`, *optional*, defaults to `False`):
-            Raise, in the constructor where it is known there, when the weights move while a generation batch is in use,
-            or old log-probs need a forward of their own. The message says what stands against it.
         fused_skip_zero_grad_sequences (`bool`, *optional*, defaults to `False`):
             Leave sequences that can receive no gradient (advantage zero at `beta=0`) out of the model. The metrics
             `entropy` and, where vLLM's ratio comes from the training forward, `sampling/...` cover the others only.

@@ -1,6 +1,9 @@
-"""The options that this package adds to TRL's: names, defaults and what each may be. It imports nothing heavy."""
+"""
+The options that this package adds to TRL's: names, defaults and what each may be; those of the patches in force
+(`patching.py`), and how one is read from text, as command lines give it. It imports nothing heavy.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -50,7 +53,7 @@ class FusedOptions:
         "Tokens of the micro-batches that run together; 0 runs each alone. By default as many as fit TRL's memory.",
     )
     fused_verify: int = _option(
-        0, "Compare a micro-batch with TRL's own path every so many optimizer steps; 0: in the first step alone."
+        0, "Compare log-probs with TRL's own path every so many optimizer steps; 0: in the first step alone."
     )
     kl_estimator: str = _option("k3", "Estimator of the KL divergence.", KL_ESTIMATORS)
     # Rarely needed
@@ -65,9 +68,6 @@ class FusedOptions:
     )
     fused_skip_old_logps: bool | None = _option(
         None, "Take old log-probs from the training forward until the weights move. By default where possible."
-    )
-    fused_require_on_policy: bool = _option(
-        False, "Raise where steps are not on-policy, or old log-probs need a forward of their own."
     )
     fused_skip_zero_grad_sequences: bool = _option(False, "Leave sequences that receive no gradient out of the model.")
     fused_share_prompts: bool = _option(
@@ -137,3 +137,54 @@ def kl_estimator_of(args: Any, default: str = "k3") -> str:
     if not isinstance(args, FusedOptions) and any("kl_estimator" in vars(cls) for cls in type(args).__mro__):
         return default
     return getattr(args, "kl_estimator", default)
+
+
+# Options of the patches in force, the latest last
+PATCHES: list[dict[str, Any]] = []
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options under their names, refused where there is no such option or it cannot have that value."""
+    for name, value in options.items():
+        if name not in FusedOptions.__dataclass_fields__:
+            known = ", ".join(FusedOptions.__dataclass_fields__)
+            raise ValueError(f"there is no option {name!r}. The options are {known}.")
+        check_option(name, value)
+    return dict(options)
+
+
+def patched_options() -> FusedOptions | None:
+    """The options of all patches in force, of which a later one wins over an earlier; `None` without a patch."""
+    if not PATCHES:
+        return None
+    return FusedOptions(**{name: value for options in PATCHES for name, value in options.items()})
+
+
+def fused_loss_of(args: Any) -> tuple[bool, FusedOptions]:
+    """
+    Return whether a fused trainer that is made now has the fused loss, and the options that its arguments do not have.
+    """
+    said = getattr(args, "use_liger_loss", None)
+    is_on = said is None or bool(said)
+    return is_on, (patched_options() if is_on else None) or FusedOptions()
+
+
+# As transformers' parser reads them
+_BOOLS = dict.fromkeys(("true", "t", "yes", "y", "1"), True) | dict.fromkeys(("false", "f", "no", "n", "0"), False)
+
+
+def _read_bool(text: str) -> bool:
+    return _BOOLS[text.lower()]
+
+
+_READERS: dict[type, Callable[[str], Any]] = {bool: _read_bool, int: int, float: float, str: str}
+
+
+def read_option(name: str, text: str) -> Any:
+    """The value of an option that was given as text. `none` is `None` where the option may be that."""
+    kind, may_be_none = type_of(name) if name in FusedOptions.__dataclass_fields__ else (str, False)
+    try:
+        value = None if may_be_none and text.lower() in ("none", "null") else _READERS[kind](text)
+    except (KeyError, ValueError):
+        value = text  # refused below
+    return checked_options({name: value})[name]

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from typing_extensions import Self
 
 from ._compat.trainers import is_config_class, trl_class
-from .defaults import PATCHES, checked_options, fused_loss_of
+from .options import PATCHES, checked_options, fused_loss_of
 from .rloo import FusedRLOOTrainer
 from .trainer import FusedGRPOTrainer, FusedTrainerMixin
 

@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 from trl_fused_grpo.ops.linear_logps import FusedStats
-from trl_fused_grpo.training.findings import has_objective_in_front, replaced_behind
+from trl_fused_grpo.training.findings import replaced_behind, replaced_method
 from trl_fused_grpo.training.requests import LogpsArgs
 from trl_fused_grpo.training.state import FusedState
 from trl_fused_grpo.training.summary import Summary, summary_of
@@ -18,7 +18,7 @@ from trl_fused_grpo.training.summary import Summary, summary_of
 from ._compat import trl as trl_compat
 from ._compat.trainers import trl_class
 from ._utils import shown_as
-from .defaults import fused_loss_of
+from .options import fused_loss_of
 
 
 # The overrides stand in front of a trainer of TRL, whose methods their `super()` finds
@@ -130,13 +130,12 @@ class FusedTrainerMixin(_Trainer):
         """
         if not self.use_liger_loss:  # TRL < 1.15 has one of its own, for `use_liger_kernel=True`
             return super().compute_liger_loss(model, inputs)
-        if has_objective_in_front(self):
-            return self._fused.compute_loss(inputs, partial(self._compute_loss, model))
         return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model, inputs):
         trl_loss = partial(super()._compute_loss, model)
-        if not self.use_liger_loss or self._fused.is_objective_replaced():
+        replaced = replaced_behind(self, "_compute_loss") or replaced_method(self, trl_compat.OBJECTIVE_METHODS)
+        if replaced or not self.use_liger_loss:
             return trl_loss(inputs)
         return self._fused.compute_loss(inputs, trl_loss)
 

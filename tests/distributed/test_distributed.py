@@ -95,16 +95,13 @@ def test_what_can_be_compiled_under_an_engine_is(run: Run, outcome):
 
 @each_run(("verified",))
 def test_a_comparison_with_trls_own_path_leaves_the_training_as_it_was(run: Run, outcome):
-    """To the bit: nobody reduces or keeps a gradient of it. There is none where weights are sharded, or frozen."""
+    """To the bit."""
     verified, fused = outcome(run), outcome(run, "fused")
     assert verified.moved.keys() == fused.moved.keys()
     assert all(torch.equal(moved, fused.moved[name]) for name, moved in verified.moved.items())
     for mine in verified.ranks:
-        errors = [[entry.get(f"fused/verify_{name}") for name in ("logps", "head_grad")] for entry in mine["logs"]]
-        assert errors[1] == [None, None]
-        for logps, head_grad in (errors[0], errors[2]):
-            assert logps <= TOLERANCE
-            assert head_grad is None if run.backend == "fsdp2" or run.case == "lora" else head_grad <= TOLERANCE
+        first, second, third = (entry.get("fused/verify_logps") for entry in mine["logs"])
+        assert second is None and max(first, third) <= TOLERANCE
 
 
 @each_run(("fused",), *ARCHITECTURES)

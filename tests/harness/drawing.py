@@ -59,8 +59,8 @@ def draw_last_options(drawing: Draw) -> None:
     if drawing.maybe(0.12, "fused_skip_zero_grad_sequences", True) and options.get("rollout"):
         drawing.maybe(0.6, "equal_completions", True)  # without it no advantage is zero
     drawing.skip(0.08, False)  # an option of earlier cases
-    if _is_on_policy(options):  # the trainer refuses it elsewhere
-        drawing.maybe(0.12, "fused_require_on_policy", True)
+    if _is_on_policy(options):  # of which there was an option
+        drawing.skip(0.12, True)
     drawing.maybe(0.06, "kl_estimator", *(KL_ESTIMATORS[:1] if options.get("beta") else KL_ESTIMATORS))
 
 

@@ -30,6 +30,7 @@ from trl_fused_grpo.parity.trainers import (
     noisy_weights,
     stock_trainer,
 )
+from trl_fused_grpo.training.check import Check
 
 from .case import Customisation, Training
 from .models import MARKER_ID
@@ -300,11 +301,18 @@ def _counting_forwards(trainer: Trainer, run: Run) -> Generator[None, None, None
     original = getattr(owner, name)
 
     def counted(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-        is_check = owner is fused_forward and trainer._fused.check.is_running
-        if not is_check and (owner is fused_forward or second.shape[0] == vocab_size):
+        if owner is fused_forward or second.shape[0] == vocab_size:
             run.forwards += torch.is_grad_enabled()
             run.forwards_without_gradient += not torch.is_grad_enabled()
         return original(first, second, *args, **kwargs)
 
-    with mock.patch.object(owner, name, counted):
+    compared = Check._logps_error
+
+    def uncounted(*args: Any) -> float:
+        before = run.forwards_without_gradient
+        error = compared(*args)
+        run.forwards_without_gradient = before
+        return error
+
+    with mock.patch.object(owner, name, counted), mock.patch.object(Check, "_logps_error", uncounted):
         yield

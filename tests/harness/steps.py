@@ -30,7 +30,7 @@ class Outcome(run_case.Outcome):
         leaves_out (`set[int]`):
             Accumulation windows in which the fused trainer left sequences out (`fused_skip_zero_grad_sequences`).
         verified (`dict[int, list[float]]`):
-            What `fused_verify` logged in each window: errors of the loss and of the gradients in the output projection.
+            What `fused_verify` logged in each window.
         high_entropy (`list[torch.Tensor]`):
             Which tokens TRL's `top_entropy_quantile` trains on, one vector for each loss. On the CPU.
         masked (`list[torch.Tensor]`):
@@ -89,7 +89,7 @@ def run_steps(trainer: Trainer, case: DrawnCase, data: Data, dtype: torch.dtype)
         if stats is not None and stats.leaves_out:
             outcome.leaves_out.add(window)
         metrics = trl_compat.metrics_of(trainer)
-        outcome.verified[window] = [e for name in metrics if name.startswith("fused/verify_") for e in metrics[name]]
+        outcome.verified[window] = list(metrics.get("fused/verify_logps", []))
         _note_masked(trainer, outcome)
 
     change = case.customised.change_trainer

@@ -98,8 +98,6 @@ def liger_cases():
     ratios = {"per-sequence": RATIO[:, 0], "one-column": RATIO[:, :1], "per-token": RATIO}
     reference = {"ref_input": HIDDEN + 0.1, "ref_weight": 0.9 * WEIGHT, "ref_bias": BIAS}
     for loss_type in LOSS_TYPES:
-        if loss_type == "gmpo":
-            continue  # Liger has none
         for level in ("token", "sequence"):
             if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
                 continue
@@ -160,8 +158,6 @@ BEYOND_LIGER = {
         {"off_policy_mask_threshold": 0.05, "loss_type": "grpo"},
         {"old_per_token_logps": OLD, "sampling_per_token_logps": CURRENT + 0.2 * randn(B, T, seed=9)},
     ),
-    "gmpo": ({"loss_type": "gmpo"}, {"old_per_token_logps": OLD}),
-    "gmpo-on-policy": ({"loss_type": "gmpo"}, {}),
     "top-entropy": ({"top_entropy_quantile": 0.4}, {"old_per_token_logps": OLD}),
     "entropy-bonus": ({"entropy_coef": 0.1, "loss_type": "grpo"}, {"old_per_token_logps": OLD}),
     "entropy-bonus-on-policy": ({"entropy_coef": 0.1}, {}),

@@ -230,8 +230,6 @@ def test_what_needs_no_gradient_gets_none_and_changes_no_other(trained):
 @pytest.mark.parametrize("advantages", [ADVANTAGES, ADVANTAGES[:, None]], ids=["per-sequence", "one-column"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_completions_of_one_token_are_as_ligers(loss_type, advantages):
-    if loss_type == "gmpo":
-        pytest.skip("Liger has none")
     options = {"loss_type": loss_type, "max_completion_length": 12, "temperature": TEMPERATURE}
     skip_what_the_installed_liger_lacks({**options, "importance_sampling_level": "token"}, {})
     results = []

@@ -9,7 +9,6 @@ from trl_fused_grpo.loss.batch import GRPOBatch, zero_masked
 from trl_fused_grpo.loss.objective import (
     GRPOObjective,
     gamma_weights,
-    geometric_mean_loss,
     high_entropy_mask,
     off_policy_mask,
 )
@@ -54,17 +53,6 @@ def test_a_weight_that_is_no_number_is_zero():
     assert weights.tolist() == [[0.0], [pytest.approx(1.0)]]
     infinite = GRPOObjective(loss_type="vespo", vespo_lambda_pos=200.0)
     assert gamma_weights(infinite, batch, torch.tensor([[-5.0], [0.0]]))[0].item() == 0.0
-
-
-@pytest.mark.parametrize("advantage", [2.0, 0.5, 0.0, -0.5, -2.0])
-def test_gmpo_clips_a_ratio_on_the_side_that_its_advantage_pushes_it_to(advantage):
-    objective = GRPOObjective(loss_type="gmpo", epsilon_low=0.2, epsilon_high=0.4)
-    log_ratio = [-0.5, 0.1, 0.9, 7.0]  # the last token does not count
-    clipped = [min(value, 0.4) if advantage > 0 else max(value, -0.2) for value in log_ratio[:3]]
-    tensors = torch.tensor([[advantage]]), torch.tensor([log_ratio]), torch.tensor([[1, 1, 1, 0]])
-    loss = geometric_mean_loss(objective, *tensors)
-    assert loss.shape == (1, 1)
-    assert loss.item() == pytest.approx(-advantage * math.exp(sum(clipped) / 3))
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,6 @@ OBJECTIVES = {
     "sequence-level": ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, False),
     "sequence-level-off-policy": ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, True),
     "off-policy-mask": ({"loss_type": "dapo", "off_policy_mask_threshold": 0.05}, True),
-    "gmpo-wide-clip": ({"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.5}, True),
-    "gmpo-kl": ({"loss_type": "gmpo", "beta": 0.2}, True),
-    "gmpo-top-entropy": ({"loss_type": "gmpo", "top_entropy_quantile": 0.4}, True),
     "top-entropy": ({"loss_type": "dapo", "top_entropy_quantile": 0.4}, True),
     "entropy-bonus": ({"loss_type": "grpo", "entropy_coef": 0.1}, True),
     "kl-on-policy": ({"loss_type": "dapo", "beta": 0.2}, False),
@@ -140,8 +137,6 @@ def test_a_forecast_is_made_token_by_token_where_these_do_not_depend_on_each_oth
     assert exists(False, importance_sampling_level="sequence", beta=0.0, kl_estimator="k4")
     assert exists(False, loss_type="vespo")
     assert not exists(True, loss_type="vespo")
-    assert exists(False, loss_type="gmpo")
-    assert not exists(True, loss_type="gmpo")
     assert not exists(False, loss_type="unknown")
 
 
@@ -218,7 +213,7 @@ def test_unknown_and_incompatible_options_raise_with_their_name(options, message
         GRPOObjective(**options).check()
 
 
-@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo", "gmpo"])
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
 def test_ratios_of_sequences_are_refused_where_a_loss_has_none(loss_type):
     message = (
         f"Sequence-level importance sampling is not supported for loss_type='{loss_type}'. Use "

@@ -257,7 +257,7 @@ def flash_attention_4():
 @WINDOWS
 @SEQUENCES
 def test_another_flash_attention_that_torch_was_given(flash_attention_4, kernels_only, sequences, window, width):
-    assert torch_compat.flash_attention_name() == "FlashAttention 4"
+    assert torch_compat.flash_attention_name() == "FA4"
     inputs = random_tensors(width, width, torch.bfloat16)
     options = {**arguments(*sequences), "scaling": SCALING, "sliding_window": window}
     assert_close_to_float64(

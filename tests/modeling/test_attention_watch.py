@@ -32,7 +32,7 @@ def test_an_attention_call_shows_what_rows_must_not_lose():
     assert looked_at(bidirectional) == "its attention is not causal"
     assert looked_at(bidirectional, is_causal=True) is None
     assert looked_at(mask=torch.ones(1, 1, 3, 3)) == "its layers make masks of their own"
-    if "position_bias" in model_compat.SDPA_ARGUMENTS:
+    if "position_bias" in model_compat.FURTHER_SDPA_ARGUMENTS:
         assert looked_at(position_bias=QUERY) == "its attention takes position_bias"
 
 

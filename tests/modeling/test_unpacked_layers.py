@@ -4,19 +4,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from packaging.version import Version
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from tests.layout_pairs import SHAPE, assert_trains_as_stock, from_config, make_pair, short_rows
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.architecture import tokens_looked_back
 from trl_fused_grpo._compat.models import PADDING_MATTERS
 from trl_fused_grpo._compat.required import OLDEST_TRL, TRL
-from trl_fused_grpo.modeling.layers.sequence_rows import ALIGNMENT, SequenceRows, SpacedRow, length_groups
+from trl_fused_grpo.modeling.layers.sequence_rows import SequenceRows, length_groups
 from trl_fused_grpo.modeling.layers.unpacked import unpacked_layers
 from trl_fused_grpo.parity.tiny import tiny_model
 
@@ -190,45 +187,3 @@ def test_lengths_are_grouped_so_that_rows_cost_least():
     assert length_groups(lengths, most=1) == [[0, 3, 1, 2, 4]]
     assert length_groups([5]) == [[0]]
     assert sorted(i for group in length_groups(list(range(1, 500))) for i in group) == list(range(499))
-
-
-def test_a_row_with_zeros_between_sequences_gives_back_what_it_was_given():
-    lengths, zeros = [3, 1, 2], 2
-    rows = SpacedRow(lengths, torch.device("cpu"), zeros)
-    packed = torch.randn(1, 6, 4, dtype=torch.float64, requires_grad=True)
-    (row,) = rows.unpack(packed)
-    expected = torch.cat([F.pad(part, (0, 0, zeros, 0)) for part in packed[0].split(lengths)])[zeros:]
-    assert row.shape[1] % ALIGNMENT == 0
-    assert torch.equal(row, F.pad(expected, (0, 0, 0, row.shape[1] - len(expected))).unsqueeze(0))
-    assert torch.equal(rows.pack([row]), packed)
-    assert torch.autograd.gradcheck(lambda x: rows.pack([rows.unpack(x)[0].sin()]), packed)
-
-
-def test_short_convolutions_run_once_over_all_sequences(tmp_path, monkeypatch):
-    if "lfm2" in PADDING_MATTERS:
-        pytest.skip("this transformers lets padding into its convolutions")
-    shapes, of_group = set(), SpacedRow.of_group
-
-    def look(self, packed, group):
-        row = of_group(self, packed, group)
-        shapes.add((*row.shape, len(packed)))
-        return row
-
-    monkeypatch.setattr(SpacedRow, "of_group", look)
-    fused, stock = make_pair(tmp_path, lambda: tiny_model("lfm2"), {})
-    convolution = next(m for m in fused.model.modules() if tokens_looked_back(m) is not None)
-    assert_trains_as_stock(fused, stock, short_rows(8))
-    zeros, width = tokens_looked_back(convolution) * 7, convolution.in_proj.in_features
-    aligned = [-(-(shape[3] + zeros) // ALIGNMENT) * ALIGNMENT for shape in shapes]
-    assert any(shape[:3] == (1, length, width) for shape, length in zip(shapes, aligned, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["bias", "weight-of-its-own", "two-convolutions"])
-def test_what_may_make_something_of_zeros_has_rows_of_its_own(kind):
-    module = nn.Module()
-    module.first, module.conv = nn.Linear(4, 4, bias=kind == "bias"), nn.Conv1d(4, 4, 3, groups=4, padding=2)
-    if kind == "weight-of-its-own":
-        module.decay = nn.Parameter(torch.ones(4))
-    if kind == "two-convolutions":
-        module.other = nn.Conv1d(4, 4, 3)
-    assert tokens_looked_back(module) is None

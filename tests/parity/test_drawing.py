@@ -21,8 +21,7 @@ from trl_fused_grpo.parity.case import Rollout
 DRAWS = 5_000
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8").split())
 LAST = {
-    *("fused_verify", "fused_skip_zero_grad_sequences", "equal_completions"),
-    *("fused_require_on_policy", "kl_estimator"),
+    *("fused_verify", "fused_skip_zero_grad_sequences", "equal_completions", "kl_estimator"),
 }
 
 
@@ -68,17 +67,6 @@ def test_what_is_drawn_last_leaves_all_else_as_it_was(drawn, monkeypatch):
         assert draw(4, index) == {name: value for name, value in options.items() if name not in LAST}
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("skips", [None, True], ids=["default", "skip-old-logps"])
-@pytest.mark.parametrize("sampling", [None, "token"], ids=["no-sampler", "sampler"])
-def test_the_trainer_takes_on_policy_steps_alone_where_that_is_drawn(settings, sampling, skips):
-    options = {"rollout": True, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
-    options |= {"sampling": sampling} if sampling else {}
-    options |= {"vllm_importance_sampling_mode": "token_truncate"} if sampling else {}
-    options |= {"fused_skip_old_logps": skips} if skips else {}
-    assert result_of(settings, **options, fused_require_on_policy=True).verdict == "equal"
-
-
 @pytest.mark.any_trl
 def test_the_last_options_go_where_they_belong():
     case = random_case('random:{"rollout":true,"kl_estimator":"k3","fused_verify":1,"equal_completions":true}')
@@ -107,7 +95,7 @@ def test_a_false_warning_of_a_comparison_is_different(settings, monkeypatch):
     class Warns(FusedGRPOTrainer):
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
-            trl_compat.metrics_of(self)["fused/verify_head_grad"].append(0.04)
+            trl_compat.metrics_of(self)["fused/verify_logps"].append(0.04)
             return loss
 
     monkeypatch.setattr("trl_fused_grpo.FusedGRPOTrainer", Warns)

@@ -255,7 +255,7 @@ FOUND = {
         "fused_verify": 1,
     },
     # A dropout of another head, which the model does not have, kept old log-probs in a forward of their own
-    "gpt2-on-policy": {"model": "gpt2", "rollout": True, "sampling": "token", "fused_require_on_policy": True},
+    "gpt2-on-policy": {"model": "gpt2", "rollout": True, "sampling": "token"},
     # Old log-probs came from the training forward, whose rows are others: before transformers 5.18 they see each other
     "rows-that-see-others": {"model": "doge", "rollout": True, "steps_per_generation": 4, "rows": 2, "group": 2},
     "rows-that-see-others-kl": {

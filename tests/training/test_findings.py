@@ -28,7 +28,7 @@ from trl import GRPOTrainer
 from tests.code_of import as_code_of
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer, reward_length
-from trl_fused_grpo import FusedGRPOTrainer, FusedRLOOConfig, FusedRLOOTrainer, fuse
+from trl_fused_grpo import FusedGRPOTrainer, FusedRLOOConfig, FusedRLOOTrainer
 from trl_fused_grpo._compat import tried_architectures
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.libraries import is_library_function
@@ -650,13 +650,6 @@ def test_a_training_of_libraries_code_stays_at_the_highest_level(tmp_path, caplo
     trainer.train()
     assert trainer._fused.look() == Findings()
     assert not [record.message for record in caplog.records if record.message.startswith("Level ")]
-
-
-def test_gmpo_gives_no_reason(tmp_path):
-    pytest.importorskip("trl.experimental.gmpo")
-    from trl.experimental.gmpo import GMPOTrainer
-
-    assert make_trainer(tmp_path, fuse(GMPOTrainer))._fused.look() == Findings()
 
 
 # The user's word

@@ -34,7 +34,7 @@ def begun(folder, **options):
 
 
 def memory_of(trainer, compiled=False):
-    return gradient_memory(trainer, trainer._fused.engine.causal_lm(trainer.model), True, compiled)
+    return gradient_memory(trainer, trainer._fused.engine.causal_lm(trainer.model), compiled)
 
 
 def limits_of(trainer, padded, has_images=False):
@@ -135,7 +135,7 @@ def test_gradients_and_layers_that_do_not_checkpoint_are_seen(tmp_path):
 )
 def test_the_memory_is_left_where_what_is_assumed_of_it_does_not_hold(tmp_path, options, reason):
     trainer = begun(tmp_path, **options)
-    found = why_not_in_memory_of_gradients(trainer, trainer.model, "packed")
+    found = why_not_in_memory_of_gradients(trainer, trainer.model)
     assert found is None if reason is None else re.search(reason, found)
     assert (memory_of(trainer) == GradientMemory()) == (reason is not None)
 
@@ -146,7 +146,7 @@ def test_matrices_that_are_shards_or_none_are_not_counted_on(tmp_path):
         for module in layer.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 module.register_parameter(name, nn.Parameter(parameter.detach().flatten()))
-    assert "not known" in why_not_in_memory_of_gradients(trainer, trainer.model, "packed")
+    assert "not known" in why_not_in_memory_of_gradients(trainer, trainer.model)
 
 
 def test_matrices_that_are_buffers_are_not_known(tmp_path):
@@ -154,7 +154,7 @@ def test_matrices_that_are_buffers_are_not_known(tmp_path):
     trainer = begun(tmp_path)
     trainer.model.model.layers[1].mlp.register_buffer("quantized", torch.zeros(8, 8))
     trainer.model.model.layers[1].mlp.act_fn = nn.SiLU()  # what is known of a model is found out anew
-    assert "not known" in why_not_in_memory_of_gradients(trainer, trainer.model, "packed")
+    assert "not known" in why_not_in_memory_of_gradients(trainer, trainer.model)
 
 
 @pytest.mark.parametrize("is_view", [True, False])
@@ -164,14 +164,14 @@ def test_gradients_that_stay_in_ddp_s_buckets_free_nothing(tmp_path, monkeypatch
     nn.Module.__init__(wrapped)
     wrapped.gradient_as_bucket_view = is_view
     trainer.model_wrapped = wrapped
-    reason = why_not_in_memory_of_gradients(trainer, trainer.model, "packed")
+    reason = why_not_in_memory_of_gradients(trainer, trainer.model)
     assert reason == ("gradients stay where DDP reduces them" if is_view else None)
 
 
 def test_deepspeed_keeps_its_own(tmp_path):
     trainer = begun(tmp_path)
     trainer.is_deepspeed_enabled = True
-    assert "DeepSpeed" in why_not_in_memory_of_gradients(trainer, trainer.model, "packed")
+    assert "DeepSpeed" in why_not_in_memory_of_gradients(trainer, trainer.model)
 
 
 @pytest.mark.sample(2)

@@ -4,7 +4,6 @@ import functools
 import inspect
 import pickle
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -12,14 +11,13 @@ import trl
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
-from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, fuse, fuse_config, patch
+from trl_fused_grpo import FusedGRPOTrainer, fuse, fuse_config, patch
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.trainers import STEP_METHODS, trl_class
+from trl_fused_grpo._compat.trainers import trl_class
 from trl_fused_grpo.parity.case import Batch, Case
 from trl_fused_grpo.parity.run_case import run_case
 from trl_fused_grpo.parity.tiny.batches import make_data
 from trl_fused_grpo.parity.trainers import Settings, fused_trainer, stock_trainer
-from trl_fused_grpo.training.findings import Findings, loss_type_of, replaced_method, replaced_objective
 from trl_fused_grpo.training.plan import why_forwards_are_not_shared
 from trl_fused_grpo.training.requests import LogpsArgs
 
@@ -196,55 +194,6 @@ def test_arguments_of_the_log_prob_method_arrive_by_position_and_by_name():
 
 
 # Configurations
-
-
-# GMPO, whose objective is known
-
-
-@pytest.fixture
-def gmpo() -> Any:
-    pytest.importorskip("trl.experimental.gmpo")
-    from trl.experimental.gmpo import GMPOTrainer
-
-    return GMPOTrainer
-
-
-def test_gmpo_counts_as_trls_own_in_either_order_of_bases(tmp_path, gmpo):
-    for cls in (fuse(gmpo), type("Mine", (FusedGRPOTrainer, gmpo), {})):
-        trainer = make_trainer(tmp_path, cls)
-        assert loss_type_of(trainer) == "gmpo"
-        assert replaced_method(trainer, (*STEP_METHODS, *trl_compat.OBJECTIVE_METHODS)) is None
-        assert trainer._fused.look() == Findings()
-        assert replaced_objective(trainer) is None
-        assert why_forwards_are_not_shared(trainer, trainer._fused.ladder.findings, True) is None
-
-
-def test_gmpo_takes_none_of_grpos_other_options_and_its_forecast_holds(tmp_path, gmpo):
-    options = {"importance_sampling_level": "sequence", "delta": 1.5, "loss_type": "bnpo", "beta": 0.0}
-    old = make_inputs()["completion_mask"] * -7.0
-    inputs = make_inputs(old_per_token_logps=old + 0.3 * torch.randn(old.shape))
-    trainer, stock = (make_trainer(tmp_path, cls, config=config, **options) for cls, config in (
-        (fuse(gmpo), FusedGRPOConfig), (gmpo, GRPOConfig)
-    ))  # fmt: skip
-    loss, gradients = loss_and_gradients(trainer, inputs)
-    assert trainer.fused_stats.rows > 0
-    assert trainer.fused_stats.recomputed == 0
-    expected, expected_gradients = loss_and_gradients(stock, inputs)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-6)
-
-
-def test_a_loss_that_replaces_gmpos_is_the_users(tmp_path, gmpo, monkeypatch):
-    class Mine(gmpo):
-        def _compute_loss(self, model, inputs):
-            return 2 * super()._compute_loss(model, inputs)
-
-    trainer = make_trainer(tmp_path, fuse(Mine))
-    assert replaced_objective(trainer) == "Mine._compute_loss"
-    trainer = make_trainer(tmp_path, fuse(gmpo))
-    own_loss = gmpo._compute_loss
-    monkeypatch.setattr(gmpo, "_compute_loss", functools.wraps(own_loss)(lambda *args: own_loss(*args)))
-    assert replaced_objective(trainer) == "GMPOTrainer._compute_loss"
 
 
 def test_papo_which_reads_padding_and_draws_masks_trains_as_stock(tmp_path):

@@ -1,5 +1,7 @@
 """`fused_memory`: what a training takes of the device's memory for speed, and that it trains the same."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,32 +11,30 @@ from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOConfig
 from trl_fused_grpo.modeling.head import fused_forward
 from trl_fused_grpo.training import engine, memory
-from trl_fused_grpo.training.memory import DeviceMemory, MemoryBudget
+from trl_fused_grpo.training.memory import MemoryBudget
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-class Memory(DeviceMemory):
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
     """1000 bytes of which 200 stay allocated; a step takes 300 more."""
-
-    def __init__(self, total=1000, allocated=200, peak=500):
-        self.numbers = total, allocated, peak
-
-    total = property(lambda self: self.numbers[0])
-    allocated = property(lambda self: self.numbers[1])
-    peak = property(lambda self: self.numbers[2])
-
-    def forget_peak(self):
-        pass
+    numbers = SimpleNamespace(total_memory=1000, allocated=200, peak=500)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: numbers)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: numbers.allocated)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: numbers.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    return numbers
 
 
+CPU = torch.device("cpu")
 WEIGHT = nn.Parameter(torch.zeros(25))  # 100 bytes, and so its gradient
 
 
 def learned(fraction, tokens=10):
     """A budget that has seen two steps."""
-    budget = MemoryBudget((fraction + 1e-6) / memory.USABLE, Memory())  # the limit is a whole number
+    budget = MemoryBudget((fraction + 1e-6) / memory.USABLE, CPU)  # the limit is a whole number
     for step in range(2):
         budget.begin(step, tokens, [WEIGHT])
         budget.learn()
@@ -45,11 +45,12 @@ def test_a_forward_gets_the_tokens_that_fit():
     """300 bytes were taken by 10 tokens."""
     assert learned(0.9).most_tokens([WEIGHT]) == 23  # in 700 bytes
     assert learned(0.55).most_tokens([WEIGHT]) == 11
-    assert MemoryBudget(0.9, Memory()).most_tokens([WEIGHT]) == 0
+    assert MemoryBudget(0.9, CPU).most_tokens([WEIGHT]) == 0
 
 
-def test_gradients_that_exist_before_a_forward_are_part_of_what_it_takes():
-    budget = MemoryBudget((0.9 + 1e-6) / memory.USABLE, Memory(allocated=300))
+def test_gradients_that_exist_before_a_forward_are_part_of_what_it_takes(device):
+    device.allocated = 300
+    budget = MemoryBudget((0.9 + 1e-6) / memory.USABLE, CPU)
     WEIGHT.grad = torch.zeros(25)
     try:
         budget.begin(1, 10, [WEIGHT])
@@ -59,9 +60,9 @@ def test_gradients_that_exist_before_a_forward_are_part_of_what_it_takes():
         WEIGHT.grad = None
 
 
-def test_a_forward_of_many_more_tokens_shows_anew_what_it_takes():
+def test_a_forward_of_many_more_tokens_shows_anew_what_it_takes(device):
     budget = learned(0.9)
-    budget.memory.numbers = 1000, 200, 850
+    device.peak = 850
     budget.begin(2, 11, [WEIGHT])  # not many more
     budget.learn()
     assert budget.most_tokens([WEIGHT]) == 23
@@ -70,9 +71,9 @@ def test_a_forward_of_many_more_tokens_shows_anew_what_it_takes():
     assert budget.most_tokens([WEIGHT]) == 21  # 650 bytes were taken by 20
 
 
-def test_the_forward_that_took_most_counts():
+def test_the_forward_that_took_most_counts(device):
     budget = learned(0.9)
-    budget.memory.numbers = 1000, 200, 300  # somebody let torch count the peak anew
+    device.peak = 300  # somebody let torch count the peak anew
     budget.begin(1, 10, [WEIGHT])
     budget.learn()
     assert budget.most_tokens([WEIGHT]) == 23
@@ -81,7 +82,7 @@ def test_the_forward_that_took_most_counts():
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("together", [1, 3])
-def test_tokens_are_counted_as_the_model_runs_them(tmp_path, monkeypatch, layout, together):
+def test_tokens_are_counted_as_the_model_runs_them(tmp_path, monkeypatch, device, layout, together):
     """A prompt of several completions once in packed rows; what a limit of tokens allows is counted the same way."""
     seen, counted = [], []
 
@@ -90,7 +91,8 @@ def test_tokens_are_counted_as_the_model_runs_them(tmp_path, monkeypatch, layout
             counted.append(tokens)
 
     options = {"gradient_accumulation_steps": 3, "max_steps": 1, "fused_layout": layout, "fused_memory": 0.5}
-    monkeypatch.setattr(engine, "memory_budget", lambda trainer, fraction: Counting(fraction, Memory(total=2**40)))
+    monkeypatch.setattr(engine, "memory_budget", lambda trainer, fraction: Counting(fraction, CPU))
+    device.total_memory = 2**40
     trainer = make_trainer(tmp_path, fused_max_tokens_per_forward=10_000 if together > 1 else 0, **options)
     use_sampler(trainer)
 
@@ -124,7 +126,7 @@ def test_a_cpu_has_no_budget(tmp_path, caplog):
     assert trainer._fused.engine.memory is None
 
 
-def test_forwards_grow_into_it_and_train_the_same(tmp_path, monkeypatch):
+def test_forwards_grow_into_it_and_train_the_same(tmp_path, monkeypatch, device):
     rows, original = [], engine.compute_logps
 
     def compute_logps(request, options, call, images):
@@ -142,8 +144,9 @@ def test_forwards_grow_into_it_and_train_the_same(tmp_path, monkeypatch):
         )
 
     def plenty(trainer, fraction):
-        return None if fraction is None else MemoryBudget(fraction, Memory(total=2**40, allocated=0, peak=2**20))
+        return None if fraction is None else MemoryBudget(fraction, CPU)
 
+    device.total_memory, device.allocated, device.peak = 2**40, 0, 2**20
     monkeypatch.setattr(engine, "compute_logps", compute_logps)
     monkeypatch.setattr(engine, "memory_budget", plenty)
     monkeypatch.setattr(memory, "gradient_memory", lambda *_: memory.GradientMemory())

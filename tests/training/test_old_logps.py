@@ -153,8 +153,8 @@ def test_weights_that_do_not_move_have_a_ratio_of_exactly_one_in_bfloat16(tmp_pa
     differences: list[float] = []
     fill = trainer._fused.old_logps.fill
 
-    def filled(loss_call, result, counts=True):
-        fill(loss_call, result, counts)
+    def filled(loss_call, result):
+        fill(loss_call, result)
         old = loss_call.inputs.get("old_per_token_logps")
         mask = loss_call.inputs["completion_mask"].bool()
         differences.append(0.0 if old is None else float((old - result.logps.detach())[mask].abs().amax()))

@@ -1,7 +1,6 @@
 """Options that are asked for: refused where they cannot hold, logged where they have no effect, kept otherwise."""
 
 import logging
-from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -143,32 +142,6 @@ def test_the_log_says_why_old_log_probs_are_not_skipped_where_that_was_asked_for
     assert line.startswith("fused_skip_old_logps=True has no effect, because TRL computes none")
 
 
-OFF_POLICY = {"num_iterations": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
-
-
-def test_a_schedule_that_needs_old_log_probs_is_refused_where_that_was_asked_for(tmp_path):
-    make_trainer(tmp_path, fused_require_on_policy=True)
-    with pytest.raises(ValueError, match="because the weights move while a generation batch is in use"):
-        make_trainer(tmp_path, fused_require_on_policy=True, **OFF_POLICY)
-
-
-@pytest.mark.parametrize(
-    ("window", "options", "reason"),
-    [
-        ("on-policy", {}, None),
-        ("misaligned", {}, "the weights move"),
-        ("on-policy", {"fused_skip_old_logps": False}, "fused_skip_old_logps=False"),
-    ],
-)
-def test_old_log_probs_for_vllms_ratio_are_refused_before_generation(tmp_path, window, options, reason):
-    trainer = trainer_of(tmp_path, "dapo", window, "token_truncate")
-    trainer.args.fused_require_on_policy = True
-    for name, value in options.items():
-        setattr(trainer.args, name, value)
-    with pytest.raises(ValueError, match=f"because {reason}") if reason else nullcontext():
-        trainer.train()
-
-
 @pytest.mark.parametrize("window", SCHEDULES)
 def test_old_log_probs_of_any_schedule_are_skipped_until_something_replaced_may_move_weights(
     tmp_path, warnings_logged, window
@@ -176,11 +149,12 @@ def test_old_log_probs_of_any_schedule_are_skipped_until_something_replaced_may_
     trainer = trainer_of(tmp_path, "dapo", window, "token_truncate")
     trainer.args.fused_skip_old_logps = True
     before, engine = warnings_logged(), trainer._fused.engine
-    log_what_has_no_effect(trainer, engine.options_asked_for(), trainer._fused.look(), packed=True)
+    engine.read_options()
+    log_what_has_no_effect(trainer, engine.options, trainer._fused.look(), packed=True)
     assert warnings_logged() == before
     trainer.accelerator.backward = lambda *args, **kwargs: None
     findings = trainer._fused.look()  # as every window begins
-    log_what_has_no_effect(trainer, engine.options_asked_for(), findings, packed=True)
+    log_what_has_no_effect(trainer, engine.options, findings, packed=True)
     assert "fused_skip_old_logps=True has no effect, because Accelerator.backward may see" in warnings_logged()[-1]
     assert "the moment when weights move" in warnings_logged()[-1]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from trl_fused_grpo import FusedGRPOTrainer, patch
 from trl_fused_grpo.cli import app, main
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.defaults import patched_options
+from trl_fused_grpo.options import patched_options
 
 from .stock_script import assert_fused_and_equal, told_by
 
@@ -42,7 +42,7 @@ def test_patch_and_run_train_as_stock(train, stock, script):
 
 TELLING = """
 import json, sys, trl
-from trl_fused_grpo.defaults import patched_options
+from trl_fused_grpo.options import patched_options
 if __name__ == "__main__":
     told = [sys.argv, sys.path[0], trl.GRPOTrainer.__name__, patched_options().fused_layout]
     open(sys.argv[1], "w").write(json.dumps(told))

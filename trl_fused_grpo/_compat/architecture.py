@@ -115,21 +115,6 @@ def carries_state(module: nn.Module) -> bool:
     return any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
 
 
-def tokens_looked_back(module: nn.Module) -> int | None:
-    """
-    How many tokens back a module sees that is a short convolution between projections without bias (LFM2): zeros in its
-    input are zeros before the convolution. `None` for anything else, which may carry its state on over zeros.
-    """
-    if next(module.parameters(recurse=False), None) is not None or next(module.buffers(), None) is not None:
-        return None
-    convolutions = [child for child in module.children() if type(child) is nn.Conv1d]
-    others = [child for child in module.children() if type(child) is not nn.Conv1d]
-    if len(convolutions) != 1 or any(type(child) is not nn.Linear or child.bias is not None for child in others):
-        return None
-    (kernel_size,), (dilation,) = convolutions[0].kernel_size, convolutions[0].dilation
-    return (kernel_size - 1) * dilation
-
-
 def takes_attention_interface(text_model: nn.Module) -> bool:
     """
     Return `True` if modules of a text model may look their attention up in transformers' table: the model says so, or

@@ -28,13 +28,8 @@ def _regenerate(cls: type) -> None:
 
 def _descendants(cls: type) -> list[type]:
     """Subclasses of every depth, each after those that it inherits from."""
-    descendants: set[type] = set()
-    to_visit = [cls]
-    while to_visit:
-        new = [sub for sub in to_visit.pop().__subclasses__() if sub not in descendants]
-        descendants.update(new)
-        to_visit += new
-    return sorted(descendants, key=lambda sub: len(sub.__mro__))  # a class has more ancestors than any of them
+    found = {sub for child in cls.__subclasses__() for sub in (child, *_descendants(child))}
+    return sorted(found, key=lambda sub: len(sub.__mro__))  # a class has more ancestors than any of them
 
 
 def add_field(cls: Any, name: str, of_type: Any, new: Any) -> None:

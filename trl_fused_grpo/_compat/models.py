@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .libraries import is_library_function
 from .required import TRANSFORMERS as TRANSFORMERS
+from .torch import modules_of
 
 
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
@@ -118,6 +119,22 @@ def masks_state(model: PreTrainedModel) -> bool:
     return function is not None and not function(torch.ones(1, 2, 1), torch.tensor([[0, 1]]))[0, 0].any()
 
 
+# From 5.0 on transformers hooks the input embeddings whenever checkpointing is switched on, which TRL does after each
+# generation: thousands of hooks in the end that all do the same, in stock too
+_HOOK_MAKER = f"{PreTrainedModel.enable_input_require_grads.__qualname__}.<locals>."
+
+
+def forget_repeated_hooks(model: nn.Module) -> None:
+    """Remove all of these hooks but the last one of each module."""
+    for module in modules_of(model):
+        hooks = module._forward_hooks
+        if not hooks:
+            continue
+        repeated = [key for key, hook in hooks.items() if getattr(hook, "__qualname__", "").startswith(_HOOK_MAKER)]
+        for key in repeated[:-1]:
+            del hooks[key]
+
+
 def checkpoint_function(layer: Any) -> Any:
     """The function with which a layer of transformers checkpoints; `None` before checkpointing is enabled."""
     return getattr(layer, "_gradient_checkpointing_func", None)
@@ -214,15 +231,13 @@ def is_transformers_own(function: Any) -> bool:
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
 
 
-# What transformers' attention through SDPA may be called with by position, after the mask. Those that say more than
-# dropout, scale and causality came with transformers 5 (`position_bias`, a paged cache)
-SDPA_ARGUMENTS = [
+# What transformers' attention through SDPA takes after the mask, beside dropout, scale and causality: from
+# transformers 5 on (`position_bias`, a paged cache)
+FURTHER_SDPA_ARGUMENTS = [
     name
     for name, argument in list(inspect.signature(sdpa_attention_forward).parameters.items())[5:]
-    if argument.kind is not argument.VAR_KEYWORD
+    if argument.kind is not argument.VAR_KEYWORD and name not in ("dropout", "scaling", "is_causal")
 ]
-# Those beside dropout, scale and causality
-FURTHER_SDPA_ARGUMENTS = [name for name in SDPA_ARGUMENTS if name not in ("dropout", "scaling", "is_causal")]
 
 # Whether transformers' attention through SDPA refuses soft-capped scores; before transformers 5.14 or so it leaves out
 # the cap without a word

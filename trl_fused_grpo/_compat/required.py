@@ -2,9 +2,8 @@
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from types import CodeType
-from typing import Any
 
 import transformers
 import trl
@@ -107,17 +106,13 @@ def _names_used(trainer_class: type) -> set[str]:
         if not cls.__module__.startswith(("transformers.", "builtins")):
             used.update(vars(cls))
             methods = [inspect.unwrap(m) for m in vars(cls).values() if callable(m) and not isinstance(m, type)]
-            used.update(name for code in _codes(methods) for name in code.co_names)
+            used.update(*(names_in(method.__code__) for method in methods if hasattr(method, "__code__")))
     return used
 
 
-def _codes(functions: Iterable[Any]) -> Iterator[CodeType]:
-    """The code of functions, and of the functions inside."""
-    waiting = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    while waiting:
-        code = waiting.pop()
-        yield code
-        waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+def names_in(code: CodeType) -> set[str]:
+    """The names that a code, and the functions inside it, use."""
+    return {*code.co_names}.union(*(names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 check_trl()  # before anything else of the package looks at what may be gone

@@ -29,10 +29,8 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward.default
 
 def flash_attention_name() -> str:
     """Names torch's own, or what `torch.nn.attention.activate_flash_attention_impl` has put in its place."""
-    current = getattr(attention, "current_flash_attention_impl", None)  # torch >= 2.11
-    implementation = current() if current is not None else None
-    names = {None: "torch's FlashAttention", "FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
-    return names.get(implementation, str(implementation))
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)  # torch >= 2.11
+    return current() or "torch's FlashAttention"
 
 
 # Its kernel for float32 and for heads of any width, which torch gives `scaled_dot_product_attention` alone. Of its
@@ -93,14 +91,9 @@ def parameters_of(root: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in found if parameter is not None]
 
 
-def has_own_forward(cls: Any) -> bool:
-    """Return `True` if the forward of a class was defined in the class's own file: nobody has replaced it since."""
-    return getattr(cls.forward, "__globals__", {}).get("__name__") == cls.__module__
-
-
 def replaced_in_linear() -> str | None:
     """The part of torch's linear layer that somebody replaced, in words, or `None`."""
-    if not has_own_forward(nn.Linear):
+    if getattr(nn.Linear.forward, "__globals__", {}).get("__name__") != nn.Linear.__module__:
         return "the forward of torch.nn.Linear"
     function = nn.functional.linear
     is_own = function is torch._C._nn.linear or is_library_function(function)

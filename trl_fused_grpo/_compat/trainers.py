@@ -1,6 +1,4 @@
-"""
-The trainers of TRL that have a fused subclass here, how they differ, and what is known of TRL's own subclasses of them.
-"""
+"""The trainers of TRL that have a fused subclass here, and how they differ."""
 
 import inspect
 import sys
@@ -29,22 +27,10 @@ STEP_METHODS = (
     "_get_per_token_logps_and_entropies",
 )
 
-# Objectives of `loss/objective.py` that a subclass in `trl.experimental` computes. GMPO: TRL >= 1.8, the same in each
-_OBJECTIVES = {("trl.experimental.gmpo.gmpo_trainer", "GMPOTrainer._compute_loss"): "gmpo"}
-
 
 def trl_class(cls: type) -> type:
     """The trainer of TRL, one of [`TRAINERS`] or the asynchronous one, that a class is or inherits from."""
     return next(one for one in cls.__mro__ if one in TRAINERS or is_async(one))
-
-
-def experimental_objective(method: Any) -> str | None:
-    """
-    The loss type that a `_compute_loss` computes if it is that of a trainer in `trl.experimental`; `None` if it is
-    another, or one that [`loss/objective.py`] does not have.
-    """
-    names = getattr(method, "__globals__", {}).get("__name__"), getattr(method, "__qualname__", None)
-    return _OBJECTIVES.get(names)
 
 
 # RLOO: one ratio for each sequence, of which micro-batches keep the sum of the old log-probs. Its KL term is a part of
@@ -54,11 +40,6 @@ def experimental_objective(method: Any) -> str | None:
 def is_rloo(trainer: Any) -> bool:
     """Return `True` if a trainer is an `RLOOTrainer`."""
     return isinstance(trainer, RLOOTrainer)
-
-
-def loss_type(trainer: Any) -> str:
-    """The loss type that TRL's own `_compute_loss` computes; RLOO has no option for it."""
-    return "rloo" if is_rloo(trainer) else trainer.loss_type
 
 
 def beta_of_loss(trainer: Any) -> float:

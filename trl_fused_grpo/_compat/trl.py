@@ -7,8 +7,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from types import CodeType
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +22,11 @@ from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
 from trl.trainer import utils
 
+from trl_fused_grpo._utils import temporary_attr
+
 from .libraries import is_own_module, replaced_name
 from .required import SAMPLING_CLIP_MAX as SAMPLING_CLIP_MAX
-from .required import TRANSFORMERS
+from .required import TRANSFORMERS, names_in
 from .required import TRL as TRL
 
 
@@ -126,15 +127,6 @@ def last_entropy(trainer: Any) -> float:
     return trainer._last_world_entropy
 
 
-def entropy_control(trainer: Any) -> dict[str, Any]:
-    """
-    The attributes on which an adaptive entropy bonus depends, by name. The loss of a window's last micro-batch sets
-    them for the next step.
-    """
-    names = ("entropy_coef", "_last_world_entropy")
-    return {name: getattr(trainer, name) for name in names} if has_entropy_bonus(trainer) else {}
-
-
 # TRL >= 1.15 has a fused head of its own, whose entropies always carry a gradient
 _HAS_FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
 # TRL >= 1.15 takes every family's auxiliary loss from Mixtral's function, earlier ones from the model's own forward
@@ -170,10 +162,6 @@ OBJECTIVE_METHODS = tuple(
 LOGPS_FROM_LOGITS = not _HAS_FUSED_HEAD
 
 
-def _names_in(code: CodeType) -> set[str]:
-    return {*code.co_names}.union(*(_names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
-
-
 # Of TRL's files, of torch and of tensors what TRL < 1.15 computes log-probs of logits with
 _LOGPS_UTILITIES = ("selective_log_softmax", "entropy_from_logits")
 
@@ -182,7 +170,7 @@ _LOGPS_UTILITIES = ("selective_log_softmax", "entropy_from_logits")
 def _called_for_logps() -> set[str]:
     methods = [cls._get_per_token_logps_and_entropies for cls in _TRAINERS]
     functions = [vars(utils)[name] for name in _LOGPS_UTILITIES if name in vars(utils)]
-    return {*_LOGPS_UTILITIES}.union(*(_names_in(inspect.unwrap(one).__code__) for one in (*methods, *functions)))
+    return {*_LOGPS_UTILITIES}.union(*(names_in(inspect.unwrap(one).__code__) for one in (*methods, *functions)))
 
 
 def replaced_in_logps() -> str | None:
@@ -262,22 +250,15 @@ def sampling_clip_range(trainer: GRPOTrainer) -> tuple[float | None, float | Non
     return getattr(trainer, "vllm_importance_sampling_clip_min", None), getattr(trainer, SAMPLING_CLIP_MAX, None)
 
 
-@contextmanager
-def without_liger_flag(args: GRPOConfig | None) -> Generator[None, None, None]:
+def without_liger_flag(args: GRPOConfig | None) -> AbstractContextManager[None]:
     """
-    Hide `use_liger_kernel` from TRL's constructor.
+    Hide `use_liger_kernel` from TRL's constructor, while it lasts.
 
     Up to TRL 1.14 it selects TRL's own Liger loss, which refuses combinations that are supported here; from 1.15 on it
     is deprecated. The layer kernels that it stands for too are applied afterwards.
     """
-    if args is None:  # TRL makes arguments of its own, in which the flag is off
-        yield
-        return
-    wanted, args.use_liger_kernel = args.use_liger_kernel, False
-    try:
-        yield
-    finally:
-        args.use_liger_kernel = wanted
+    # Without arguments TRL makes some of its own, in which the flag is off
+    return nullcontext() if args is None else temporary_attr(args, "use_liger_kernel", False)
 
 
 # TRL >= 1.15 refuses a PEFT adapter on the output projection
@@ -290,18 +271,11 @@ def adapter_on_head_allowed() -> Generator[None, None, None]:
     Lift TRL's refusal of a PEFT adapter on the output projection (TRL >= 1.15), while it lasts: TRL's own log-probs
     would leave the adapter out, the fused ones do not.
     """
-    if not REFUSES_ADAPTER_ON_HEAD:
+    with ExitStack() as stack:
+        for cls in _TRAINERS if REFUSES_ADAPTER_ON_HEAD else ():
+            # Nothing is an instance of it
+            stack.enter_context(temporary_attr(sys.modules[cls.__module__], "BaseTunerLayer", ()))
         yield
-        return
-    modules: list[Any] = [sys.modules[cls.__module__] for cls in _TRAINERS]
-    tuner_layer = modules[0].BaseTunerLayer
-    for module in modules:
-        module.BaseTunerLayer = ()  # nothing is an instance of it
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.BaseTunerLayer = tuner_layer
 
 
 def apply_liger_layer_kernels(model: PreTrainedModel, args: GRPOConfig) -> None:

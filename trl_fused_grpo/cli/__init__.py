@@ -54,9 +54,9 @@ def _doctor(
     """
     Say which paths a training would take, why not a faster one, and what to change.
 
-    Without a model: what is installed, and what is missing. With one it is made from its configuration, without
-    weights. Exits with 1 where the trainer would refuse, with its message, and with 2 where there is nothing to look
-    at: no such model, no such option.
+    Without a model: what is installed. With one it is made from its configuration, without weights. Exits with 1 where
+    the trainer would refuse, with its message, and with 2 where there is nothing to look at: no such model, no such
+    option.
     """
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"--device is cpu or cuda, not {device}.")

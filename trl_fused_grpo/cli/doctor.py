@@ -5,7 +5,6 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat.trl_cli import launch_options, option_names, script_classes
+from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.parity.tiny import tokenizer
-from trl_fused_grpo.training.findings import Findings
-from trl_fused_grpo.training.refusals import check_options
+from trl_fused_grpo.training.refusals import check_kl_estimator
 from trl_fused_grpo.training.summary import Summary, SummaryLine, device_line, versions, versions_line
 
 from .grpo import check_values, read_options
@@ -28,11 +27,6 @@ from .parity import _quiet
 from .words import refuse, unknown_name
 
 
-# What each package is for, beside those that this one needs
-_OPTIONAL = {
-    "peft": "LoRA",
-    "vllm": "generation with use_vllm=True",
-}
 # Options that would start processes, write files or report to a service
 _LEFT_OUT = (
     *("deepspeed", "fsdp", "fsdp_config", "output_dir", "logging_dir"),
@@ -44,14 +38,12 @@ _DISTRIBUTED = ("deepspeed", "fsdp")
 def doctor(model: str | None, config: Path | None, device: str | None, as_json: bool) -> int:
     """Print what a training would do, and return the exit code: 1 where the trainer would refuse."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    summary, refused = _installed(device), None
+    summary, refused = Summary([versions_line(), device_line(torch.device(device))]), None
     if model is not None or config is not None:
         # What TRL prints goes to stderr, so that nothing but the table is on stdout
         with _quiet(), contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
             try:
                 summary = _of_training(model, config, device, Path(folder))
-            except NothingToLookAtError as error:
-                refuse("doctor", str(error))
             except Exception as error:  # whatever the trainer says is the answer
                 refused = f"{type(error).__name__}: {error}"
     if as_json:
@@ -64,58 +56,33 @@ def doctor(model: str | None, config: Path | None, device: str | None, as_json: 
     return 1 if refused else 0
 
 
-class NothingToLookAtError(ValueError):
-    """The model cannot be loaded, or the configuration has something that is no option."""
-
-
-def _installed(device: str) -> Summary:
-    """Lines for installed and missing packages."""
-    found = versions()
-    lines = Summary([versions_line(), device_line(torch.device(device))])
-    for package, purpose in _OPTIONAL.items():
-        if found[package] is None:
-            value = f"not installed, needed for {purpose} alone"
-            lines.append(SummaryLine(package, value, change=f"pip install {package}"))
-    return lines
-
-
 def _of_training(model: str | None, config: Path | None, device: str, folder: Path) -> Summary:
     """The summary of a trainer that is made as TRL would make it, in one process and without weights."""
     try:
         options = read_options(config) if config else {}
     except ValueError as error:
-        raise NothingToLookAtError(str(error)) from error
+        refuse("doctor", str(error))
     known = option_names(FusedGRPOConfig)
     of_launch = launch_options() - known
-    unknown = [name for name in options if name not in known | of_launch]
-    if unknown:
-        raise NothingToLookAtError(f"{config}: {unknown_name(unknown[0], known)}")
+    for name in options:
+        if name not in known | of_launch:
+            refuse("doctor", f"{config}: {unknown_name(name, known)}")
     check_values(options)
     left_out = [name for name in options if name in of_launch or (name in _DISTRIBUTED and options[name])]
     options = {name: value for name, value in options.items() if name not in of_launch.union(_LEFT_OUT)}
     args, model_args = _parsed(options, folder)
     name = model or model_args.model_name_or_path
     if name is None:
-        raise NothingToLookAtError("no model: give --model, or model_name_or_path in the configuration.")
+        refuse("doctor", "no model: give --model, or model_name_or_path in the configuration.")
     trainer = _trainer(name, args, model_args)
-    with _on(trainer, device):
+    # Taken to be on a device that need not be here
+    with temporary_attr(trainer.accelerator.state, "device", torch.device(device)):
         summary = trainer.fused_summary()
     for option in left_out:
         summary.append(SummaryLine(option, "left out here: this looks at one process"))
     if options.get("load_in_4bit") or options.get("load_in_8bit"):
         summary.append(SummaryLine("quantization", "left out here: layers are looked at as they are without it"))
     return summary
-
-
-@contextlib.contextmanager
-def _on(trainer: Any, device: str) -> Generator[None, None, None]:
-    """While it lasts, a trainer is taken to be on a device, which need not be here."""
-    state = trainer.accelerator.state
-    kept, state.device = state.device, torch.device(device)
-    try:
-        yield
-    finally:
-        state.device = kept
 
 
 def _parsed(options: dict[str, Any], folder: Path) -> tuple[Any, Any]:
@@ -167,7 +134,7 @@ def _trainer(name: str, args: Any, model_args: Any) -> Any:
     )
     args.use_vllm, args.beta = use_vllm, beta
     trainer.use_vllm, trainer.beta = use_vllm, beta
-    check_options(trainer, trainer._fused.engine.options_asked_for(), Findings())
+    check_kl_estimator(trainer, trainer._fused.engine.options.kl_estimator)
     return trainer
 
 
@@ -177,8 +144,7 @@ def _model_without_weights(name: str, init: dict[str, Any]) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(name, **where)
     except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())
-        raise NothingToLookAtError(f"the model {name} cannot be loaded: {why}") from error
+        refuse("doctor", f"the model {name} cannot be loaded: {' '.join(str(error).split())}")
     architecture = (config.architectures or [""])[0]
     auto: Any = transformers.AutoModelForCausalLM
     if architecture.endswith("ForConditionalGeneration"):

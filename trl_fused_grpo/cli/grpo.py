@@ -5,8 +5,7 @@ from typing import Any
 
 import yaml
 
-from trl_fused_grpo.defaults import read_option
-from trl_fused_grpo.options import FusedOptions
+from trl_fused_grpo.options import FusedOptions, read_option
 
 from .words import refuse, unknown_name
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trl_fused_grpo.defaults import read_option
-from trl_fused_grpo.options import BASIC_OPTIONS, FusedOptions, allowed_values
+from trl_fused_grpo.options import BASIC_OPTIONS, FusedOptions, allowed_values, read_option
 
 from .words import OneLineParser, refuse
 

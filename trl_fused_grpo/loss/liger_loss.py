@@ -189,10 +189,12 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         )
         mask = attention_mask.float()  # [B, T]
         normalizer = step_normalizer(objective, mask, num_items_in_batch, normalizer)
-        objective, selected = self._select_positions(objective, mask, vllm_is_ratio)
+        selected, has_kl = mask != 0, self.use_ref_model and self.beta != 0.0
+        has_token_ratio = vllm_is_ratio is not None and as_columns(vllm_is_ratio).shape[1] > 1
+        if luspo_counts_padding(objective, has_kl, has_token_ratio):
+            objective, selected = replace(objective, reduction="padded_sequence_sum"), torch.ones_like(selected)
         temperatures = self.temperature if temperature is None else temperature
         logps_of = partial(selected_logps, selected_token_ids, temperatures, logits_mib=self.logits_mib)
-        has_kl = self.use_ref_model and self.beta != 0.0
         reference = ref_per_token_logps, ref_input, ref_weight, ref_bias
         ref_per_token_logps = reference_logps(*reference, selected, logps_of) if has_kl else None
         batch = GRPOBatch(
@@ -209,14 +211,6 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         logps_of = partial(logps_of, _input, head_of(lin_weight, bias))
         logps, entropies = self._policy_logps(objective, batch, selected, logps_of, return_outputs)  # [B, T]
         return self._outputs(objective, batch, logps, entropies, return_outputs)
-
-    def _select_positions(
-        self, objective: GRPOObjective, mask: Tensor, ratio: Tensor | None
-    ) -> tuple[GRPOObjective, Tensor]:
-        """The positions whose log-probabilities are computed, bool `[B, T]`, and the objective over them."""
-        if self._padding_counts(objective, ratio):
-            return replace(objective, reduction="padded_sequence_sum"), torch.ones_like(mask, dtype=torch.bool)
-        return objective, mask != 0
 
     def _policy_logps(
         self,
@@ -250,8 +244,3 @@ class FusedLinearGRPOLoss(LigerFusedLinearGRPOLoss):
         return loss, tuple(
             metrics[name] for name in ("kl", "cispo_clip_ratio", "clip_ratio/region_mean") if name in metrics
         )
-
-    def _padding_counts(self, objective: GRPOObjective, ratio: Tensor | None) -> bool:
-        """Return `True` if padding takes part in the loss, as in Liger's LUSPO."""
-        has_kl = self.use_ref_model and objective.beta != 0.0
-        return luspo_counts_padding(objective, has_kl, ratio is not None and as_columns(ratio).shape[1] > 1)

@@ -1,6 +1,5 @@
 """Metrics of one micro-batch, and the output that carries them."""
 
-import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -42,9 +41,6 @@ def named_metrics(
     if objective.loss_type in CLIPPED_LOSSES:
         low = (terms.ratio < 1 - objective.epsilon_low) & (batch.advantages < 0)
         high = (terms.ratio > 1 + objective.epsilon_high) & (batch.advantages > 0)
-    elif objective.loss_type == "gmpo":
-        low = (terms.ratio < math.exp(-objective.epsilon_low)) & (batch.advantages < 0)
-        high = (terms.ratio > math.exp(objective.epsilon_high)) & (batch.advantages > 0)
     elif objective.loss_type == "cispo":
         high = (terms.ratio > objective.epsilon_high) & (batch.advantages > 0)
     metrics = {

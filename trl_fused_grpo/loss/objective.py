@@ -19,7 +19,7 @@ from .batch import GRPOBatch
 
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 GLOBAL_NORMALIZER_LOSSES = ("dapo", "cispo", "vespo")
-LOSS_TYPES = (*CLIPPED_LOSSES, "cispo", "sapo", "vespo", "gmpo")
+LOSS_TYPES = (*CLIPPED_LOSSES, "cispo", "sapo", "vespo")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k4")
 IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
 REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length", "sequence_sum", "sum")
@@ -27,7 +27,7 @@ REDUCTION_ALIASES = {"seq_mean_token_sum_norm": "fixed_length"}  # SkyRL's name
 
 _REDUCTION_OF = {
     **dict.fromkeys(("bnpo", *GLOBAL_NORMALIZER_LOSSES), "token_mean"),
-    **dict.fromkeys(("grpo", "sapo", "gmpo"), "sequence_mean"),
+    **dict.fromkeys(("grpo", "sapo"), "sequence_mean"),
     "dr_grpo": "fixed_length",
     "luspo": "sequence_sum",
 }
@@ -41,11 +41,10 @@ class GRPOObjective:
     """
     The options of a GRPO objective, under TRL's names.
 
-    `epsilon_high` is the upper clip range, or for CISPO the upper bound of the ratio itself. GMPO clips the log of the
-    ratio, at `-epsilon_low` and `epsilon_high`. `delta` is the upper bound of the ratio in two-sided clipping.
-    `entropy_coef` is the coefficient for this batch: 0.0 without an entropy bonus, or while TRL's adaptive control is
-    off. [`kl_loss`] explains `kl_estimator`. [`~reduction.token_weights`] explains `reduction`; `None` takes that of
-    the loss type.
+    `epsilon_high` is the upper clip range, or for CISPO the upper bound of the ratio itself. `delta` is the upper bound
+    of the ratio in two-sided clipping. `entropy_coef` is the coefficient for this batch: 0.0 without an entropy bonus,
+    or while TRL's adaptive control is off. [`kl_loss`] explains `kl_estimator`. [`~reduction.token_weights`] explains
+    `reduction`; `None` takes that of the loss type.
     """
 
     loss_type: str = "dapo"
@@ -84,7 +83,7 @@ class GRPOObjective:
             if getattr(self, name) not in known:
                 choices = ", ".join(map(repr, filter(None, known)))
                 raise ValueError(f"Unknown {name} {getattr(self, name)!r}: expected one of {choices}.")
-        if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo", "gmpo"):
+        if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo"):
             raise ValueError(
                 f"Sequence-level importance sampling is not supported for loss_type={self.loss_type!r}. Use "
                 "importance_sampling_level='token' instead."
@@ -127,15 +126,15 @@ class GRPOObjective:
         Return `True` if a token's gradient depends on no other token's log-probability, so that it can be forecast
         token by token.
 
-        The off-policy sequence mask depends on other tokens. So do sequence-level ratios, the geometric mean of GMPO
-        and VESPO's weight, except where the policy is the old policy: the ratio is then one. Even then a sequence-level
-        ratio that multiplies the KL term has a gradient of its own.
+        The off-policy sequence mask depends on other tokens. So do sequence-level ratios and VESPO's weight, except
+        where the policy is the old policy: the ratio is then one. Even then a sequence-level ratio that multiplies the
+        KL term has a gradient of its own.
         """
         if self.off_policy_mask_threshold is not None or not self.is_sequencewise:
             return False
         if self.importance_sampling_level == "sequence":
             return not has_old_logps and not (self.beta != 0.0 and self.weighs_kl)
-        return self.loss_type not in ("vespo", "gmpo") or not has_old_logps
+        return self.loss_type != "vespo" or not has_old_logps
 
 
 class TokenTerms(NamedTuple):
@@ -174,20 +173,13 @@ def token_terms(
     if objective.importance_sampling_level == "sequence":
         log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)  # [B, 1]
 
-    high_entropy = None
-    if objective.top_entropy_quantile < 1.0:
-        assert entropies is not None, "top_entropy_quantile needs entropies"
-        high_entropy = high_entropy_mask(entropies, mask, objective.top_entropy_quantile)
-    if objective.loss_type == "gmpo":
-        counted = mask if high_entropy is None else mask * high_entropy
-        loss = geometric_mean_loss(objective, batch.advantages, log_ratio, counted)  # [B, 1]
-    else:
-        loss = policy_loss(objective, batch.advantages, logps, log_ratio, phi)
+    loss = policy_loss(objective, batch.advantages, logps, log_ratio, phi)
     if objective.off_policy_mask_threshold is not None:
         sampling_logps = old_logps if batch.sampling_per_token_logps is None else batch.sampling_per_token_logps
         loss = loss * off_policy_mask(objective, batch, sampling_logps - logps.detach())
-    if high_entropy is not None and objective.loss_type != "gmpo":
-        loss = loss * high_entropy
+    if objective.top_entropy_quantile < 1.0:
+        assert entropies is not None, "top_entropy_quantile needs entropies"
+        loss = loss * high_entropy_mask(entropies, mask, objective.top_entropy_quantile)
     if batch.importance_sampling_ratio is not None and phi is None:
         loss = loss * batch.importance_sampling_ratio
     kl = None
@@ -221,23 +213,6 @@ def policy_loss(
     if objective.delta is not None:
         ratio = ratio.clamp(max=objective.delta)
     return -torch.min(ratio * advantages, clipped * advantages)
-
-
-def geometric_mean_loss(objective: GRPOObjective, advantages: Tensor, log_ratio: Tensor, counted: Tensor) -> Tensor:
-    """
-    The policy term of GMPO (https://huggingface.co/papers/2507.20673), one for each sequence `[B, 1]`: minus the
-    advantage times the geometric mean of its tokens' ratios. Each ratio is clipped on the side that its advantage
-    pushes it to, in log space.
-
-    Args:
-        advantages (`Tensor`): `[B, 1]`; advantages by token give a term for each `[B, T]`.
-        log_ratio (`Tensor`): `[B, T]`, log of the importance ratio of policy and old policy.
-        counted (`Tensor`): `[B, T]`, the tokens that the mean is taken over.
-    """
-    clamped = log_ratio.clamp(-objective.epsilon_low, objective.epsilon_high)
-    clipped = torch.where(advantages > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
-    mean = (clipped * counted).sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1.0)
-    return -mean.exp() * advantages
 
 
 def kl_loss(objective: GRPOObjective, ref_logps: Tensor, logps: Tensor, log_ratio: Tensor) -> Tensor:

@@ -57,20 +57,20 @@ def plan_blocks(rows: int, grad_rows: int, groups: RowGroups | None, limits: Row
     without = [RowBlock(part, [part], "none") for part in split_range(grad_rows, rows, limits.chunk)]
     if groups is None:
         return [RowBlock(part, [part], "forecast") for part in split_range(0, grad_rows, limits.chunk)] + without
-    equal, whole, left = [], _WholeGroups(limits.packed), []
+    equal, whole, left = [], list[tuple[int, int]](), []
     most_at_once = max(limits.packed, min(limits.group, limits.head_grad)) if groups.have_equal_grads else limits.group
     start = 0
     for end in groups.ends:
         size, parts = end - start, list(split_range(start, end, limits.chunk))
         if size <= most_at_once:
-            whole.add(start, end)
+            whole.append((start, end))
         # The first needs no memory of its own: nothing else is in the gradient of the head yet
         elif groups.have_equal_grads and (not equal or limits.head_grad <= limits.group):
             equal.append(RowBlock(slice(start, end), parts, "equal"))
         else:
             left.append(RowBlock(slice(start, end), parts, "none"))
         start = end
-    return equal + whole.blocks() + left + without
+    return equal + _blocks_of_whole(whole, limits.packed) + left + without
 
 
 def rows_without_assumption(blocks: list[RowBlock], grad_rows: int) -> int:
@@ -79,21 +79,16 @@ def rows_without_assumption(blocks: list[RowBlock], grad_rows: int) -> int:
     return sum(rows.stop - rows.start for rows in left)
 
 
-class _WholeGroups:
-    """Groups one after the other, joined to blocks of at most `most` rows where they fit."""
-
-    def __init__(self, most: int):
-        self.most, self._ranges = most, []
-
-    def add(self, start: int, end: int) -> None:
-        if self._ranges:
-            first, last = self._ranges[-1]
-            if last == start and end - first <= self.most:
-                self._ranges[-1] = (first, end)
-                return
-        self._ranges.append((start, end))
-
-    def blocks(self) -> list[RowBlock]:
-        """The blocks, the largest first: its buffer of logits then serves all."""
-        slices = [slice(*bounds) for bounds in sorted(self._ranges, key=lambda bounds: bounds[0] - bounds[1])]
-        return [RowBlock(rows, [rows], "forecast") for rows in slices if rows.stop > rows.start]
+def _blocks_of_whole(groups: list[tuple[int, int]], most: int) -> list[RowBlock]:
+    """
+    Blocks of groups, joined to at most `most` rows where they follow one another. The largest comes first: its buffer
+    of logits then serves all.
+    """
+    joined: list[tuple[int, int]] = []
+    for start, end in groups:
+        if joined and joined[-1][1] == start and end - joined[-1][0] <= most:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    slices = [slice(*bounds) for bounds in sorted(joined, key=lambda bounds: bounds[0] - bounds[1])]
+    return [RowBlock(rows, [rows], "forecast") for rows in slices if rows.stop > rows.start]

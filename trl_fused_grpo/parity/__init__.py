@@ -10,7 +10,6 @@ and compares loss, gradients and metrics. A map of the folder:
 - `report` prints the table and writes the JSON file and the plot.
 """
 
-from . import report
 from .case import Batch, Case, Rollout
 from .cases import CASES, ISSUE_1082_CASES, MODEL_CASES
 from .compare import compare
@@ -28,5 +27,4 @@ __all__ = [
     "Rollout",
     "Settings",
     "compare",
-    "report",
 ]

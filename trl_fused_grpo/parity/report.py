@@ -4,9 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trl_fused_grpo import __version__
+from trl_fused_grpo.training.summary import versions
 
 from .judge import LOSS_FLOOR, LOSS_SLACK, PARAMETER_SLACK, SLACK, TOLERANCE, Result
 from .trainers import Settings, has_liger_loss
@@ -28,13 +27,10 @@ _SMALLEST = 1e-9  # where the plot puts an error of zero
 
 def environment(settings: Settings) -> dict[str, str]:
     """With which the figures were measured: versions by distribution name, `"device"` and `"dtype"`."""
-    versions = {"trl-fused-grpo": __version__}
-    for name in ("trl", "transformers", "liger-kernel", "torch", "peft"):
-        versions[name] = "not installed"
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    found, names = versions(), ("trl", "transformers", "liger-kernel", "torch", "peft")
     device = f"cuda ({torch.cuda.get_device_name()})" if settings.device == "cuda" else settings.device
-    return {**versions, "device": device, "dtype": str(settings.dtype).removeprefix("torch.")}
+    about = {"device": device, "dtype": str(settings.dtype).removeprefix("torch.")}
+    return {"trl-fused-grpo": __version__, **{name: found[name] or "not installed" for name in names}, **about}
 
 
 def passed(results: Sequence[Result]) -> bool:

@@ -1,13 +1,13 @@
 """Builds the trainers of a case: stock, fused, stock with Liger's loss, and float64, all with the same weights."""
 
 import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import torch
 from datasets import Dataset
@@ -75,24 +75,12 @@ def config_options(config: Mapping[str, Any], config_class: Any = GRPOConfig) ->
     return options
 
 
-@contextmanager
-def _isolated_mixed_precision() -> Generator[None, None, None]:
-    # TrainingArguments leaves the precision of one trainer in the environment, where the next would read it.
-    before = os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-    try:
-        yield
-    finally:
-        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-        if before is not None:
-            os.environ["ACCELERATE_MIXED_PRECISION"] = before
-
-
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Higher for longer completions, so that advantages normalised within a group do not cancel in the loss."""
     return [len(ids) / 10 + sum(ids) % 97 / 970 for ids in completion_ids]
 
 
-@_isolated_mixed_precision()
+@mock.patch.dict(os.environ)
 def _build(
     cls: Callable[..., Trainer],
     case: Case,
@@ -104,6 +92,8 @@ def _build(
 ) -> Trainer:
     """Build a trainer that is ready for its first step. `change` gets it before the model is wrapped."""
     dtype = dtype or settings.dtype
+    # `TrainingArguments` leaves the precision of one trainer in the environment, where the next would read it
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     try:
         checkpoint = save_checkpoint(case.model, settings.folder, settings.dtype)
         peft_config = adapter_config(case.adapter) if case.adapter else None

@@ -17,9 +17,10 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.config import FusedOptions
-from trl_fused_grpo.modeling.head.fused_forward import install_fused_forward, uninstall_fused_forward
-from trl_fused_grpo.modeling.head.output_projection import LogitScaling, logit_scaling, output_projection, vocab_size_of
+from trl_fused_grpo.modeling.head.fused_forward import install_fused_forward
+from trl_fused_grpo.modeling.head.output_projection import LogitScaling, logit_scaling
 from trl_fused_grpo.modeling.layers.compiled import compiling, layers_to_compile, why_not_compiled
+from trl_fused_grpo.modeling.layers.forward_override import restore_forward
 from trl_fused_grpo.modeling.layers.memo import layers_as_they_are
 from trl_fused_grpo.modeling.layers.unpacked import install_unpacking, uninstall_unpacking
 from trl_fused_grpo.modeling.rows.layout_choice import (
@@ -34,7 +35,7 @@ from .findings import Findings, Ladder, Level, Reason
 from .logps import PromptsNotSharedError, RowsRefusedError, compute_logps, keep_padding, multimodal_inputs
 from .memory import MemoryBudget, memory_budget
 from .plan import token_counter, why_padding_is_mixed_in
-from .refusals import check_token_ids, log_no_effect
+from .refusals import log_no_effect
 from .requests import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps, padding_counts
 
 
@@ -61,13 +62,9 @@ class LogpsEngine:
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
         self.memory: MemoryBudget | None = None
 
-    def options_asked_for(self) -> FusedOptions:
-        """The options that the trainer's arguments have now."""
-        return FusedOptions.from_args(self.trainer.args, self._defaults)
-
     def read_options(self) -> None:
         """Read the options from the trainer's arguments."""
-        self.options = self.options_asked_for()
+        self.options = FusedOptions.from_args(self.trainer.args, self._defaults)
         self.memory = memory_budget(self.trainer, self.options.fused_memory)
 
     def install(self, model: nn.Module) -> None:
@@ -79,7 +76,7 @@ class LogpsEngine:
     def uninstall(self) -> None:
         """Undo every [`install`]. Idempotent."""
         for causal_lm in list(self._installed):
-            uninstall_fused_forward(causal_lm)
+            restore_forward(causal_lm)
             uninstall_unpacking(causal_lm)
         self._installed.clear()
 
@@ -140,9 +137,6 @@ class LogpsEngine:
         unwrapped, accelerator = self.unwrapped(call.model), self.trainer.accelerator
         causal_lm = self.causal_lm(unwrapped)
         self.install(unwrapped)
-        vocab_size = vocab_size_of(output_projection(causal_lm), causal_lm)
-        check_token_ids(call.completion_ids, logps_request.mask, vocab_size)
-
         images = multimodal_inputs(call, trl_method) if call.multimodal else None
         shape = widest_batch(accelerator, causal_lm, (len(call.input_ids), call.input_ids.shape[1]))
         with ExitStack() as stack:

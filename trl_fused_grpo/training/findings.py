@@ -153,29 +153,9 @@ def _is_fused_trainer(cls: type) -> bool:
     return cls.__module__ in (f"{_PACKAGE}.trainer", f"{_PACKAGE}.rloo")
 
 
-def _is_trls(trainer: Any, cls: type, name: str) -> bool:
-    """
-    Return `True` if a method of this class is TRL's own and known here: a trainer's, or an objective of its subclasses.
-    """
-    if cls in trainers.trl_class(type(trainer)).__mro__:
-        return True
-    return name == "_compute_loss" and trainers.experimental_objective(vars(cls)[name]) is not None
-
-
-def loss_type_of(trainer: Any) -> str:
-    """The loss type that the trainer's `_compute_loss` computes: its own option, or the one of TRL's subclass."""
-    for cls in type(trainer).__mro__:
-        if "_compute_loss" in vars(cls) and not _is_fused_trainer(cls):
-            return trainers.experimental_objective(vars(cls)["_compute_loss"]) or trainers.loss_type(trainer)
-    return trainers.loss_type(trainer)
-
-
-def has_objective_in_front(trainer: Any) -> bool:
-    """
-    Return `True` if an objective of one of TRL's subclasses comes before `FusedGRPOTrainer` in the resolution order.
-    """
-    method = type(trainer)._compute_loss
-    return trainers.experimental_objective(method) is not None and replaced_method(trainer, ["_compute_loss"]) is None
+def _is_trls(trainer: Any, cls: type) -> bool:
+    """Return `True` if a class is TRL's own trainer, or one that this inherits from."""
+    return cls in trainers.trl_class(type(trainer)).__mro__
 
 
 def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
@@ -190,7 +170,7 @@ def replaced_method(trainer: Any, names: Iterable[str]) -> str | None:
             method = vars(cls).get(name)
             if method is None:
                 continue
-            is_known = _is_fused_trainer(cls) or _is_trls(trainer, cls, name)
+            is_known = _is_fused_trainer(cls) or _is_trls(trainer, cls)
             if not is_known or not is_library_function(getattr(method, "__func__", method)):
                 return f"{cls.__name__}.{name}"
     return None
@@ -204,7 +184,7 @@ def replaced_behind(trainer: Any, name: str) -> str | None:
     classes = type(trainer).__mro__
     fused = max((place for place, cls in enumerate(classes) if _is_fused_trainer(cls)), default=-1)
     cls = next(cls for cls in classes[fused + 1 :] if name in vars(cls))
-    is_known = _is_trls(trainer, cls, name) and is_library_function(vars(cls)[name])
+    is_known = _is_trls(trainer, cls) and is_library_function(vars(cls)[name])
     return None if is_known else f"{cls.__name__}.{name}"
 
 
@@ -222,7 +202,7 @@ def computed_option(trainer: Any) -> str | None:
     are computed with, or any by `__getattribute__`.
     """
     for cls in type(trainer).__mro__:
-        if cls not in trainers.trl_class(type(trainer)).__mro__:
+        if not _is_trls(trainer, cls):
             for name in ("__getattribute__", "temperature", "args"):
                 if hasattr(type(vars(cls).get(name)), "__get__"):
                     return f"{cls.__name__}.{name}"
@@ -253,10 +233,10 @@ def reasons_of_trainer(trainer: Any, is_in_train: bool) -> Iterator[Reason]:
         name = _replaced_attribute(owner, names)
         if name is not None:
             yield Reason(Level.ROWS, f"{name} may see micro-batches, gradients or the moment when weights move")
-    for name, parameter in _hooked_parameters(trainer.model):
-        if torch_compat.has_optimizer_in_backward(parameter) or not all(
-            map(is_library_hook, torch_compat.gradient_hooks(parameter))
-        ):
+    for parameter in torch_compat.parameters_of(trainer.model):
+        hooks = torch_compat.gradient_hooks(parameter)
+        if torch_compat.has_optimizer_in_backward(parameter) or not all(map(is_library_hook, hooks)):
+            name = next(name for name, other in trainer.model.named_parameters() if other is parameter)
             yield Reason(Level.ROWS, f"a hook on the gradient of {name} may see that of each micro-batch")
             break
 
@@ -279,12 +259,6 @@ def _replaced_attribute(owner: Any, names: Iterable[str]) -> str | None:
         if not is_known:
             return type(owner).__name__ if name == "__class__" else f"{type(owner).__name__}.{name}"
     return None
-
-
-def _hooked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for parameter in torch_compat.parameters_of(model):
-        if torch_compat.gradient_hooks(parameter) or torch_compat.has_optimizer_in_backward(parameter):
-            yield next(name for name, other in model.named_parameters() if other is parameter), parameter
 
 
 # A model

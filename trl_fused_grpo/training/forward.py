@@ -5,9 +5,8 @@ last of them.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +35,15 @@ class AccumulationWindow:
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.is_in_step = False
         self._forwards: list[list[FusedStats]] = []
-        self._epoch: Callable[[], Any] = _nothing  # a reference to its iterator, which may hold processes
+        self._epoch: Any = None  # its iterator
         self.begin()
 
     def begin(self, epoch: Any = None) -> None:
         """TRL takes the micro-batches of the next window."""
         self._steps_done = 0
-        if epoch is not None and self._epoch() is epoch:
+        if epoch is not None and self._epoch is epoch:
             return
-        self._epoch = _reference(epoch)
+        self._epoch = epoch
         self._steps_of_epoch = self._steps_since_update = 0
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
         # Before the first step of a resumed epoch there were whole windows; how many, is not known
@@ -83,7 +82,7 @@ class AccumulationWindow:
         if self.trainer.accelerator.sync_gradients or self._only_with not in (None, accumulation):
             return 1
         left = self.trainer.current_gradient_accumulation_steps - self._steps_done
-        if self._epoch() is not None:
+        if self._epoch is not None:
             # The weights move at its multiples in an epoch, also where a callback has changed it within the epoch
             left = min(left, accumulation - self._steps_of_epoch % accumulation)
         return max(left, 1)
@@ -105,7 +104,7 @@ class AccumulationWindow:
     def step_ends(self) -> None:
         """A training step is done."""
         moved = self.trainer.accelerator.sync_gradients
-        is_new_window = moved and self._epoch() is None
+        is_new_window = moved and self._epoch is None
         self._steps_done = 0 if is_new_window else self._steps_done + 1
         self._steps_since_update = 0 if moved else self._steps_since_update + 1
         self._steps_of_epoch += 1
@@ -122,17 +121,6 @@ class AccumulationWindow:
             counts = accelerator.reduce(local, reduction="sum").tolist()
         shares = [recomputed / max(rows, 1) for recomputed, rows in counts]
         trl_compat.metrics_of(self.trainer)["fused/rows_recomputed"].extend(shares)
-
-
-def _nothing() -> None:
-    return None
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    try:
-        return _nothing if value is None else ref(value)
-    except TypeError:  # such as the iterator of a list, which holds no processes
-        return lambda: value
 
 
 class SharedForwards:
@@ -275,14 +263,10 @@ class SharedForwards:
         return place if is_planned else None
 
 
-@contextmanager
-def reducing_gradients(model: nn.Module) -> Generator[None, None, None]:
+def reducing_gradients(model: nn.Module) -> AbstractContextManager[None]:
     """
     While it lasts, a forward under DDP's `no_sync` prepares for gradients to be reduced: the backward of a shared
     forward runs in a later step, which reduces them.
     """
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    with temporary_attr(model, "require_backward_grad_sync", True):
-        yield
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return temporary_attr(model, "require_backward_grad_sync", True) if is_ddp else nullcontext()

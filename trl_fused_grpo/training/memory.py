@@ -47,41 +47,15 @@ _COMPILED, _AS_IT_IS, _OF_TRL = 1.75, 3.5, 2.5
 _WITHOUT_CASTS = 2.0
 
 
-class DeviceMemory:
-    """The memory of a CUDA device, in bytes."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return torch.cuda.get_device_properties(self.device).total_memory
-
-    @property
-    def allocated(self) -> int:
-        """Bytes that tensors of this process take."""
-        return torch.cuda.memory_allocated(self.device)
-
-    @property
-    def peak(self) -> int:
-        """The most that they took at once since [`forget_peak`]."""
-        return torch.cuda.max_memory_allocated(self.device)
-
-    def forget_peak(self) -> None:
-        """Start to count the peak anew."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-
 class MemoryBudget:
     """
     How many tokens a forward may have in a share of the device's memory. The forwards of the first two optimizer steps
     show what they take, and so does each one of many more tokens than those before.
     """
 
-    def __init__(self, fraction: float, memory: DeviceMemory):
-        self.memory = memory
-        self.limit = int(fraction * memory.total * USABLE)
+    def __init__(self, fraction: float, device: torch.device):
+        self._device = device
+        self.limit = int(fraction * torch.cuda.get_device_properties(device).total_memory * USABLE)
         self._open: tuple[int, int] | None = None  # tokens of a forward, and what was allocated that is no gradient
         self._tokens = 1  # of the largest forward so far
         self._taken = 0  # by it until the end of its backward, gradients included
@@ -89,7 +63,7 @@ class MemoryBudget:
     def begin(self, step: int, tokens: int, parameters: Iterable[nn.Parameter]) -> None:
         """Look at the next forward with gradients."""
         if step < LEARNED_AT_STEP or tokens > MOST_GROWTH * self._tokens:
-            self.memory.forget_peak()
+            torch.cuda.reset_peak_memory_stats(self._device)
             self._open = tokens, self._stays(parameters)
 
     def learn(self) -> None:
@@ -99,7 +73,7 @@ class MemoryBudget:
         (tokens, stays), self._open = self._open, None
         if tokens > self._tokens:
             self._tokens, self._taken = tokens, 0
-        self._taken = max(self._taken, self.memory.peak - stays)
+        self._taken = max(self._taken, torch.cuda.max_memory_allocated(self._device) - stays)
 
     def most_tokens(self, parameters: Iterable[nn.Parameter]) -> int:
         """Tokens for which a forward stays within the budget; 0 where unknown."""
@@ -114,7 +88,8 @@ class MemoryBudget:
         return max(0, left * self._tokens // self._taken)
 
     def _stays(self, parameters: Iterable[nn.Parameter]) -> int:
-        return self.memory.allocated - sum(map(_bytes_of_gradient, parameters))
+        gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+        return torch.cuda.memory_allocated(self._device) - sum(map(torch_compat.local_bytes, gradients))
 
 
 @dataclass(frozen=True)
@@ -143,10 +118,10 @@ class TokenLimits(NamedTuple):
     others: int  # of those behind it
 
 
-def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, packed: bool, compiled: bool = False) -> GradientMemory:
+def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, compiled: bool) -> GradientMemory:
     """The memory of the gradients of a trainer's policy, if the first forward of an accumulation window may take it."""
     with layers_as_they_are():
-        if why_not_in_memory_of_gradients(trainer, causal_lm, packed) is not None:
+        if why_not_in_memory_of_gradients(trainer, causal_lm) is not None:
             return GradientMemory()
         width = _width_of_products(causal_lm)
     text, device = text_model(causal_lm), trainer.accelerator.device.type
@@ -185,7 +160,7 @@ def why_memory_is_taken(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
     return None
 
 
-def why_not_in_memory_of_gradients(trainer: Any, causal_lm: PreTrainedModel, packed: bool) -> str | None:
+def why_not_in_memory_of_gradients(trainer: Any, causal_lm: PreTrainedModel) -> str | None:
     """Why the first forward of a window may not take the memory of gradients that are not there yet, or `None`."""
     if trainer.args.gradient_accumulation_steps == 1:
         return "TRL has no micro-batch that finds gradients"
@@ -197,8 +172,6 @@ def why_not_in_memory_of_gradients(trainer: Any, causal_lm: PreTrainedModel, pac
     wrapped = torch_compat.without_compiler(trainer.model_wrapped)
     if isinstance(wrapped, DistributedDataParallel) and wrapped.gradient_as_bucket_view:
         return "gradients stay where DDP reduces them"
-    if not packed:
-        return "rows are not packed"
     unpacked = unpacked_layers(causal_lm)
     if unpacked.with_state or unpacked.attention:
         return "some of its layers run on rows of their own"
@@ -227,10 +200,6 @@ def _width_of_matrices(layer: nn.Module) -> int:
     return sum(shape[-1] + shape.numel() // shape[-1] for shape in shapes)
 
 
-def _bytes_of_gradient(parameter: nn.Parameter) -> int:
-    return 0 if parameter.grad is None else torch_compat.local_bytes(parameter.grad)
-
-
 def why_no_memory_budget(trainer: GRPOTrainer) -> str | None:
     """Why `fused_memory` cannot act, or `None`."""
     if trainer.accelerator.device.type != "cuda":
@@ -242,7 +211,7 @@ def memory_budget(trainer: GRPOTrainer, fraction: float | None) -> MemoryBudget 
     """The budget that `fused_memory` asks for, or `None` where memory stays at that of TRL's padded micro-batch."""
     if fraction is None or why_no_memory_budget(trainer) is not None:
         return None
-    return MemoryBudget(fraction, DeviceMemory(trainer.accelerator.device))
+    return MemoryBudget(fraction, trainer.accelerator.device)
 
 
 def token_limits(engine: Any, has_images: bool, padded: int) -> TokenLimits:
@@ -256,7 +225,7 @@ def token_limits(engine: Any, has_images: bool, padded: int) -> TokenLimits:
     gradients = GradientMemory()
     if engine.memory is None and not has_images:  # what a vision tower takes for an image is not known
         layers, _ = engine.layers_to_compile(engine.unwrapped(trainer.model))
-        gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), True, bool(layers))
+        gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), bool(layers))
     free = int(of_all_processes(trainer.accelerator, "free memory", [gradients.free]).amin())
     first = others = min(padded, MAX_TOKENS)
     if free:

@@ -28,7 +28,6 @@ from .collectives import on_any_process
 from .engine import LogpsEngine
 from .findings import Level, Reason
 from .plan import Plan, why_generation_is_out_of_turn, why_old_logps_are_needed, why_reference_is_not_regrouped
-from .refusals import check_on_policy
 from .requests import DEFERRED, LogpsArgs, LogpsRequest, LossCall, PerTokenLogps, images_of, prompts_and_completions
 
 
@@ -78,8 +77,6 @@ class DeferredLogps:
         """While it lasts, TRL generates and asks for log-probs; [`leaves_out`] says which of them it does not get."""
         trainer = self.trainer
         is_training, findings, options = trainer.model.training, self.ladder.findings, self.engine.options
-        if is_training:
-            check_on_policy(trainer, self.engine.options_asked_for(), findings, steps_left)
         packed, may_skip_old = self.engine.packs(trainer.model, findings), options.fused_skip_old_logps is not False
         before, is_nested = dict(vars(self)), self.is_generating  # a reward function may generate too
         self.is_generating = True
@@ -209,13 +206,8 @@ def _times_written(model: Any) -> dict[Tensor, int]:
 
 def sampling_correction(trainer: GRPOTrainer) -> SamplingCorrection:
     """The trainer's vLLM importance-sampling correction."""
-    clip_min, clip_max = trl_compat.sampling_clip_range(trainer)
-    return SamplingCorrection(
-        mode=trainer.vllm_importance_sampling_mode,
-        clip_min=clip_min,
-        clip_max=clip_max,
-        nan_ratio_is_one=trl_compat.NAN_RATIO_IS_ONE,
-    )
+    mode, bounds = trainer.vllm_importance_sampling_mode, trl_compat.sampling_clip_range(trainer)
+    return SamplingCorrection(mode, *bounds, nan_ratio_is_one=trl_compat.NAN_RATIO_IS_ONE)
 
 
 class OldLogps:
@@ -250,7 +242,7 @@ class OldLogps:
                 logged.pop(name, None)
         del output["importance_sampling_ratio"]
 
-    def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
+    def fill(self, loss_call: LossCall, result: PerTokenLogps) -> None:
         """
         Put vLLM's ratio, if there is one, into what TRL reads of a marked micro-batch, before TRL reads it. To TRL it
         has no old log-probs yet, so that they are those of the training. From then on the micro-batch is one that TRL
@@ -259,7 +251,7 @@ class OldLogps:
         inputs, micro_batch, logps = loss_call.inputs, loss_call.micro_batch, result.logps.detach()
         if DEFERRED not in inputs:
             return
-        counts = counts and DEFERRED in micro_batch
+        counts = DEFERRED in micro_batch  # not at a second call for the same loss
         number = trl_compat.step_of(self.trainer) % trl_compat.steps_per_generation(self.trainer) if counts else None
         ratio = {}
         if trainers.corrects_sampling(self.trainer):
@@ -335,10 +327,10 @@ class RLOOOldLogps(OldLogps):
         del output["old_logps"]
         output[DEFERRED] = torch.tensor(True)
 
-    def fill(self, loss_call: LossCall, result: PerTokenLogps, counts: bool = True) -> None:
+    def fill(self, loss_call: LossCall, result: PerTokenLogps) -> None:
         if DEFERRED in loss_call.inputs:
             self._fill(loss_call.inputs, result.logps)
-            if counts and DEFERRED in loss_call.micro_batch:
+            if DEFERRED in loss_call.micro_batch:
                 self._fill(loss_call.micro_batch, result.logps)
 
     def take(self, micro_batch: dict[str, Any], number: int, logps: Tensor) -> None:

@@ -179,7 +179,8 @@ def has_old_logps(trainer: Any) -> bool:
     """Return `True` if batches have old log-probs, of generation or of the training forward."""
     if trainers.is_rloo(trainer) or trainers.corrects_sampling(trainer):
         return True
-    return why_weights_move(trainer) is not None
+    # Else TRL computes them where the weights may move while a generation batch is in use
+    return trainer.args.gradient_accumulation_steps % trl_compat.steps_of_generation_batch(trainer) != 0
 
 
 def why_old_logps_are_needed(trainer: Any, findings: Findings) -> str | None:
@@ -201,13 +202,6 @@ def why_generation_is_out_of_turn(trainer: Any) -> str | None:
     if trl_compat.step_of(trainer) % trl_compat.steps_per_generation(trainer) != 0:
         return "TRL generates in the middle of a generation batch, whose micro-batches were dropped"
     return None
-
-
-def why_weights_move(trainer: Any, steps_left: int | None = None) -> str | None:
-    """Why a generation batch may be trained on with other weights than generated it, or `None`."""
-    steps = trl_compat.steps_of_generation_batch(trainer)
-    moves = trainer.args.gradient_accumulation_steps % steps != 0 if steps_left is None else steps_left < steps
-    return "the weights move while a generation batch is in use" if moves else None
 
 
 def why_reference_is_not_regrouped(trainer: Any, findings: Findings, packed: bool) -> str | None:
@@ -254,7 +248,7 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, packed: bool) -> str |
     reason = why_no_forecast(trainer)
     if reason is not None:
         return f"it needs to know which sequences receive a gradient, and {reason}"
-    if trainers.loss_type(trainer) == "vespo" and has_old_logps(trainer):
+    if objective_of(trainer).loss_type == "vespo" and has_old_logps(trainer):
         return "vespo logs a weight of every sequence"
     if not packed:
         return "rows are not packed: only the head leaves them out"
@@ -278,8 +272,10 @@ def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | N
             return f"dropout ({_name_in(model, module)}) makes two forwards differ"
         if (noise := model_compat.noise_of(module)) is not None:
             return f"{noise} makes two forwards differ"
-        if (option := _noise_option(_own(module)) if module.training else None) is not None:
-            return f"dropout ({_name_in(model, module)}.{option}) makes two forwards differ"
+        if module.training:
+            own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            if (option := _noise_option(own)) is not None:
+                return f"dropout ({_name_in(model, module)}.{option}) makes two forwards differ"
     config = getattr(model, "config", None)
     option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
     return f"dropout ({option}) makes two forwards differ" if option else None
@@ -303,10 +299,6 @@ def _drops_out(module: nn.Module) -> bool:
         return False
     probability = getattr(module, "p", None)
     return isinstance(probability, (int, float)) and probability > 0
-
-
-def _own(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
 
 def _name_in(model: nn.Module, module: nn.Module) -> str:

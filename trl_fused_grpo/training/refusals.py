@@ -6,7 +6,7 @@ each micro-batch. The message names the option or tensor and says what to change
 from typing import Any
 
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -26,7 +26,6 @@ from .plan import (
     has_old_logps,
     why_no_forecast,
     why_old_logps_are_needed,
-    why_weights_move,
     why_zero_grad_sequences_are_not_skipped,
 )
 from .requests import objective_of
@@ -42,29 +41,6 @@ def check_backward(trainer: GRPOTrainer, backward: str | None) -> None:
         raise ValueError(
             f"fused_backward='forecast' needs a gradient that follows from each token's own log-prob, but {reason}; "
             "or leave fused_backward out, which forecasts where it can."
-        )
-
-
-def check_on_policy(trainer: Any, options: FusedOptions, findings: Findings, steps_left: int | None = None) -> None:
-    """
-    Raise when `fused_require_on_policy` is asked for and the weights move while a generation batch is in use, or old
-    log-probs need a forward of their own.
-    """
-    may_skip_all = trainers.is_rloo(trainer) or trainers.corrects_sampling(trainer)
-    if not options.fused_require_on_policy or not (may_skip_all or has_old_logps(trainer)):
-        return
-    if not may_skip_all:
-        reason = why_weights_move(trainer)
-    elif options.fused_skip_old_logps is False or not trainer.use_liger_loss:
-        reason = "fused_skip_old_logps=False" if trainer.use_liger_loss else "use_liger_loss=False"
-    else:
-        steps = trainer.args.gradient_accumulation_steps if steps_left is None else steps_left
-        reason = why_old_logps_are_needed(trainer, findings) or why_weights_move(trainer, steps)
-    if reason is not None:
-        raise ValueError(
-            "fused_require_on_policy=True asks for on-policy steps without a forward for old log-probs, and these are "
-            f"others, because {reason}. A step is on-policy with num_iterations=1 and a gradient_accumulation_steps "
-            "that steps_per_generation divides. Change that, or leave fused_require_on_policy out."
         )
 
 
@@ -132,12 +108,6 @@ def check_kl_estimator(trainer: Any, name: str) -> None:
         )
 
 
-def check_options(trainer: Any, options: FusedOptions, findings: Findings) -> None:
-    """Raise `ValueError` when an option cannot be, with the fused loss or without, and say what to change."""
-    check_kl_estimator(trainer, options.kl_estimator)
-    check_on_policy(trainer, options, findings)
-
-
 def check_aux_loss(trainer: Any, causal_lm: PreTrainedModel) -> None:
     """Raise when an auxiliary loss is asked for and the model has none."""
     if not trl_compat.has_aux_loss(trainer):
@@ -198,14 +168,3 @@ def check_micro_batch(inputs: dict[str, Any]) -> None:
         broadcast={"importance_sampling_ratio": inputs.get("importance_sampling_ratio")},
         ids_name="completion_ids",
     )
-
-
-def check_token_ids(token_ids: Tensor, mask: Tensor, vocab_size: int) -> None:
-    """Raise when a token that counts lies outside the vocabulary. This reads one boolean from the device."""
-    outside = ((token_ids < 0) | (token_ids >= vocab_size)) & mask.bool()
-    if outside.any():
-        row, column = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"completion_ids[{row}, {column}] is {int(token_ids[row, column])}, outside the model's vocabulary of "
-            f"{vocab_size} tokens: use the tokenizer the model was made for, or resize its embeddings."
-        )

@@ -25,8 +25,6 @@ from trl_fused_grpo.loss.sequence_forecast import SequenceForecast
 from trl_fused_grpo.modeling.head.output_projection import LogitScaling
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
-from .findings import loss_type_of
-
 
 _TEXT_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep")
 
@@ -219,21 +217,15 @@ def padding_counts(trainer: GRPOTrainer, beta: float | None = None) -> bool:
 
 def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | None = None) -> GRPOObjective:
     """The trainer's objective as plain options."""
-    loss_type = loss_type_of(trainer)
-    if loss_type == "rloo":
+    if trainers.is_rloo(trainer):
         return rloo_objective(trainer.epsilon_low, trainer.epsilon_high)
-    options: dict[str, Any] = {
-        "loss_type": loss_type,
-        "epsilon_low": trainer.epsilon_low,
-        "epsilon_high": trainer.epsilon_high,
-        "beta": trainer.beta if beta is None else beta,
-        "top_entropy_quantile": trainer.top_entropy_quantile,
-        "kl_estimator": kl_estimator_of(trainer.args),
-    }
-    if loss_type == "gmpo":  # GMPOTrainer leaves the other options of a GRPOConfig out
-        return GRPOObjective(**options)
     return GRPOObjective(
-        **options,
+        loss_type=trainer.loss_type,
+        epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        beta=trainer.beta if beta is None else beta,
+        top_entropy_quantile=trainer.top_entropy_quantile,
+        kl_estimator=kl_estimator_of(trainer.args),
         importance_sampling_level=trainer.importance_sampling_level,
         entropy_coef=entropy_coef,
         max_completion_length=trainer.max_completion_length,
@@ -255,18 +247,6 @@ def batch_of(trainer: Any, inputs: dict[str, Any], objective: GRPOObjective, acc
     )
 
 
-def build_call_request(
-    trainer: GRPOTrainer, call: LogpsArgs, every_position: bool, beta: float | None = None
-) -> LogpsRequest:
-    """
-    Decide which positions to project for a call that may not come from TRL's own loss: those of its attention mask.
-    """
-    mask = call.attention_mask[:, -call.logits_to_keep :]  # [B, T]
-    reads_padding = padding_counts(trainer, beta)
-    every_position = every_position or reads_padding
-    return LogpsRequest(torch.ones_like(mask) if every_position else mask, reads_padding=reads_padding)
-
-
 def build_loss_request(
     trainer: Any,  # whose objective it is
     inputs: dict[str, Any],  # the micro-batch as TRL's `_compute_loss` gets it
@@ -277,26 +257,26 @@ def build_loss_request(
     """Decide which positions of a micro-batch to project for the loss, and forecast their gradients."""
     if trainers.is_rloo(trainer):
         return build_rloo_request(trainer, inputs, skip_zero_grad)
-    mask = trl_compat.loss_mask(trainer, inputs)  # [B, T]
     old_logps = inputs.get("old_per_token_logps")
     entropy_coef = _entropy_coef_in_force(trainer)
     if padding_counts(trainer, beta):
-        return LogpsRequest(torch.ones_like(mask), entropy_grad=entropy_coef != 0.0, reads_padding=True)
+        every_position = torch.ones_like(inputs["completion_mask"])
+        return LogpsRequest(every_position, entropy_grad=entropy_coef != 0.0, reads_padding=True)
     if not torch.is_grad_enabled():
-        return LogpsRequest(mask, fill=old_logps)
+        return LogpsRequest(trl_compat.loss_mask(trainer, inputs), fill=old_logps)
 
     objective = objective_of(trainer, entropy_coef, beta)
-    has_ratio, takes_ratio = trainers.corrects_sampling(trainer), objective.loss_type != "gmpo"
-    deferred = DEFERRED in inputs and has_ratio
-    corrected = has_ratio and not deferred and takes_ratio
     batch = batch_of(trainer, inputs, objective, trainer.current_gradient_accumulation_steps)
+    mask, has_ratio = batch.mask, trainers.corrects_sampling(trainer)
+    deferred = DEFERRED in inputs and has_ratio
+    ratio = inputs["importance_sampling_ratio"] if has_ratio and not deferred else None
     batch = replace(
         batch,
-        importance_sampling_ratio=as_columns(inputs["importance_sampling_ratio"]) if corrected else None,
+        importance_sampling_ratio=None if ratio is None else as_columns(ratio),
         entropy_normalizer=trl_compat.entropy_normalizer(trainer, mask, batch.normalizer) if entropy_coef else None,
         sampling_per_token_logps=inputs.get("sampling_per_token_logps"),
     )
-    expected = forecast(objective, batch, correction if deferred and takes_ratio else None)
+    expected = forecast(objective, batch, correction if deferred else None)
     skippable = _skippable(inputs, objective) if skip_zero_grad else None
     # Sequences that are left out have the sampler's log-probs then, and so a ratio of one
     is_filled = deferred and skippable is not None
@@ -316,7 +296,7 @@ def _skippable(inputs: dict[str, Any], objective: GRPOObjective) -> torch.Tensor
 
 def _entropy_coef_in_force(trainer: GRPOTrainer) -> float:
     """Coefficient of the entropy bonus in this step. TRL's adaptive bonus is off above its target."""
-    if not trl_compat.has_entropy_bonus(trainer) or loss_type_of(trainer) == "gmpo":
+    if not trl_compat.has_entropy_bonus(trainer):
         return 0.0
     args: Any = trainer.args
     is_off = trainer.use_adaptive_entropy and trl_compat.last_entropy(trainer) > args.entropy_target

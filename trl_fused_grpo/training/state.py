@@ -19,8 +19,8 @@ from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._compat.models import forget_repeated_hooks
 from trl_fused_grpo._compat.peft import base_weights_kept
-from trl_fused_grpo._compat.repeated_hooks import forget_repeated_hooks
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.attention.packed import cudnn_attention_off, uninstall_attention
@@ -30,7 +30,7 @@ from . import refusals
 from .check import Check
 from .collectives import images_on_any_process, of_all_processes
 from .engine import LogpsEngine
-from .findings import Findings, Ladder, Level, Reason, replaced_behind, replaced_method
+from .findings import Findings, Ladder, Level, Reason, replaced_method
 from .forward import AccumulationWindow, SharedForwards, reducing_gradients
 from .kl import kl_term, replaces_kl
 from .memory import token_limits
@@ -42,7 +42,6 @@ from .requests import (
     LogpsRequest,
     LossCall,
     PerTokenLogps,
-    build_call_request,
     build_loss_request,
     images_of,
     padding_counts,
@@ -78,7 +77,7 @@ class FusedState:
         refusals.check_backward(trainer, engine.options.fused_backward)
         refusals.check_aux_loss(trainer, causal_lm)
         refusals.check_sharding(trainer, causal_lm)
-        refusals.check_options(trainer, engine.options, self.ladder.findings)
+        refusals.check_kl_estimator(trainer, engine.options.kl_estimator)
         if layer_kernels and trainer.accelerator.device.type == "cpu":
             trl_compat.leave_layers(trainer.args)
         elif layer_kernels:
@@ -94,7 +93,7 @@ class FusedState:
     def attach_nothing(self) -> None:
         """With `use_liger_loss=False`: check the options, and say once that TRL trains alone."""
         self.engine.read_options()
-        refusals.check_options(self.trainer, self.engine.options, self.ladder.findings)
+        refusals.check_kl_estimator(self.trainer, self.engine.options.kl_estimator)
         name = type(self.trainer).__name__
         logger.warning_once(f"{name} trains with TRL's own loss, because use_liger_loss=False.")
 
@@ -205,7 +204,6 @@ class FusedState:
             refusals.log_that_nothing_is_fused(self.trainer)
         self.window.step_ends()
         if not self.forwards.is_waiting:
-            self.check.after_backward(self._loss_of)
             self.window.count()
         if accelerator.sync_gradients:
             self.window.log_recomputed()
@@ -214,21 +212,9 @@ class FusedState:
 
     # The loss of a micro-batch
 
-    def is_objective_replaced(self) -> bool:
-        """Return `True` if somebody replaced TRL's objective."""
-        replaced = replaced_behind(self.trainer, "_compute_loss")
-        return bool(replaced or replaced_method(self.trainer, trl_compat.OBJECTIVE_METHODS))
-
     def compute_loss(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         """The loss of a micro-batch, a scalar."""
         refusals.check_micro_batch(micro_batch)
-        before = self.check.snapshot(micro_batch)
-        loss = self._loss_of(micro_batch, trl_loss)
-        if self.window.is_in_step:
-            self.check.keep(before, trl_loss)
-        return loss
-
-    def _loss_of(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         loss_call = LossCall(micro_batch, dict(micro_batch), trainers.beta_of_loss(self.trainer))
         with temporary_attr(self, "_loss", loss_call):
             if not replaces_kl(self.trainer):
@@ -253,7 +239,7 @@ class FusedState:
         findings = self.ladder.of_call(self.engine, call.model)
         reason = findings.why_below(Level.HEAD)
         refusals.check_trl_logps(trainer, self.engine.causal_lm(call.model), reason)
-        if reason is not None or self.check.asks_trl:
+        if reason is not None:
             result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         elif loss_call is not None:
             result = self._logps_of_loss(loss_call, call, trl_method)
@@ -261,7 +247,7 @@ class FusedState:
             result = self._logps_of_call(call, trl_method, findings)
         if loss_call is not None:
             loss_call.logps = result.logps
-            self.old_logps.fill(loss_call, result, counts=not self.check.is_running)
+            self.old_logps.fill(loss_call, result)
         entropies = trl_compat.entropies_as_trl(trainer, result.entropies)
         return trl_compat.logps_result(result.logps, entropies, result.aux_loss)
 
@@ -271,17 +257,19 @@ class FusedState:
         if reads_padding and not (self.deferred.is_generating and trl_compat.is_asked_by_generation()):
             reason = Reason(Level.HEAD, "the caller of the log-prob method may read log-probs of padding")
             findings = Findings((*findings.reasons, reason))
-        beta = None if self._loss is None else self._loss.beta
-        logps_request = build_call_request(self.trainer, call, reads_padding and findings.level < Level.ROWS, beta)
+        mask = call.attention_mask[:, -call.logits_to_keep :]  # [B, T]
+        counts = padding_counts(self.trainer, None if self._loss is None else self._loss.beta)
+        every_position = counts or (reads_padding and findings.level < Level.ROWS)
+        logps_request = LogpsRequest(torch.ones_like(mask) if every_position else mask, reads_padding=counts)
         result = self.engine.compute(logps_request, call, trl_method, findings)
-        if torch.is_grad_enabled() and not self.check.is_running:
+        if torch.is_grad_enabled():
             self.window.keep_stats(result.stats)
         return result
 
     def _logps_of_loss(self, loss_call: LossCall, call: LogpsArgs, trl_method: Callable) -> PerTokenLogps:
         """Log-probs of the micro-batch whose loss TRL computes. Those that share its forward are computed with it."""
         micro_batch = loss_call.micro_batch
-        if self.check.is_running or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self.engine.compute(self.request_of(micro_batch), call, trl_method)
         if (kept := self.forwards.take_logps(micro_batch)) is not None:
             return kept

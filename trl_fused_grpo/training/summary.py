@@ -6,13 +6,11 @@ training and `trl-fused-grpo doctor` for a model and a configuration.
 import platform
 import sys
 import textwrap
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from trl_fused_grpo._compat import models as model_compat
@@ -21,6 +19,7 @@ from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.required import NEWEST_TRL, TRANSFORMERS, TRL
 from trl_fused_grpo._compat.tried_architectures import NEWEST_TRANSFORMERS
+from trl_fused_grpo._utils import temporary_mode
 from trl_fused_grpo.modeling.attention.kernels import efficient_takes, flash_takes
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 from trl_fused_grpo.modeling.layers.compiled import layers_to_compile, why_not_compiled
@@ -156,7 +155,7 @@ def summary_of(engine: LogpsEngine) -> Summary:
         verdict = SummaryLine(name, "TRL's own loss", "use_liger_loss=False", "leave use_liger_loss out")
         return Summary([verdict, setting])
     findings = engine.ladder.findings
-    with _in_training(trainer.model):
+    with temporary_mode(trainer.model.modules(), True):  # as in a training step: dropout counts
         lines = _Lines(engine)
         parts, check = list(lines.all()), list(lines.check())
     is_on = WHAT_IS_DONE[findings.level]
@@ -169,19 +168,6 @@ def summary_of(engine: LogpsEngine) -> Summary:
         found = "; ".join(f"{text} ({level.name.lower()})" for level, text, _ in findings.reasons)
         summary.append(SummaryLine("found", found))
     return Summary([*summary, *parts, *check])
-
-
-@contextmanager
-def _in_training(model: nn.Module) -> Generator[None, None, None]:
-    """While it lasts, all of a model is in training, as in a training step: dropout counts."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        for module in modes:
-            module.training = True
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _setting(trainer: Any) -> SummaryLine:
@@ -274,11 +260,9 @@ class _Lines:
     def forwards(self) -> SummaryLine:
         name, steps = "shared forwards", self.trainer.args.gradient_accumulation_steps
         tokens, fraction = self.options.fused_max_tokens_per_forward, self.options.fused_memory
-        reason = (
-            "fused_max_tokens_per_forward=0"
-            if tokens == 0
-            else why_forwards_are_not_shared(self.trainer, self.findings, self.packed)
-        )
+        reason = why_forwards_are_not_shared(self.trainer, self.findings, self.packed)
+        if tokens == 0:
+            reason = "fused_max_tokens_per_forward=0"
         if reason is not None:
             return SummaryLine(name, "each micro-batch has its own", reason)
         limit = f"{tokens:,} tokens" if tokens else "as many tokens as fit TRL's memory"
@@ -299,10 +283,8 @@ class _Lines:
         return SummaryLine(name, "until the weights move", "they move before all is trained on", change)
 
     def reference(self) -> SummaryLine:
-        name, reason = (
-            "shared reference forwards",
-            why_reference_is_not_regrouped(self.trainer, self.findings, self.packed),
-        )
+        reason = why_reference_is_not_regrouped(self.trainer, self.findings, self.packed)
+        name = "shared reference forwards"
         return SummaryLine(name, "those of the policy" if reason is None else "in generation, as TRL has it", reason)
 
     def layers(self) -> SummaryLine:

@@ -21,9 +21,9 @@ def of_trl() -> list[Training]:
     replay = f.experimental("grpo_with_replay_buffer", "GRPOWithReplayBufferTrainer", "GRPOWithReplayBufferConfig")
     dppo = f.experimental("dppo", "DPPOTrainer", "DPPOConfig")
     return [
-        _case("fuse-gmpo", "fuse(GMPOTrainer)", f.merging(gmpo)),
-        _case("fuse-gmpo-off-policy", "the same with old log-probs", f.merging(gmpo), OFF_POLICY),
-        _case("fuse-gmpo-kl", "the same with a reference", f.merging(gmpo), {**KL, **OFF_POLICY}),
+        _case("fuse-gmpo", "fuse(GMPOTrainer)", gmpo),
+        _case("fuse-gmpo-off-policy", "the same with old log-probs", gmpo, OFF_POLICY),
+        _case("fuse-gmpo-kl", "the same with a reference", gmpo, {**KL, **OFF_POLICY}),
         _case("fuse-gmpo-vllm", "the same with vLLM ratios, which GMPO leaves out", gmpo, VLLM, data=SAMPLED),
         _case("gmpo-in-bases", "class Mine(FusedGRPOTrainer, GMPOTrainer)", f.gmpo_in_bases(), OFF_POLICY),
         _case("fuse-gspo-token", "fuse of GSPO-token's trainer", gspo, levels),

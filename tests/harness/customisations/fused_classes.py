@@ -221,7 +221,7 @@ def gmpo_in_bases() -> Customisation:
         trainer = load.make_class(cls)
         return trainer if cls in trainer.__mro__ else type("Mine", (cls, trainer), {"__module__": __name__})
 
-    return replace(load, make_class=make_class, uses_fuse=False, forwards="merged")
+    return replace(load, make_class=make_class, uses_fuse=False)
 
 
 def own_loop(base: Any) -> type:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .eager_formula import eager_formula, sinks_of
+from .eager_formula import additive_mask, eager_formula, sinks_of
 from .flex import build_block_mask, flex_attention, why_no_flex
 from .kernels import Boundaries, autocast_dtype, flash_takes, kernels_take
 from .sinks import sink_attention
@@ -101,12 +101,6 @@ def _sequence_by_sequence(layer: EagerLayer, query: Tensor, key: Tensor, value: 
     dtype = layer.mask_dtype or query.dtype
     outputs = []
     for q, k, v in zip(*parts, strict=True):
-        mask = _additive(causal_mask(q.shape[2], k.shape[2], layer.window, q.device), dtype)
+        mask = additive_mask(causal_mask(q.shape[2], k.shape[2], layer.window, q.device), dtype)
         outputs.append(layer.original(layer.module, q, k, v, mask, **layer.own_options)[0])
     return torch.cat(outputs, dim=1)
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask `[s, k]` as transformers gives it to eager attention `[1, 1, s, k]`: 0 or the lowest number."""
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask, zero, torch.finfo(dtype).min)[None, None]

@@ -48,6 +48,12 @@ def sinks_of(module: Any, options: dict[str, Any]) -> Tensor | None:
     return getattr(module, "sinks", None) if given is None else given
 
 
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask `[s, k]` as transformers gives it to eager attention `[1, 1, s, k]`: 0 or the lowest number."""
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)[None, None]
+
+
 @functools.cache
 def _compared(original: Callable, given: frozenset[str], has_sinks: bool) -> EagerFormula | None:
     generator = torch.Generator().manual_seed(0)
@@ -62,9 +68,7 @@ def _compared(original: Callable, given: frozenset[str], has_sinks: bool) -> Eag
         sinks = random(_HEADS)
         weight = random(1, _LENGTH, _HEADS, _WIDTH).detach()
         visible = causal_mask(_LENGTH, _KEYS, _WINDOW, torch.device("cpu"))
-        mask = torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, torch.finfo(torch.float32).min)[
-            None, None
-        ]
+        mask = additive_mask(visible, torch.float32)
         module = SimpleNamespace(
             num_key_value_groups=_HEADS // _KEY_HEADS,
             training=False,

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,9 +26,34 @@ from trl_fused_grpo._utils import temporary_value
 
 from .eager import EagerLayer, eager_attention
 from .masks import are_sequence_masks, attend_with_masks, build_sequence_masks, mask_device
-from .places import InFile, InTable
 from .varlen import chunked, gathered_keys, traced_attention, varlen_attention
 from .watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
+
+
+class InTable(NamedTuple):
+    """An entry of one of transformers' tables, which all instances of the table share."""
+
+    table: Any
+    name: str
+
+    def read(self) -> Any:
+        return self.table().get(self.name)
+
+    def write(self, function: Callable) -> None:
+        self.table.register(self.name, function)
+
+
+class InFile(NamedTuple):
+    """A function of a modeling file, which the file's layers look up when they are called."""
+
+    file: ModuleType
+    name: str
+
+    def read(self) -> Any:
+        return getattr(self.file, self.name)
+
+    def write(self, function: Callable) -> None:
+        setattr(self.file, self.name, function)
 
 
 # The watched calls that are alive. One lives as long as something refers to it: the forward that it watches, or a
@@ -70,15 +95,11 @@ def text_model_alone(causal_lm: PreTrainedModel, arguments: Sequence[str]) -> Ge
         running_call.reset(tokens.pop())
 
     parts = architecture.modules_beside_text(causal_lm) if architecture.is_composite(causal_lm) else []
-    hooks = []
-    try:
+    with ExitStack() as hooks:
         for part in parts:
-            hooks.append(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            hooks.append(part.register_forward_hook(leave, always_call=True))
+            hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(leave, always_call=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

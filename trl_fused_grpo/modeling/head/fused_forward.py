@@ -1,7 +1,6 @@
 """`model(..., fused=request)`: log-probabilities instead of logits, through every wrapper around the model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -16,10 +15,10 @@ from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.attention.packed import text_model_alone
 from trl_fused_grpo.modeling.attention.watch import PACKED_ARGUMENTS
 from trl_fused_grpo.modeling.layers.compiled import compiled_layers
-from trl_fused_grpo.modeling.layers.forward_override import override_forward, restore_forward
+from trl_fused_grpo.modeling.layers.forward_override import override_forward
 from trl_fused_grpo.modeling.layers.unpacked import unpacking
 from trl_fused_grpo.ops.chunk_size import default_group_mib
-from trl_fused_grpo.ops.forecast import Forecast, RowGroups, groups_of
+from trl_fused_grpo.ops.forecast import Forecast
 from trl_fused_grpo.ops.linear_logps import FusedStats, fused_linear_logps
 from trl_fused_grpo.ops.lm_head import LMHead
 
@@ -37,9 +36,8 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
     if architecture.needs_mask(causal_lm) and "attention_mask" not in given:
         given["attention_mask"] = torch.ones_like(given["input_ids"])
     call = given.get("watched")
-    if not architecture.takes_any_argument(
-        causal_lm
-    ):  # all of its layers that need to know of packed rows run unpacked
+    # All of its layers that need to know of packed rows run unpacked then
+    if not architecture.takes_any_argument(causal_lm):
         given = {name: value for name, value in given.items() if name not in PACKED_ARGUMENTS}
     with (
         compiled_layers(causal_lm, call),
@@ -116,9 +114,8 @@ class FusedRequest:
 
     def _logps(self, head: LMHead, hidden_rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies `[N]` on the device of `targets`; with `device_map` the head can be on another."""
-        device, forecast = head.weight.device, self.forecast
-        if forecast is not None and device != targets.device:
-            forecast = DistantForecast(forecast, targets.device)
+        device = head.weight.device
+        forecast = self.forecast if device == targets.device else None  # whose tensors are on that of the targets
         group_mib = default_group_mib(hidden_rows.shape[1], self.tokens) if self.logits_mib is None else None
         logps, entropies = fused_linear_logps(
             hidden_rows.to(device),
@@ -132,27 +129,6 @@ class FusedRequest:
             **self.options,
         )
         return logps.to(targets.device), None if entropies is None else entropies.to(targets.device)
-
-
-@dataclass(frozen=True)
-class DistantForecast:
-    """A [`Forecast`] whose tensors are on another `device` than the head."""
-
-    forecast: Forecast
-    device: torch.device
-
-    @property
-    def grad_rows(self) -> int:
-        return self.forecast.grad_rows
-
-    @property
-    def groups(self) -> RowGroups | None:
-        return groups_of(self.forecast)
-
-    def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        moved = None if entropies is None else entropies.to(self.device)
-        grad_logps, grad_entropies = self.forecast(rows, logps.to(self.device), moved)
-        return grad_logps.to(logps.device), None if grad_entropies is None else grad_entropies.to(logps.device)
 
 
 def as_complex(result: Tensor) -> Tensor:
@@ -186,8 +162,3 @@ def _answer_request(
     causal_lm: PreTrainedModel, original: Callable, *args: Any, fused: Callable | None = None, **kwargs: Any
 ) -> Any:
     return original(*args, **kwargs) if fused is None else fused(causal_lm, *args, **kwargs)
-
-
-def uninstall_fused_forward(causal_lm: PreTrainedModel) -> None:
-    """Undo [`install_fused_forward`], see [`restore_forward`]. Idempotent."""
-    restore_forward(causal_lm)

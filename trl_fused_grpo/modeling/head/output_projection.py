@@ -1,4 +1,4 @@
-"""The output projection of a causal language model: found, checked, and read as an [`LMHead`]."""
+"""The output projection of a causal language model: found, checked, and read as an [`LMHead`]; and what it gets."""
 
 import inspect
 import re
@@ -43,14 +43,44 @@ def read_lm_head(model: nn.Module, fp32: bool = False, scaling: LogitScaling | N
     module: Any = output_projection(causal_lm)
     scale, softcap = logit_scaling(causal_lm) if scaling is None else scaling
     low_rank, bias = _lora(module, getattr(module, "bias", None))
-    return LMHead(
-        weight=module.weight,
-        bias=bias,
-        logit_scale=scale,
-        softcap=softcap,
-        fp32=fp32,
-        low_rank=low_rank,
-    )
+    return LMHead(module.weight, bias, logit_scale=scale, softcap=softcap, fp32=fp32, low_rank=low_rank)
+
+
+def read_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
+    """
+    Hidden states `[B, L, H]` as a causal language model's head gets them, each of which predicts the token after it.
+
+    The model runs as it is called, in its wrappers, so that DDP reduces the gradients of what is computed from them,
+    and autocast, hooks, adapters and vision towers do what they do. Its head runs for one position of each row.
+
+    ```python
+    import torch
+    from transformers import AutoModelForCausalLM
+    from trl_fused_grpo import fused_linear_logps, read_hidden_states, read_lm_head
+
+    causal_lm, ids = AutoModelForCausalLM.from_pretrained(model), torch.tensor([5, 6, 7])
+    hidden = read_hidden_states(causal_lm, input_ids=ids[None])
+    logps, entropies = fused_linear_logps(hidden[0, :-1], read_lm_head(causal_lm), ids[1:])
+    ```
+
+    Args:
+        model (`nn.Module`): bare, or in wrappers of PEFT, DDP or DeepSpeed.
+        inputs: keyword arguments of its forward, such as `input_ids`, `attention_mask` and `pixel_values`.
+
+    Raises:
+        `ValueError`: when the model does not call its head, as a compiled one.
+    """
+    hidden: list[Tensor] = []
+
+    def keep(head: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+        hidden.append(args[0])
+        return args[0][:, :1]
+
+    with model_compat.causal_lm_of(model).get_output_embeddings().register_forward_pre_hook(keep):
+        model(**{"use_cache": False, **inputs})
+    if not hidden:
+        raise ValueError(f"{type(model).__name__} did not call its output projection, as a compiled model does not.")
+    return hidden[0]
 
 
 def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
@@ -112,17 +142,6 @@ def _saved_module(module: Any) -> nn.Module:
         return module
     active = [name for name in module.active_adapters if name in copies]
     return module.original_module if module.disable_adapters or not active else copies[active[0]]
-
-
-def vocab_size_of(head: Any, causal_lm: Any) -> int:
-    """Tokens that an output projection knows, also between forwards, when its weight may be a shard or empty."""
-    shape = getattr(head.weight, "ds_shape", head.weight.shape)  # ZeRO-3 keeps the whole shape beside an empty weight
-    if len(shape) == 2:
-        return shape[0]
-    features = head.in_features, head.out_features  # FSDP1 keeps a flat shard
-    # PEFT's copy of a head that is tied to the embeddings names its features the wrong way round
-    is_turned = features[1] == causal_lm.config.get_text_config().hidden_size
-    return features[0] if is_turned else features[1]
 
 
 def head_parameter_modules(causal_lm: PreTrainedModel) -> list[nn.Module]:
@@ -187,14 +206,11 @@ def _lora(module: Any, bias: Tensor | None) -> tuple[tuple[LowRank, ...], Tensor
         return (), bias
     if module.disable_adapters and module.merged:
         module.unmerge()  # as its own forward would
-    terms = []
+    terms, parts = [], (module.lora_A, module.lora_B, module.lora_dropout, module.scaling)
     for name in _adapters_in_force(module):
-        a, b, dropout, scale = (
-            parts[name] for parts in (module.lora_A, module.lora_B, module.lora_dropout, module.scaling)
-        )
-        terms.append(
-            LowRank(a.weight, b.weight, scale, dropout.p if dropout.training and hasattr(dropout, "p") else 0.0)
-        )
+        a, b, dropout, scale = (of_adapters[name] for of_adapters in parts)
+        probability = dropout.p if dropout.training and hasattr(dropout, "p") else 0.0
+        terms.append(LowRank(a.weight, b.weight, scale, probability))
         if b.bias is not None:
             bias = scale * b.bias if bias is None else bias + scale * b.bias
     return tuple(terms), bias

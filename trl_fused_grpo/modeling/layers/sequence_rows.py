@@ -10,8 +10,6 @@ from torch import Tensor
 # What one more column of rows costs, in tokens, and one more group of rows: a torch implementation of a state walks
 # along the columns in a loop, and every group begins the loop anew
 COLUMN_COST, GROUP_COST = 8, 2048
-# Tensor cores want rows of whole 16 bytes; in a transposed row of tokens that is its length
-ALIGNMENT = 64
 MOST_PARTS = 48  # more sequences than these are grouped a few at a time: finding the best groups takes the square
 
 
@@ -31,10 +29,6 @@ class SequenceRows:
             self.count += index.numel()
             indices.append(index.to(device, non_blocking=True))
         self.indices, self.places = indices, places.to(device, non_blocking=True)
-
-    def of_group(self, packed: Tensor, group: int) -> Tensor:
-        """The rows `[n, W, ...]` of a group from the tokens `[S, ...]` of the packed row."""
-        return packed[self.indices[group]]
 
     def unpack(self, value: Any) -> list[Any]:
         """An argument of the layer for each group: tensors `[1, S, ...]` as rows `[n, W, ...]`, others as they are."""
@@ -59,30 +53,13 @@ class SequenceRows:
         return first
 
 
-class SpacedRow(SequenceRows):
-    """
-    One row for all sequences, with zeros between them: for layers that see no farther back than these. Zeros behind
-    the last one make its length a multiple of `ALIGNMENT`.
-    """
-
-    def __init__(self, lengths: Sequence[int], device: torch.device, zeros: int):
-        sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))  # [S]
-        self.places = (torch.arange(len(sequence)) + zeros * sequence).to(device, non_blocking=True)
-        self.count = -(-(len(sequence) + zeros * (len(lengths) - 1)) // ALIGNMENT) * ALIGNMENT
-        self.indices = [self.places.new_empty(1, self.count)]  # only its shape is asked for
-
-    def of_group(self, packed: Tensor, group: int) -> Tensor:
-        row = packed.new_zeros(self.count, *packed.shape[1:])
-        return row.index_copy_(0, self.places, packed).unsqueeze(0)
-
-
 class _Unpack(torch.autograd.Function):
     """Rows of each group from a packed row; what stands behind a sequence gets no gradient."""
 
     @staticmethod
     def forward(ctx, packed: Tensor, rows: SequenceRows) -> tuple[Tensor, ...]:
         ctx.rows = rows
-        return tuple(rows.of_group(packed[0], group) for group in range(rows.groups))
+        return tuple(packed[0][index] for index in rows.indices)
 
     @staticmethod
     def backward(ctx, *grads: Any) -> tuple[Tensor, None]:

@@ -5,8 +5,7 @@ A layer with a state (short convolution, Mamba, gated delta rule) would carry th
 Attention that does not go through transformers' interface, or that chooses its keys by an indexer, knows nothing of
 packed sequences. The input of such a layer is unpacked before it runs, and its output is packed again: each sequence
 gets a row that begins at column zero. A causal layer does not see what stands behind a sequence, so that the result is
-the same, whatever kernel computes it. A short convolution sees a few tokens back: its sequences stay in one row, with
-zeros between them.
+the same, whatever kernel computes it.
 """
 
 import functools
@@ -25,7 +24,7 @@ from trl_fused_grpo.modeling.attention.watch import PACKED_ARGUMENTS, KeptMask, 
 
 from .forward_override import override_forward, restore_forward
 from .memo import LayerMemo
-from .sequence_rows import SequenceRows, SpacedRow
+from .sequence_rows import SequenceRows
 
 
 class UnpackedLayers(NamedTuple):
@@ -126,13 +125,9 @@ def _mask(kept: KeptMask, call: WatchedCall, count: int, width: int) -> Tensor:
 
 
 def _rows_of(call: WatchedCall, layer: nn.Module) -> SequenceRows:
-    parameter, zeros = next(layer.parameters()), architecture.tokens_looked_back(layer)
-    key = parameter.device, zeros
-    if key not in call.memo:
+    parameter = next(layer.parameters())
+    if parameter.device not in call.memo:
         # ZeRO-3 gathers weights whenever a module is called, so that it must be called as often on every process
         most_groups = 1 if hasattr(parameter, "ds_id") else None
-        if zeros is None:
-            call.memo[key] = SequenceRows(call.lengths, parameter.device, most_groups)
-        else:
-            call.memo[key] = SpacedRow(call.lengths, parameter.device, zeros)
-    return call.memo[key]
+        call.memo[parameter.device] = SequenceRows(call.lengths, parameter.device, most_groups)
+    return call.memo[parameter.device]

@@ -1,7 +1,7 @@
 """
 Rows without padding.
 
-- `layout` makes packed rows of a padded batch; `multimodal` has what belongs to images, `tries` the rows
-  of TRL's asynchronous trainer.
+- `layout` makes packed rows of a padded batch, and of a trie of TRL's asynchronous trainer; `multimodal` has what
+  belongs to images.
 - `layout_choice` says which models allow them.
 """

@@ -1,28 +1,17 @@
-"""The size of the vocabulary is read right from every kind of head, whatever PEFT and engines made of it."""
-
-from types import SimpleNamespace
+"""PEFT's copy of the embeddings that is tied to the head trains as in stock."""
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, set_seed
 from trl import GRPOTrainer
 
 from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer
-from trl_fused_grpo.modeling.head.output_projection import output_projection, vocab_size_of
-from trl_fused_grpo.parity.tiny import VOCAB_SIZE, model_config
+from trl_fused_grpo.parity.tiny import model_config
 
 
 peft = pytest.importorskip("peft")
-
-
-def adapted(kind, **options):
-    """A tiny model with LoRA, and what its head is."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(model_config(kind))
-    return peft.get_peft_model(model, lora(**options)).get_base_model()
 
 
 def lora(**options):
@@ -36,42 +25,6 @@ def tied_copy():
     if not hasattr(peft.LoraConfig, "ensure_weight_tying"):
         pytest.skip("this PEFT does not tie copies")
     return {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
-
-
-@pytest.mark.parametrize("kind", ["llama", "tied"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}],
-    ids=["plain", "copied", "lora"],
-)
-def test_a_head_has_as_many_tokens_as_its_weight_has_rows(kind, options):
-    causal_lm = adapted(kind, **options)
-    assert vocab_size_of(output_projection(causal_lm), causal_lm) == VOCAB_SIZE
-
-
-def test_a_copy_tied_to_the_embeddings_has_the_embeddings_tokens():
-    causal_lm = adapted("tied", **tied_copy())
-    head = output_projection(causal_lm)
-    assert head.out_features == causal_lm.config.hidden_size, "PEFT names its features the wrong way round"
-    assert vocab_size_of(head, causal_lm) == VOCAB_SIZE
-
-
-@pytest.mark.parametrize("is_tied_copy", [False, True], ids=["plain", "tied copy"])
-@pytest.mark.parametrize("engine", ["ZeRO-3", "FSDP"])
-def test_a_shard_between_forwards_does_not_change_the_size(engine, is_tied_copy):
-    causal_lm = adapted("tied", **(tied_copy() if is_tied_copy else {}))
-    head = output_projection(causal_lm)
-    shape = head.weight.shape
-    shards = {"ZeRO-3": torch.empty(0), "FSDP": torch.empty(shape.numel() // 2)}
-    head.weight = nn.Parameter(shards[engine])
-    if engine == "ZeRO-3":
-        head.weight.ds_shape = shape
-    assert vocab_size_of(head, causal_lm) == VOCAB_SIZE
-
-
-def test_a_head_that_is_no_linear_layer_of_torchs_is_read_by_its_weight():
-    head = SimpleNamespace(weight=torch.empty(31, 8))
-    assert vocab_size_of(head, SimpleNamespace()) == 31
 
 
 def trainers(folder, **options):
