@@ -4,6 +4,7 @@ adapters make of rows. `architecture.py` has what a model is made of. Each entry
 when; it can be removed when the oldest supported version has passed that.
 """
 
+import functools
 import inspect
 import sys
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .libraries import is_library_function
 from .required import TRANSFORMERS as TRANSFORMERS
+from .required import names_in
 from .torch import modules_of
 
 
@@ -229,6 +231,13 @@ def is_transformers_own(function: Any) -> bool:
     """Return `True` if transformers defined a function; `functools.wraps` would give any other its name and module."""
     function = getattr(function, "func", function)  # of a `functools.partial`
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
+
+
+@functools.cache
+def writes_weights(cls: type) -> bool:
+    """Return `True` if a module of transformers writes to its weights behind autograd's back, as Gemma 3n's clamp."""
+    methods = [method for method in vars(cls).values() if hasattr(method, "__code__") and is_transformers_own(method)]
+    return any("data" in names_in(method.__code__) for method in methods)
 
 
 # What transformers' attention through SDPA takes after the mask, beside dropout, scale and causality: from

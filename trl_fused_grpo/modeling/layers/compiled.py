@@ -97,6 +97,8 @@ def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
             return f"{type(module).__name__} runs on rows of its own"
         if module is not layer and any(map(own.get, torch_compat.HOOKS)):
             return f"a hook on {type(module).__name__} runs inside of {type(layer).__name__}"
+        if model_compat.writes_weights(type(module)):  # in compiled code that changes what the backward reads
+            return f"{type(module).__name__} writes to its weights in its forward"
         if "forward" in own:  # as Accelerate's for weights that wait on another device
             return f"{type(module).__name__} has a forward of its own"
     gathers = torch_compat.is_fsdp2(layer)  # before its forward is called
