@@ -134,8 +134,9 @@ class FusedTrainerMixin(_Trainer):
 
     def _compute_loss(self, model, inputs):
         trl_loss = partial(super()._compute_loss, model)
-        replaced = replaced_behind(self, "_compute_loss") or replaced_method(self, trl_compat.OBJECTIVE_METHODS)
-        if replaced or not self.use_liger_loss:
+        if not self.use_liger_loss:
+            return trl_loss(inputs)
+        if replaced_behind(self, "_compute_loss") or replaced_method(self, trl_compat.OBJECTIVE_METHODS):
             return trl_loss(inputs)
         return self._fused.compute_loss(inputs, trl_loss)
 
