@@ -145,7 +145,8 @@ class _CompiledLayer:
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cls = self.kind.cls
-        # Checkpointing has the first layer's input require gradients; without them that would be a code of its own
+        # Checkpointing makes the first layer's input require gradients. Where none are computed, that layer would have
+        # a compiled code of its own
         args = (hidden_states if torch.is_grad_enabled() else hidden_states.detach(), *args)
         if cls not in _refused:
             try:
