@@ -8,6 +8,7 @@ apart.
 
 import json
 import statistics
+from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -167,22 +168,21 @@ def draw_end_to_end(names: list[str]) -> plt.Figure:
     """Whole steps with vLLM: medians of their phases, stacked, stock and ours side by side on the same completions."""
     records = [load(name) for name in names]
     entries = [entry for record in records for entry in record["results"]]
-    steps: dict[tuple, int] = {}  # that both have
+    by_group = defaultdict(list)
     for entry in entries:
-        group = entry["case"], entry["mode"], entry["sleep"], entry["rows"]
-        steps[group] = min(len(entry["all_ms"]), steps.get(group, len(entry["all_ms"])))
-    groups = sorted(steps)
+        by_group[entry["case"], entry["mode"], entry["sleep"], entry["rows"]].append(entry)
+    groups = sorted(by_group)
     figure, axes = plt.subplots(figsize=(5 + 1.3 * len(groups), 4.2))
-    for entry in entries:
-        group = entry["case"], entry["mode"], entry["sleep"], entry["rows"]
-        place, counted = groups.index(group), slice(steps[group])
-        place, below = place + (-0.2 if entry["name"] == "stock" else 0.2), 0.0
-        for phase, color in PHASE_COLORS.items():
-            seconds = statistics.median(entry["phases"][phase][counted]) / 1e3
-            axes.bar(place, seconds, 0.36, bottom=below, color=color, label=phase if entry is entries[0] else None)
-            below += seconds
-        whole = statistics.median(entry["all_ms"][counted]) / 1e3
-        axes.annotate(f"{entry['name']}\n{whole:.1f}", (place, below), ha="center", va="bottom", fontsize=8)
+    for number, group in enumerate(groups):
+        steps = min(len(entry["all_ms"]) for entry in by_group[group])  # that all have
+        for entry in by_group[group]:
+            place, below = number + (-0.2 if entry["name"] == "stock" else 0.2), 0.0
+            for phase, color in PHASE_COLORS.items():
+                seconds = statistics.median(entry["phases"][phase][:steps]) / 1e3
+                axes.bar(place, seconds, 0.36, bottom=below, color=color, label=phase if entry is entries[0] else None)
+                below += seconds
+            whole = statistics.median(entry["all_ms"][:steps]) / 1e3
+            axes.annotate(f"{entry['name']}\n{whole:.1f}", (place, below), ha="center", va="bottom", fontsize=8)
     labels = [f"{case}, {rows} completions\n{mode}{', sleep' if sleep else ''}" for case, mode, sleep, rows in groups]
     axes.set_xticks(range(len(groups)), labels, fontsize=8)
     axes.set_ylabel("a step, s")
