@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.compiler import traced_layers
-from tests.training.sampler import expect_sampler
+from tests.training.sampler import expect_sampler, train_on
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo.parity.tiny import FIRST_WORD_ID, VOCAB_SIZE, tokenizer
 
@@ -154,19 +154,17 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len(ids) / 10 + sum(ids) % 97 / 970 for ids in completion_ids]
 
 
-def _sample(prompts: list, *args: Any, **kwargs: Any) -> tuple[list, list, list, dict]:
+def _sample(prompts: list) -> tuple[list, list, list]:
     """Completions of many lengths, with log-probs of a sampler, from the process's own random numbers."""
     lengths = torch.randint(1, 9, (len(prompts),)).tolist()
     completions = [torch.randint(FIRST_WORD_ID, VOCAB_SIZE, (n,)).tolist() for n in lengths]
     logps = [(-6.9 + 0.3 * torch.randn(n)).tolist() for n in lengths]
-    return [[5, 6, 7, 8][: 1 + i // ROWS % 4] for i in range(len(prompts))], completions, logps, {}
+    return [[5, 6, 7, 8][: 1 + i // ROWS % 4] for i in range(len(prompts))], completions, logps
 
 
 def _use_sampler(trainer: Any) -> None:
     expect_sampler(trainer)
-    names = ("prompt_ids", "completion_ids", "logprobs")
-    trainer.rollout_func = lambda prompts, trainer: dict(zip(names, _sample(prompts), strict=False))
-    trainer._generate_single_turn = _sample
+    train_on(trainer, _sample)
 
 
 def _build(run: Run, folder: Path) -> Any:

@@ -31,13 +31,11 @@ def use_sampler(trainer):
 def use_rollouts(trainer):
     """Let a trainer train on prompts and completions of many lengths, which do not depend on its model."""
     seeds = iter(range(100))
+    train_on(trainer, lambda prompts: sampled(prompts, next(seeds)))
 
-    def generate(prompts, *args, **kwargs):
-        return *sampled(prompts, next(seeds)), {}
 
-    def rollout(prompts, trainer):
-        ids, completions, logps = sampled(prompts, next(seeds))
-        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logps}
-
-    trainer._generate_single_turn = generate
-    trainer.rollout_func = rollout
+def train_on(trainer, sample):
+    """Let a trainer train on what `sample(prompts)` returns: token ids of prompts and completions, and log-probs."""
+    names = ("prompt_ids", "completion_ids", "logprobs")
+    trainer._generate_single_turn = lambda prompts, *_, **__: (*sample(prompts), {})
+    trainer.rollout_func = lambda prompts, trainer: dict(zip(names, sample(prompts), strict=True))

@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOTrainer
 
 from tests.tiny_training import make_trainer
-from tests.training.sampler import expect_sampler
+from tests.training.sampler import expect_sampler, train_on
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo.training import memory, state
 
@@ -18,9 +18,7 @@ def generate(trainer, completions):
     """Let a trainer train on these completions, as if vLLM had generated them, whatever the prompts."""
     expect_sampler(trainer)
     prompts, logps = [[5, 6, 7, 8]] * len(completions), [[-6.5] * len(ids) for ids in completions]
-    trainer._generate_single_turn = lambda *_, **__: (prompts, completions, logps, {})
-    outputs = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logps}
-    trainer.rollout_func = lambda prompts, trainer: dict(outputs)
+    train_on(trainer, lambda _: (prompts, completions, logps))
 
 
 @pytest.mark.nightly
