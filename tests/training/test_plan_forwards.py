@@ -57,4 +57,20 @@ def test_planned_forwards_leave_no_gap_and_end_with_window_and_iteration(data, c
         most = (ends_of_first if opens else ends)[first % count]
         assert last % count <= most
         assert forward.needs_free_gradients == (last % count > ends[first % count])
-        assert last % count == most or last + 1 in borders  # no forward could be longer
+        is_behind = first != start and first not in borders
+        assert not is_behind or ends[(first - 1) % count] < last % count  # it could not begin earlier
+
+
+def test_a_window_of_several_forwards_has_no_small_one_at_its_end():
+    """The GPU would wait for the CPU there. Only the first may have as many as fit the memory of gradients."""
+    ends, ends_of_first = [3, 4, 5, 6, 7, 7, 7, 7], [6, 7, 7, 7, 7, 7, 7, 7]
+
+    def sizes(begins_window):
+        forwards = plan_forwards(ends, ends_of_first, range(8), 8, 8, begins_window)
+        return [len(forward.places) for forward in forwards]
+
+    assert sizes(begins_window=True) == [4, 4]
+    assert sizes(begins_window=False) == [4, 4]
+    ends = [number // 2 * 2 + 1 for number in range(8)]
+    assert sizes(begins_window=True) == [6, 2]
+    assert sizes(begins_window=False) == [2, 2, 2, 2]

@@ -6,6 +6,7 @@ which are no levels. Each of these functions returns the reason as words that fo
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,16 +69,24 @@ def plan_forwards(
     Which micro-batches of a generation batch share a forward. None does beyond an accumulation window or an iteration.
     `ends` has for each micro-batch the last one that fits a forward from it on, `ends_of_first` that where weights have
     no gradients yet; `steps_left` until the window ends is 0 where it is not known.
+
+    Forwards are filled from a window's end. The first, which may have the most tokens, gets what is left: a small last
+    one would take the CPU as long, while the GPU waits.
     """
-    forwards, place, count = [], places.start, len(ends)
+    forwards, place, count = list[Forward](), places.start, len(ends)
     while place < places.stop:
         if steps_left == 0:
             steps_left, begins_window = accumulation, True
         number = place % count
-        most = (ends_of_first if begins_window else ends)[number] - number + 1
-        size = min(most, steps_left)
-        forwards.append(Forward(range(place, place + size), needs_free_gradients=size > ends[number] - number + 1))
-        place, steps_left, begins_window = place + size, steps_left - size, False
+        stop = min(number + steps_left, count)
+        steps_left, end, starts = steps_left - (stop - number), stop, [stop]
+        while end - 1 > (ends_of_first if begins_window else ends)[number]:
+            end = next(start for start in range(number + 1, end) if ends[start] >= end - 1)
+            starts.append(end)
+        ranges = pairwise([number, *reversed(starts)])
+        shared = [range(place - number + start, place - number + after) for start, after in ranges]
+        forwards += [Forward(shared[0], needs_free_gradients=end - 1 > ends[number]), *map(Forward, shared[1:])]
+        place, begins_window = place - number + stop, False
     return tuple(forwards)
 
 
