@@ -51,6 +51,11 @@ LEARNING_PANELS = {
     "grad_norm": "gradient norm",
     "clipped": "share of clipped ratios",
 }
+# By case the records of one, two and four GPUs
+SCALING = {
+    "1.7B, DDP": {1: ("step-padding", "1.7b"), 2: ("step-two-gpus", "1.7b-ddp"), 4: ("step-four-gpus", "1.7b-ddp")},
+    "4B, FSDP2": {2: ("step-two-gpus-compiled", "4b-fsdp2"), 4: ("step-four-gpus", "4b-fsdp2")},
+}
 PHASE_COLORS = {
     "generation": "0.75",
     "synchronisation": "C4",
@@ -161,6 +166,28 @@ def draw_step(name: str) -> plt.Figure:
     both[0].legend(loc="upper right", frameon=False, fontsize=9)
     about = f"an optimizer step of Qwen3-1.7B, 32 completions, without generation; {source(record)}"
     figure.text(0.99, 0.01, about, ha="right", fontsize=7)
+    return figure
+
+
+def draw_scaling() -> plt.Figure:
+    """Milliseconds of a step against the number of GPUs, the same work on each, stock and ours."""
+    figure, both = plt.subplots(1, 2, figsize=(9, 3.2))
+    for axes, (arm, (label, color)) in zip(both, STEP_ARMS.items(), strict=True):
+        for style, (name, places) in zip(("o-", "s--"), SCALING.items(), strict=True):
+            entries = [(load(f"{record}-h200.json")["results"], case) for record, case in places.values()]
+            found = [
+                [e["ms"] for e in of_record if (e["case"], e["name"]) == (case, arm)] for of_record, case in entries
+            ]
+            milliseconds = [times[-1] for times in found]  # the newest
+            axes.plot([*places], milliseconds, style, color=color, label=name)
+            for place, time in zip(places, milliseconds, strict=True):
+                axes.annotate(f"{time:,.0f}", (place, time), xytext=(0, 6), textcoords="offset points", ha="center")
+        axes.set(title=label, xlabel="GPUs", xticks=(1, 2, 4), ylim=(0, None))
+        axes.margins(y=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    both[0].set_ylabel("a step, ms")
+    figure.text(0.99, 0.01, "H200 on one machine, TRL 1.16.0, torch 2.11.0", ha="right", fontsize=7)
     return figure
 
 
@@ -311,6 +338,7 @@ def main(folder: Annotated[Path, typer.Option(help="where the figures go")] = HE
         "curve": draw_curve("curve-h200.json"),
         "window": draw_windows(WINDOWS),
         "step": draw_step("step-padding-h200.json"),
+        "scaling": draw_scaling(),
         "micro-batches": draw_micro_batches("micro-batches-cpu.json"),
         "memory": draw_memory(load("memory-h200.json")),
         "learning": draw_learning("learning-h100.json"),
