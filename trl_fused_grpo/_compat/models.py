@@ -137,14 +137,8 @@ def forget_repeated_hooks(model: nn.Module) -> None:
             del hooks[key]
 
 
-def checkpoint_function(layer: Any) -> Any:
-    """The function with which a layer of transformers checkpoints; `None` before checkpointing is enabled."""
-    return getattr(layer, "_gradient_checkpointing_func", None)
-
-
-def set_checkpoint_function(layer: Any, function: Any) -> None:
-    """Have a layer of transformers checkpoint with another function."""
-    layer._gradient_checkpointing_func = function
+# The attribute of a layer of transformers with the function that checkpoints it, once checkpointing is enabled
+CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 
 
 def is_peft_model(model: nn.Module) -> bool:

@@ -157,7 +157,7 @@ class _CompiledLayer:
                 logger.warning_once(f"Decoder layers run as they are, because {_refused[cls]}.")
         forward = partial(_without_checkpointing, self.layer, **kwargs)
         if self.is_checkpointed and torch.is_grad_enabled():
-            return model_compat.checkpoint_function(self.layer)(forward, *args)
+            return getattr(self.layer, model_compat.CHECKPOINT_FUNCTION)(forward, *args)
         return forward(*args)
 
     def _packed(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ the same, whatever kernel computes it.
 
 import functools
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
-from trl_fused_grpo._utils import temporary_value
+from trl_fused_grpo._utils import temporary_attr, temporary_value
 from trl_fused_grpo.modeling.attention.masks import build_mask
 from trl_fused_grpo.modeling.attention.watch import PACKED_ARGUMENTS, KeptMask, WatchedCall, running_call
 
@@ -74,15 +74,13 @@ def unpacking(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Generator
         yield
         return
     call.keeps_masks = bool(layers.attention)
-    functions = [(layer, model_compat.checkpoint_function(layer)) for layer in layers.checkpointed]
-    functions = [(layer, function) for layer, function in functions if function is not None]
-    try:
-        for layer, function in functions:
-            model_compat.set_checkpoint_function(layer, functools.partial(_checkpoint_with_call, function, call))
+    name = model_compat.CHECKPOINT_FUNCTION
+    with ExitStack() as stack:
+        for layer in layers.checkpointed:
+            if hasattr(layer, name):
+                function = functools.partial(_checkpoint_with_call, getattr(layer, name), call)
+                stack.enter_context(temporary_attr(layer, name, function))
         yield
-    finally:
-        for layer, function in functions:
-            model_compat.set_checkpoint_function(layer, function)
 
 
 def _checkpoint_with_call(checkpoint: Callable, call: WatchedCall, function: Callable, *inputs: Any) -> Any:
