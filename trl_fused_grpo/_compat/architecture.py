@@ -63,18 +63,6 @@ def takes_position_ids(causal_lm: PreTrainedModel) -> bool:
     return "position_ids" in _forward_arguments(type(backbone(causal_lm)))
 
 
-def needs_mask(causal_lm: PreTrainedModel) -> bool:
-    """
-    Return `True` if a model fails without a mask (transformers < 5). It then looks for packed sequences in positions
-    of three axes as if these were rows.
-    """
-    return _TRANSFORMERS_4 and causal_lm.config.get_text_config().model_type in (
-        "glm4v_text",
-        "glm4v_moe_text",
-        "Glm4vMoe_text",
-    )
-
-
 def takes_any_argument(causal_lm: PreTrainedModel) -> bool:
     """Return `True` if the backbone of a model takes unknown keyword arguments."""
     arguments = _forward_arguments(type(backbone(causal_lm)))

@@ -33,10 +33,11 @@ _CHUNKS_MATTER = Version("5.21.0") > TRANSFORMERS
 
 # Families whose own forward depends on where the padding is: OPT counts positions from the mask, RecurrentGemma lets
 # padding into its state; so does LFM2 before transformers 5, where Phi-MoE makes rotary tables for as many positions as
-# there are columns. Ministral 3's queries grow with the column, not with the position (transformers < 5.8)
+# there are columns, and GLM-4V fails without a mask. Ministral 3's queries grow with the column, not with the position
+# (transformers < 5.8)
 PADDING_MATTERS = {
     *("opt", "recurrent_gemma"),
-    *(("lfm2", "phimoe") if _TRANSFORMERS_4 else ()),
+    *(("lfm2", "phimoe", "glm4v_text", "glm4v_moe_text", "Glm4vMoe_text") if _TRANSFORMERS_4 else ()),
     *(("zamba2", "nemotron_h") if _CHUNKS_MATTER else ()),
     *(("ministral3",) if Version("5.8.0") > TRANSFORMERS else ()),
 }

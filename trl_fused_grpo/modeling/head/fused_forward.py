@@ -33,8 +33,6 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
     given = {name: value for name, value in model_inputs.items() if value is not None}
     if not architecture.takes_position_ids(causal_lm):
         given.pop("position_ids", None)
-    if architecture.needs_mask(causal_lm) and "attention_mask" not in given:
-        given["attention_mask"] = torch.ones_like(given["input_ids"])
     call = given.get("watched")
     # All of its layers that need to know of packed rows run unpacked then
     if not architecture.takes_any_argument(causal_lm):
