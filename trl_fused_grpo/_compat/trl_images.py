@@ -7,8 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from packaging.version import Version
 from torch import Tensor
 from trl import GRPOTrainer
+
+from .required import TRL
 
 
 # TRL 1.14 names the arguments of its log-prob method in the method that it calls
@@ -33,8 +36,8 @@ def multimodal_model_inputs(
 ) -> dict[str, Any]:
     """
     The keyword arguments with which TRL would call a multimodal model for these rows, the first of a batch. Each
-    version selects images in its own way, so TRL's own method is run up to that call. What it takes wrongly for a part
-    of the batch is put right; where that cannot be known, the argument is missing.
+    version selects images in its own way, so TRL's own method is run up to that call. Images are missing where it may
+    select those of other rows for a part of the batch.
     """
 
     def model(**model_inputs):
@@ -45,38 +48,22 @@ def multimodal_model_inputs(
     except _ModelCallError as call:
         not_the_backbones = ("labels", "logits_to_keep", "fused_lm_head", "use_cache")
         model_inputs = {name: value for name, value in call.model_inputs.items() if name not in not_the_backbones}
-        return _with_all_images(model_inputs, len(input_ids), multimodal)
+        return _without_images_of_others(model_inputs, len(input_ids), multimodal)
     raise RuntimeError("TRL computed log-probs without calling the model")
 
 
-# Inputs by which every TRL that knows them tells which images are whose
+# TRL < 1.13 (1.8 is known to, 1.13 not to) takes as many images as rows, whatever number of images each row has, unless
+# one of these arguments tells which are whose
+_COUNTS_ROWS = Version("1.13.0") > TRL
 _TELL_IMAGES = ("image_grid_thw", "image_position_ids", "spatial_shapes")
 
 
-def _with_all_images(model_inputs: dict[str, Any], count: int, multimodal: dict[str, Any]) -> dict[str, Any]:
-    """
-    TRL < 1.13 (1.8 is known to, 1.13 not to) takes as many images as rows, whatever number of images each row has,
-    unless another argument tells which are whose. In training it takes the whole micro-batch, where that is all.
-    """
+def _without_images_of_others(model_inputs: dict[str, Any], count: int, multimodal: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of these rows, without images where TRL may have taken those of other rows."""
     per_row = multimodal.get("num_images")
     is_told = any(multimodal.get(name) is not None for name in _TELL_IMAGES)
-    if per_row is None or count == len(per_row) or is_told:
+    if not _COUNTS_ROWS or per_row is None or count == len(per_row) or is_told:
         return model_inputs
-    starts = {name: _images_of_first_rows(name, count, multimodal) for name in model_inputs if name in multimodal}
-    unknown = [name for name, number in starts.items() if number is None]
-    corrected = {name: multimodal[name][:number] for name, number in starts.items() if number is not None}
-    return {name: value for name, value in {**model_inputs, **corrected}.items() if name not in unknown}
-
-
-def _images_of_first_rows(name: str, count: int, multimodal: dict[str, Any]) -> int | None:
-    """How many entries of an input belong to so many of the first rows, `None` where that cannot be known."""
-    per_row, tiles, entries = multimodal["num_images"], multimodal.get("num_tiles"), len(multimodal[name])
-    if name.endswith("token_type_ids"):
-        return count
-    if tiles is not None and entries == sum(tiles):
-        return sum(tiles[:count])
-    # An entry of four dimensions or less has the pixels of one image, or of a tile of one, and not those of a row
-    may_be_rows = multimodal["pixel_values"].dim() > 4 and entries == len(per_row)
-    if entries == sum(per_row) and (not may_be_rows or set(per_row) == {1}):
-        return sum(per_row[:count])
-    return count if may_be_rows and entries != sum(per_row) else None
+    if set(per_row) == {1} and len(multimodal["pixel_values"]) == len(per_row):  # an entry for each row
+        return model_inputs
+    return {name: value for name, value in model_inputs.items() if name not in IMAGE_INPUTS}
