@@ -70,7 +70,7 @@ def test_sinks(kernels_only, sequences, window, dtype, width):
     assert_close_to_float64(attention, [*inputs, sinks], sequences, 1e-2, window=window)
 
 
-@pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
+@pytest.mark.skipif(torch_compat.flex_attention is None, reason="needs torch 2.9")
 @pytest.mark.parametrize("width", [64, 256])
 @WINDOWS
 @SEQUENCES
@@ -83,7 +83,7 @@ def test_soft_caps(kernels_only, sequences, window, width):
     assert_close_to_float64(attention, inputs, sequences, 1e-2, window=window, softcap=3.0)
 
 
-@pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
+@pytest.mark.skipif(torch_compat.flex_attention is None, reason="needs torch 2.9")
 def test_flex_attention_is_compiled_once_for_all_lengths(kernels_only):
     from torch._dynamo.utils import counters
 
@@ -173,7 +173,7 @@ def test_chunks(kernels_only, sequences, tokens, dtype):
     assert_close_to_float64(attention, inputs, sequences, 1e-2 if dtype == torch.bfloat16 else 1e-5, chunk=tokens)
 
 
-@pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
+@pytest.mark.skipif(torch_compat.flex_attention is None, reason="needs torch 2.9")
 @pytest.mark.parametrize("length", [2, 60, 128, 129])
 def test_flex_attention_of_few_tokens_without_gradient(kernels_only, length):
     rows = [t.detach()[:, :, :length].contiguous() for t in random_tensors(64, 64, torch.bfloat16)]

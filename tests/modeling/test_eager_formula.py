@@ -75,7 +75,7 @@ def test_the_comparison_leaves_hooks_and_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
+@pytest.mark.skipif(torch_compat.flex_attention is None, reason="needs torch 2.9")
 def test_which_kernel_a_formula_gets(monkeypatch):
     """As on CUDA in half precision, with each kernel's float32 stand-in; all give what the model's function gives."""
     monkeypatch.setattr(eager, "_is_fast", lambda query: True)

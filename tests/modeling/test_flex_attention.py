@@ -20,7 +20,7 @@ LONG_SHARED = ([300, 1, 150], [300, 201, 150], [*range(300), *range(200), *range
 
 
 @pytest.mark.sample(5)
-@pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
+@pytest.mark.skipif(torch_compat.flex_attention is None, reason="needs torch 2.9")
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "softcap"])
 @pytest.mark.parametrize("window", [None, 140])
@@ -41,7 +41,7 @@ def test_flex_attention_with_a_mask_from_blocks(sequences, window, softcap, has_
     assert relative_error(output[None], expected) < 1e-5
 
 
-@pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
+@pytest.mark.skipif(torch_compat.flex_attention is None, reason="needs torch 2.9")
 def test_flex_attention_is_traced_whole_and_once(monkeypatch):
     """By torch's compiler, in a checkpointed layer, without the kernels that it would generate on a GPU."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
@@ -75,7 +75,7 @@ def test_flex_attention_is_traced_whole_and_once(monkeypatch):
     flex_kernel._compiled.cache_clear()
 
 
-@pytest.mark.skipif(torch_compat.flex_attention is None, reason="this torch has no flex attention with block masks")
+@pytest.mark.skipif(torch_compat.flex_attention is None, reason="needs torch 2.9")
 def test_the_mask_from_blocks_leaves_out_what_no_token_of_a_block_sees():
     options = arguments([512, 512], [512, 512], None, 1024)
     mask = build_block_mask(boundaries_of(options), 1024, 1024, None)
@@ -98,4 +98,4 @@ def test_why_flex_attention_is_not_taken(monkeypatch):
     assert why_no_flex(wide, wide, wide, 0.3, 2.0, False) == reason
     flex_kernel._why_not_compiled.cache_clear()
     monkeypatch.setattr(torch_compat, "flex_attention", None)
-    assert "has no flex attention" in why_no_flex(wide, wide, wide, 0.3, 2.0, False)
+    assert "needs torch 2.9" in why_no_flex(wide, wide, wide, 0.3, 2.0, False)

@@ -1,7 +1,6 @@
 """Private names of torch. `required` refuses a torch that lost one of them."""
 
 import functools
-import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -40,22 +39,10 @@ CAUSAL_FROM_THE_LAST_KEY = 2
 # Autograd calls it without the window of the forward
 efficient_attention_backward = torch.ops.aten._efficient_attention_backward.default
 
-# Flex attention with a mask that is made from blocks of keys: `None` where torch has none that knows their lengths
-flex_attention: Any = getattr(flex, "flex_attention", None)
-BlockMask: Any = getattr(flex, "BlockMask", None)
-if BlockMask is None or "seq_lengths" not in inspect.signature(BlockMask.from_kv_blocks).parameters:
-    flex_attention = None
-# torch < 2.9 returns the log-sum-exp for `return_lse`, which later ones give up
-FLEX_LSE: dict[str, Any] = (
-    {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
-)
-
-
-def with_lse(output: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of flex attention that was called with `FLEX_LSE`."""
-    values, aux = output
-    return values, getattr(aux, "lse", aux)
-
+# Flex attention: `None` where it does not return its log-sum-exp for an `AuxRequest` (torch < 2.9)
+flex_attention: Any = flex.flex_attention if hasattr(flex, "AuxRequest") else None
+AuxRequest: Any = getattr(flex, "AuxRequest", None)
+BlockMask: Any = flex.BlockMask
 
 # The classes that torch's own dropouts and normalisations of all dimensions have in common
 Dropout, BatchNorm, InstanceNorm = dropout._DropoutNd, batchnorm._BatchNorm, instancenorm._InstanceNorm

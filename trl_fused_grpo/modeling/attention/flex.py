@@ -22,7 +22,7 @@ def why_no_flex(
     """Why flex attention cannot stand in for a model's own function, or `None`. It is tried out once, on few tokens."""
     width = query.shape[-1]
     if torch_compat.flex_attention is None:
-        return "this torch has no flex attention with masks from blocks"
+        return "flex attention needs torch 2.9 or later"
     if width != value.shape[-1] or width < 16 or width & (width - 1):
         return f"flex attention takes no heads of {width} and {value.shape[-1]}"
     heads = query.shape[1], key.shape[1]
@@ -84,13 +84,13 @@ def flex_attention(
     if softcap is not None:
         options["score_mod"] = _soft_cap(repr(float(softcap)))
     if sinks is not None:
-        options.update(torch_compat.FLEX_LSE)
+        options["return_aux"] = torch_compat.AuxRequest(lse=True)
     attention = attention or _compiled(*_kind(q, k), scale, softcap, sinks is not None)
     result = attention(q, k, v, **options)
     if sinks is None:
         return result.squeeze(0).transpose(0, 1)
-    output, lse = torch_compat.with_lse(result)  # lse: [1, heads, S]
-    factor = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1)
+    output, aux = result
+    factor = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None]).unsqueeze(-1)  # lse: [1, heads, S]
     return (output * factor).to(output.dtype).squeeze(0).transpose(0, 1)
 
 
