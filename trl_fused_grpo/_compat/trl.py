@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-import trl
 from accelerate.utils import fsdp_utils
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from packaging.version import Version
@@ -127,10 +126,9 @@ def last_entropy(trainer: Any) -> float:
     return trainer._last_world_entropy
 
 
-# TRL >= 1.15 has a fused head of its own, whose entropies always carry a gradient
-_HAS_FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
-# TRL >= 1.15 takes every family's auxiliary loss from Mixtral's function, earlier ones from the model's own forward
-AUX_LOSS_IS_MIXTRALS = _HAS_FUSED_HEAD
+# TRL < 1.15: log-probs, and the auxiliary loss, come from the model's own forward. Later ones have a fused head, whose
+# entropies always carry a gradient, and take every family's auxiliary loss from Mixtral's function
+LOGPS_FROM_LOGITS = not hasattr(utils, "add_fused_lm_head")
 
 
 def entropies_as_trl(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor | None:
@@ -138,7 +136,7 @@ def entropies_as_trl(trainer: GRPOTrainer, entropies: Tensor | None) -> Tensor |
     Entropies with a gradient where TRL's have one: from TRL 1.15 on always, from 1.8 on with an entropy bonus, before
     never.
     """
-    carry = _HAS_FUSED_HEAD or has_entropy_bonus(trainer)
+    carry = not LOGPS_FROM_LOGITS or has_entropy_bonus(trainer)
     return entropies if entropies is None or carry else entropies.detach()
 
 
@@ -157,10 +155,6 @@ OBJECTIVE_METHODS = tuple(
     for name in inspect.unwrap(GRPOTrainer._compute_loss).__code__.co_names
     if name != "_get_per_token_logps_and_entropies" and inspect.isfunction(getattr(GRPOTrainer, name, None))
 )
-
-# TRL < 1.15: log-probs come from the logits of the model's own forward
-LOGPS_FROM_LOGITS = not _HAS_FUSED_HEAD
-
 
 # Of TRL's files, of torch and of tensors what TRL < 1.15 computes log-probs of logits with
 _LOGPS_UTILITIES = ("selective_log_softmax", "entropy_from_logits")

@@ -35,7 +35,7 @@ def load_balancing_loss(causal_lm: PreTrainedModel, outputs: Any, attention_mask
 
 
 def _function(causal_lm: PreTrainedModel) -> Callable | None:
-    if trl_compat.AUX_LOSS_IS_MIXTRALS:
+    if not trl_compat.LOGPS_FROM_LOGITS:  # the auxiliary loss is Mixtral's
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         return load_balancing_loss_func
