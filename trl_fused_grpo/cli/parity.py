@@ -165,10 +165,7 @@ def _device_of(device: Device) -> str:
 
 
 def silence() -> None:
-    """Turn warnings, progress bars and patches off in a process of `--jobs`, until it ends."""
-    from trl_fused_grpo.patching import unpatched
-
-    _UNTIL_THE_END.enter_context(unpatched())
+    """Turn warnings and progress bars off in a process of `--jobs`, until it ends."""
     _UNTIL_THE_END.enter_context(_quiet())
     atexit.register(_UNTIL_THE_END.close)  # while there are modules to import
 
@@ -179,21 +176,14 @@ def _quiet() -> Generator[None, None, None]:
     from transformers.utils import logging as transformers_logging
 
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
-    verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
-    loggers = [logging.getLogger(name) for name in ("trl", "trl_fused_grpo")]
-    levels = [logger.level for logger in loggers]
-    transformers_logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
     transformers_logging.disable_progress_bar()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        transformers_logging.set_verbosity(verbosity)
+        logging.disable(logging.NOTSET)
         if bars:
             transformers_logging.enable_progress_bar()
