@@ -229,7 +229,6 @@ def test_an_option_is_read_from_text(name, text, value):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("fused_layot", "packed", "there is no option 'fused_layot'"),
         ("fused_layout", "dense", "fused_layout must be"),
         ("fused_compile", "maybe", "fused_compile must be None, True or False, not 'maybe'"),
         ("fused_memory", "half", "fused_memory must be None or a fraction above 0 and at most 1, not 'half'"),

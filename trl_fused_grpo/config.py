@@ -11,8 +11,6 @@ from transformers.utils import logging
 from trl import GRPOConfig, RLOOConfig
 
 from ._compat.dataclass_fields import add_field
-from .options import BACKWARD_MODES as BACKWARD_MODES
-from .options import LAYOUTS as LAYOUTS
 from .options import FusedOptions as FusedOptions
 from .options import kl_estimator_of as kl_estimator_of
 

@@ -173,18 +173,15 @@ def fused_loss_of(args: Any) -> tuple[bool, FusedOptions]:
 _BOOLS = dict.fromkeys(("true", "t", "yes", "y", "1"), True) | dict.fromkeys(("false", "f", "no", "n", "0"), False)
 
 
-def _read_bool(text: str) -> bool:
-    return _BOOLS[text.lower()]
-
-
-_READERS: dict[type, Callable[[str], Any]] = {bool: _read_bool, int: int, float: float, str: str}
-
-
 def read_option(name: str, text: str) -> Any:
     """The value of an option that was given as text. `none` is `None` where the option may be that."""
-    kind, may_be_none = type_of(name) if name in FusedOptions.__dataclass_fields__ else (str, False)
+    kind, may_be_none = type_of(name)
     try:
-        value = None if may_be_none and text.lower() in ("none", "null") else _READERS[kind](text)
+        if may_be_none and text.lower() in ("none", "null"):
+            value = None
+        else:
+            value = _BOOLS[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
         value = text  # refused below
-    return checked_options({name: value})[name]
+    check_option(name, value)
+    return value

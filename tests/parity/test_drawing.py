@@ -13,8 +13,9 @@ from tests.harness.random_cases import draw, name_of, random_case
 from tests.harness.steps import Outcome
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.config import BACKWARD_MODES, LAYOUTS, FusedOptions
+from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.objective import KL_ESTIMATORS
+from trl_fused_grpo.options import BACKWARD_MODES, LAYOUTS
 from trl_fused_grpo.parity.case import Rollout
 
 
