@@ -39,21 +39,18 @@ def _keep_flag_through_post_init(cls: Any) -> None:
     cls.__post_init__ = post_init
 
 
-def install_use_liger_loss(cls: Any = GRPOConfig) -> None:
+def install_use_liger_loss(cls: Any) -> None:
     """
     Make `use_liger_loss` a dataclass field of a class of TRL's arguments. Its default, `None`, says nothing: a fused
     trainer has the fused loss then. The class itself is changed, so that it does not matter how or when it was
-    imported. Argument parsers, `to_dict` and saved arguments see the field. Idempotent.
+    imported. Argument parsers, `to_dict` and saved arguments see the field.
     """
-    if getattr(cls, "_has_fused_loss", False):
-        return
     # `bool` as in TRL 0.27, which has the field: of `bool | None` a parser does not take `--use_liger_loss` alone
     add_field(cls, _FIELD, bool, field(default=None, metadata={"help": _HELP}))
     _keep_flag_through_post_init(cls)
-    cls._has_fused_loss = True
 
 
-install_use_liger_loss()
+install_use_liger_loss(GRPOConfig)
 install_use_liger_loss(RLOOConfig)
 
 
