@@ -6,10 +6,8 @@ when; it can be removed when the oldest supported version has passed that.
 
 import functools
 import inspect
-import sys
 from typing import Any
 
-import torch
 from packaging.version import Version
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel, masking_utils
@@ -110,16 +108,6 @@ def flash_implementations() -> list[str]:
 def is_stateful(causal_lm: PreTrainedModel) -> bool:
     """Return `True` if a model says that its layers carry a state from token to token."""
     return causal_lm._is_stateful
-
-
-def masks_state(model: PreTrainedModel) -> bool:
-    """
-    Return `True` if padding is zeroed before it goes into the state of a model's layers. Older transformers leave it
-    where a batch has one row.
-    """
-    file = next((cls.__module__ for cls in type(model).__mro__ if "modeling_" in cls.__module__), __name__)
-    function = getattr(sys.modules[file], "apply_mask_to_padding_states", None)
-    return function is not None and not function(torch.ones(1, 2, 1), torch.tensor([[0, 1]]))[0, 0].any()
 
 
 # From 5.0 on transformers hooks the input embeddings whenever checkpointing is switched on, which TRL does after each

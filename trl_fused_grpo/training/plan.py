@@ -178,8 +178,7 @@ def why_padding_is_mixed_in(causal_lm: PreTrainedModel) -> str | None:
             has_state = (
                 model_compat.is_stateful(module) or not architecture.layer_types(module.config) <= _MASKED_LAYERS
             )
-            lets_padding_in = has_state and not model_compat.masks_state(module)
-            if lets_padding_in or module.config.model_type in model_compat.PADDING_MATTERS:
+            if has_state or module.config.model_type in model_compat.PADDING_MATTERS:
                 return "a state may take padding in"
     return None
 
