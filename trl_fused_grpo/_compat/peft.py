@@ -19,13 +19,6 @@ def dropouts_of_adapters(modules: Iterable[nn.Module]) -> set[nn.Module]:
     return {dropout for dropouts in found if dropouts is not None for dropout in dropouts.children()}
 
 
-def _tuner_layer(modules: list[nn.Module]) -> Any:
-    """The first of these modules that PEFT adapts, or `None`."""
-    # Transformers' models have methods of this name
-    named = (module for module in modules if hasattr(type(module), "disable_adapters"))
-    return next((module for module in named if isinstance(module.disable_adapters, bool)), None)
-
-
 def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
     """Return whether PEFT's adapters are off, and which are active otherwise; `None` without adapters."""
     modules = torch_compat.modules_of(model)
@@ -34,7 +27,9 @@ def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
     if peft_model is not None and is_prompt_learning(peft_model):
         # It adapts no layer. Switched off, PEFT calls the model inside; its flag for that is newer than PEFT 0.17
         return peft_model.forward == peft_model.base_model.forward, tuple(peft_model.active_adapters)
-    layer = _tuner_layer(modules)
+    named: Any = (module for module in modules if hasattr(type(module), "disable_adapters"))
+    # Transformers' models have methods of this name
+    layer = next((module for module in named if isinstance(module.disable_adapters, bool)), None)
     if layer is None:
         return None
     # A wrapper of PEFT's around one module knows of those adapters alone that the module has
