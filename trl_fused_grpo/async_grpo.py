@@ -11,7 +11,6 @@ from transformers.utils import logging
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from ._compat import models as model_compat
-from ._compat import torch as torch_compat
 from ._compat import trainers
 from ._utils import shown_as, temporary_attr
 from .config import FusedOptions
@@ -64,8 +63,7 @@ class _FusedCall:
     @property
     def causal_lm(self) -> Any:
         """The causal language model inside its wrappers."""
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return model_compat.without_adapter(torch_compat.without_compiler(model))
+        return model_compat.causal_lm_of(self.trainer.model)
 
     def attach(self) -> None:
         """Let the model answer. TRL reads scale and temperature when a trainer is made."""
