@@ -1,12 +1,11 @@
 """`trl-fused-grpo parity` compares the fused trainer with stock TRL."""
 
-import atexit
 import logging
 import os
 import tempfile
 import warnings
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from difflib import get_close_matches
 from enum import Enum
 from importlib.util import find_spec
@@ -20,9 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 if TYPE_CHECKING:  # help needs nothing of torch
     from trl_fused_grpo.parity import Case, Result, Settings
-
-
-_UNTIL_THE_END = ExitStack()  # of a process of `--jobs`: a context that nobody keeps ends at once
 
 
 class Device(str, Enum):
@@ -165,23 +161,24 @@ def _device_of(device: Device) -> str:
 
 
 def silence() -> None:
-    """Turn warnings and progress bars off in a process of `--jobs`, until it ends."""
-    _UNTIL_THE_END.enter_context(_quiet())
-    atexit.register(_UNTIL_THE_END.close)  # while there are modules to import
+    """Turn warnings and progress bars off: those of dozens of trainers would hide the table."""
+    from transformers.utils import logging as transformers_logging
+
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
+    logging.disable(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
 
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Without warnings and progress bars: those of dozens of trainers would hide the table."""
+    """While it lasts, there are no warnings and progress bars."""
     from transformers.utils import logging as transformers_logging
 
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
     bars = transformers_logging.is_progress_bar_enabled()
-    logging.disable(logging.WARNING)
-    transformers_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            silence()
             yield
     finally:
         logging.disable(logging.NOTSET)
