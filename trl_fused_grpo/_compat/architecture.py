@@ -17,8 +17,6 @@ from .required import TRANSFORMERS
 
 # transformers < 5: vision-language models keep their language backbone in `model`
 _TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
-# transformers < 5.18: SDPA gets no mask where a batch has no padding, and Doge's own then keeps later tokens too
-_DOGE_LOOKS_AHEAD = Version("5.18.0") > TRANSFORMERS
 
 # Classes that carry a state without a convolution, and so are not known by their parts. The census has
 # looked at all families
@@ -164,11 +162,8 @@ def unscaled_columns(config: Any) -> int | None:
 
 def why_rows_depend_on_others(config: Any) -> str | None:
     """Why what a model of this configuration computes of a row depends on the others in its batch, or `None`."""
-    if config.model_type != "doge":
-        return None
-    if getattr(config, "is_moe", False):  # code of a checkpoint's own may have no such option
-        return "its router mixes the tokens of a batch"
-    return "its attention looks ahead where a batch has no padding" if _DOGE_LOOKS_AHEAD else None
+    # Doge's router does. transformers < 5.18: without padding SDPA gets no mask, and Doge's own keeps later tokens too
+    return "its rows depend on one another" if config.model_type == "doge" else None
 
 
 def layer_types(config: Any) -> set[str]:
