@@ -10,7 +10,7 @@ is made of, `torch` private names of torch. `libraries` tells whose code somethi
 to a class of TRL's options.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from packaging.version import Version
 
@@ -18,15 +18,7 @@ from packaging.version import Version
 OLDEST_TRL, NEWEST_TRL = Version("0.27.2"), Version("1.16.0")
 SUPPORTED_TRL = f"trl>={OLDEST_TRL},<={NEWEST_TRL}"
 
-
-def _refuse_old_trl() -> None:
-    """Refuse a TRL that is too old before anything is imported from it: that would fail with less to say."""
-    try:
-        found = Version(version("trl"))
-    except PackageNotFoundError:  # not installed, or found in another way
-        return
-    if Version(found.base_version) < OLDEST_TRL:
-        raise ImportError(f"trl_fused_grpo cannot extend TRL {found}; install {SUPPORTED_TRL}.")
-
-
-_refuse_old_trl()
+# Before anything is imported from a TRL that is too old: that would fail with less to say
+_found = Version(version("trl"))
+if Version(_found.base_version) < OLDEST_TRL:
+    raise ImportError(f"trl_fused_grpo cannot extend TRL {_found}; install {SUPPORTED_TRL}.")
