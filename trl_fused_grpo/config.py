@@ -12,7 +12,6 @@ from trl import GRPOConfig, RLOOConfig
 
 from ._compat.dataclass_fields import add_field
 from .options import FusedOptions as FusedOptions
-from .options import kl_estimator_of as kl_estimator_of
 
 
 logger = logging.get_logger(__name__)

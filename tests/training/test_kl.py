@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from trl import GRPOTrainer
+import trl
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.oracle import relative_error
 from tests.tiny_training import dense_log_probs, loss_and_gradients, make_inputs, make_trainer
-from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
+from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, patch
 from trl_fused_grpo._compat.trl import TRL
 from trl_fused_grpo.training import refusals
 from trl_fused_grpo.training import state as state_module
@@ -51,7 +52,7 @@ def test_the_k3_term_that_is_computed_here_equals_trls(tmp_path, monkeypatch, na
     stock = make_trainer(tmp_path, GRPOTrainer, **options)
     fused = make_trainer(tmp_path, **options)
     inputs = inputs_with_reference(stock)
-    monkeypatch.setattr(state_module, "replaces_kl", lambda trainer: True)
+    monkeypatch.setattr(state_module, "replaces_kl", lambda trainer, name: True)
     if not is_training:
         losses = []
         for trainer in (stock, fused):
@@ -117,6 +118,18 @@ def warnings_logged(monkeypatch):
     return messages
 
 
+def test_an_estimator_that_a_patch_asks_for_is_trained(tmp_path):
+    own = make_trainer(tmp_path, beta=0.2, kl_estimator="k2")
+    inputs = inputs_with_reference(own)
+    with patch(kl_estimator="k2"):
+        patched = make_trainer(tmp_path, trl.GRPOTrainer, config=GRPOConfig, beta=0.2)
+    expected, (loss, gradients) = loss_and_gradients(own, inputs), loss_and_gradients(patched, inputs)
+    assert loss == expected[0] and gradients.keys() == expected[1].keys()
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected[1].items())
+    assert patched._metrics["train"]["kl/k2"] == own._metrics["train"]["kl/k2"]
+    assert loss != loss_and_gradients(make_trainer(tmp_path, beta=0.2), inputs)[0]
+
+
 class OwnObjective(FusedGRPOTrainer):
     """A trainer that changes the loss."""
 
@@ -160,7 +173,7 @@ def test_the_log_says_what_the_bias_correction_makes_of_an_estimator(tmp_path, w
 
 def test_the_default_is_trls_own_term(tmp_path):
     trainer = make_trainer(tmp_path, beta=0.2)
-    assert not state_module.replaces_kl(trainer)
+    assert not state_module.replaces_kl(trainer, trainer._fused.engine.kl_estimator)
 
 
 def test_a_loss_type_that_is_not_known_keeps_trls_estimator(tmp_path):

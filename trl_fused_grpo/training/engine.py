@@ -16,7 +16,6 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.head.fused_forward import install_fused_forward
 from trl_fused_grpo.modeling.head.output_projection import LogitScaling, logit_scaling
 from trl_fused_grpo.modeling.layers.compiled import compiling, layers_to_compile, why_not_compiled
@@ -29,6 +28,7 @@ from trl_fused_grpo.modeling.rows.layout_choice import (
     why_prompts_are_not_shared,
     why_wide_rows_differ,
 )
+from trl_fused_grpo.options import FusedOptions, kl_estimator_of
 
 from .collectives import widest_batch
 from .findings import Findings, Ladder, Level, Reason
@@ -66,6 +66,11 @@ class LogpsEngine:
         """Read the options from the trainer's arguments."""
         self.options = FusedOptions.from_args(self.trainer.args, self._defaults)
         self.memory = memory_budget(self.trainer, self.options.fused_memory)
+
+    @property
+    def kl_estimator(self) -> str:
+        """The option, which may be set after construction too."""
+        return kl_estimator_of(self.trainer.args, self._defaults.kl_estimator)
 
     def install(self, model: nn.Module) -> None:
         """Let a model's forward take the keyword `fused`. Idempotent."""

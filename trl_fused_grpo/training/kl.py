@@ -19,9 +19,8 @@ from .findings import replaced_objective
 from .requests import batch_of, objective_of, padding_counts
 
 
-def replaces_kl(trainer: GRPOTrainer) -> bool:
-    """Return `True` if the KL term is computed here instead of by TRL."""
-    name = objective_of(trainer).kl_estimator
+def replaces_kl(trainer: GRPOTrainer, name: str) -> bool:
+    """Return `True` if the KL term with the estimator `name` is computed here instead of by TRL."""
     if trainers.beta_of_loss(trainer) == 0.0 or name == "k3":
         return False
     method = replaced_objective(trainer)
@@ -38,12 +37,12 @@ def estimator_in_force(objective: GRPOObjective) -> str:
     return f"{name}_bias_corrected" if objective.weighs_kl else name
 
 
-def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor) -> Tensor:
+def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor, name: str) -> Tensor:
     """
-    `beta` times the KL divergence of a micro-batch, aggregated as TRL aggregates its loss; a scalar. Logs the mean over
-    tokens, in nats, under the estimator's name.
+    `beta` times the KL divergence of a micro-batch by the estimator `name`, aggregated as TRL aggregates its loss; a
+    scalar. Logs the mean over tokens, in nats, under the estimator's name.
     """
-    objective = objective_of(trainer)
+    objective = objective_of(trainer, kl_estimator=name)
     if padding_counts(trainer):
         objective = replace(objective, reduction="padded_sequence_sum")
     is_training = trainer.model is not None and trainer.model.training

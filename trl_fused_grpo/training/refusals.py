@@ -96,7 +96,7 @@ def check_kl_estimator(trainer: Any, name: str) -> None:
         raise ValueError(
             f"kl_estimator={name!r} does not reach {method}, which computes its KL term itself: set kl_estimator='k3'."
         )
-    elif not (objective := objective_of(trainer)).effective_reduction:
+    elif not (objective := objective_of(trainer, kl_estimator=name)).effective_reduction:
         raise ValueError(
             f"kl_estimator={name!r} does not know how loss_type={trainer.loss_type!r} is averaged: set "
             "kl_estimator='k3'."

@@ -14,7 +14,6 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
-from trl_fused_grpo.config import kl_estimator_of
 from trl_fused_grpo.loss.batch import GRPOBatch, as_columns
 from trl_fused_grpo.loss.forecast import BatchForecast, forecast
 from trl_fused_grpo.loss.importance_sampling import SamplingCorrection
@@ -215,7 +214,9 @@ def padding_counts(trainer: GRPOTrainer, beta: float | None = None) -> bool:
     return luspo_counts_padding(objective, objective.beta != 0.0, has_token_factors)
 
 
-def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | None = None) -> GRPOObjective:
+def objective_of(
+    trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | None = None, kl_estimator: str = "k3"
+) -> GRPOObjective:
     """The trainer's objective as plain options."""
     if trainers.is_rloo(trainer):
         return rloo_objective(trainer.epsilon_low, trainer.epsilon_high)
@@ -225,7 +226,7 @@ def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | 
         epsilon_high=trainer.epsilon_high,
         beta=trainer.beta if beta is None else beta,
         top_entropy_quantile=trainer.top_entropy_quantile,
-        kl_estimator=kl_estimator_of(trainer.args),
+        kl_estimator=kl_estimator,
         importance_sampling_level=trainer.importance_sampling_level,
         entropy_coef=entropy_coef,
         max_completion_length=trainer.max_completion_length,
@@ -253,6 +254,7 @@ def build_loss_request(
     skip_zero_grad: bool,  # whether sequences that can receive no gradient may be left out
     beta: float | None = None,  # coefficient of the KL term. Defaults to the trainer's
     correction: SamplingCorrection | None = None,  # vLLM's, where the ratio comes from the training forward
+    kl_estimator: str = "k3",
 ) -> LogpsRequest:
     """Decide which positions of a micro-batch to project for the loss, and forecast their gradients."""
     if trainers.is_rloo(trainer):
@@ -265,7 +267,7 @@ def build_loss_request(
     if not torch.is_grad_enabled():
         return LogpsRequest(trl_compat.loss_mask(trainer, inputs), fill=old_logps)
 
-    objective = objective_of(trainer, entropy_coef, beta)
+    objective = objective_of(trainer, entropy_coef, beta, kl_estimator)
     batch = batch_of(trainer, inputs, objective, trainer.current_gradient_accumulation_steps)
     mask, has_ratio = batch.mask, trainers.corrects_sampling(trainer)
     deferred = DEFERRED in inputs and has_ratio

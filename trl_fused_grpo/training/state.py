@@ -217,12 +217,12 @@ class FusedState:
         refusals.check_micro_batch(micro_batch)
         loss_call = LossCall(micro_batch, dict(micro_batch), trainers.beta_of_loss(self.trainer))
         with temporary_attr(self, "_loss", loss_call):
-            if not replaces_kl(self.trainer):
+            if not replaces_kl(self.trainer, self.engine.kl_estimator):
                 return trl_loss(loss_call.inputs)
             with temporary_attr(self.trainer, "beta", 0.0):  # TRL's loss then has no KL term
                 loss = trl_loss(loss_call.inputs)
             assert loss_call.logps is not None, "TRL asked for log-probs"
-            return loss + kl_term(self.trainer, loss_call.inputs, loss_call.logps)
+            return loss + kl_term(self.trainer, loss_call.inputs, loss_call.logps, self.engine.kl_estimator)
 
     def per_token_logps(self, call: LogpsArgs, trl_method: Callable) -> tuple[Tensor | None, ...]:
         """What TRL's log-prob method returns."""
@@ -297,4 +297,4 @@ class FusedState:
         beta = None if self._loss is None else self._loss.beta
         is_deferred = DEFERRED in inputs and trainers.corrects_sampling(self.trainer)
         correction = self.old_logps.correction if is_deferred else None
-        return build_loss_request(self.trainer, inputs, skips, beta, correction)
+        return build_loss_request(self.trainer, inputs, skips, beta, correction, self.engine.kl_estimator)
