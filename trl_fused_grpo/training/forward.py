@@ -44,16 +44,14 @@ class AccumulationWindow:
         if epoch is not None and self._epoch is epoch:
             return
         self._epoch = epoch
-        self._steps_of_epoch = self._steps_since_update = 0
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
-        # Before the first step of a resumed epoch there were whole windows; how many, is not known
-        is_resumed = epoch is not None and (self.trainer.state.epoch or 0.0) % 1.0 != 0.0
-        self._only_with = self.trainer.args.gradient_accumulation_steps if is_resumed else None
+        # That of the epoch. Where a callback changes it, windows end elsewhere until the next epoch
+        self._accumulation = None if epoch is None else self.trainer.args.gradient_accumulation_steps
 
     @property
     def begins(self) -> bool:
         """Return `True` if the training step that runs is the first of a window."""
-        return self.is_in_step and self._steps_since_update == 0
+        return self.is_in_step and self._steps_done == 0
 
     @property
     def is_stopped(self) -> bool:
@@ -73,19 +71,15 @@ class AccumulationWindow:
     @property
     def steps_left(self) -> int:
         """
-        Micro-batches until the weights move, the current one included, or fewer where they come from two windows. Zero
-        outside a training step, where it is not known: a loop of the user's own may move them at any time.
+        Micro-batches until the weights move, the current one included, or one where that is not known. Zero outside a
+        training step: a loop of the user's own may move them at any time.
         """
         if not self.is_in_step:
             return 0
-        accumulation = self.trainer.args.gradient_accumulation_steps
-        if self.trainer.accelerator.sync_gradients or self._only_with not in (None, accumulation):
+        is_other = self._accumulation not in (None, self.trainer.args.gradient_accumulation_steps)
+        if self.trainer.accelerator.sync_gradients or is_other:
             return 1
-        left = self.trainer.current_gradient_accumulation_steps - self._steps_done
-        if self._epoch is not None:
-            # The weights move at its multiples in an epoch, also where a callback has changed it within the epoch
-            left = min(left, accumulation - self._steps_of_epoch % accumulation)
-        return max(left, 1)
+        return max(self.trainer.current_gradient_accumulation_steps - self._steps_done, 1)
 
     @property
     def stats(self) -> list[FusedStats]:
@@ -103,11 +97,11 @@ class AccumulationWindow:
 
     def step_ends(self) -> None:
         """A training step is done."""
-        moved = self.trainer.accelerator.sync_gradients
-        is_new_window = moved and self._epoch is None
-        self._steps_done = 0 if is_new_window else self._steps_done + 1
-        self._steps_since_update = 0 if moved else self._steps_since_update + 1
-        self._steps_of_epoch += 1
+        moved, self._steps_done = self.trainer.accelerator.sync_gradients, self._steps_done + 1
+        if moved and self._epoch is None:
+            self._steps_done = 0
+        elif moved and self._steps_done != self.trainer.current_gradient_accumulation_steps:
+            self._accumulation = 0
 
     def count(self) -> None:
         """Count the rows of a training step's forwards, whose backward is done."""
