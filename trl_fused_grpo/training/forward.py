@@ -34,7 +34,7 @@ class AccumulationWindow:
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.is_in_step = False
-        self._forwards: list[list[FusedStats]] = []
+        self.stats: list[FusedStats] = []  # of the last training step's forwards with gradients, for each sub-batch
         self._epoch: Any = None  # its iterator
         self.begin()
 
@@ -81,19 +81,14 @@ class AccumulationWindow:
             return 1
         return max(self.trainer.current_gradient_accumulation_steps - self._steps_done, 1)
 
-    @property
-    def stats(self) -> list[FusedStats]:
-        """Of the forwards with gradients of the last training step, one for each sub-batch."""
-        return [part for of_forward in self._forwards for part in of_forward]
-
     def step_begins(self, goes_on: bool) -> None:
         """A training step begins. It `goes_on` with the forward of the step before when micro-batches share one."""
         if not goes_on:
-            self._forwards = []
+            self.stats = []
 
     def keep_stats(self, of_forward: list[FusedStats]) -> None:
-        """Keep the stats of a forward, to which its backward may add some. An objective may run several in a step."""
-        self._forwards = [*(self._forwards if self.is_in_step else ()), of_forward]
+        """Keep the stats of a forward. An objective may run several in a step."""
+        self.stats = [*(self.stats if self.is_in_step else ()), *of_forward]
 
     def step_ends(self) -> None:
         """A training step is done."""
