@@ -4,8 +4,8 @@ forward runs it. Each takes its log-probs and its loss in a training step of its
 last of them.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ class SharedForwards:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all micro-batches, as at the start of a training."""
+        """Forget all micro-batches, as at the start and the end of a training."""
         self.plan = Plan()
         self.begin_window()
 
@@ -146,15 +146,6 @@ class SharedForwards:
         """Forget the forward that runs, and those of its log-probs that were not taken."""
         self._logps: dict[int, PerTokenLogps] = {}
         self._last = -1
-
-    @contextmanager
-    def training(self) -> Generator[None, None, None]:
-        """While it lasts, TRL trains. Before, and in the end, however it comes, all micro-batches are forgotten."""
-        self.reset()
-        try:
-            yield
-        finally:
-            self.reset()  # an exception leaves losses that wait; their graphs keep memory, and attention replaced
 
     def sharing(
         self, micro_batch: dict[str, Any], steps_left: int, may_share: Callable[[], bool]
