@@ -101,7 +101,25 @@ def compute_logps(
     for rows in parts:
         sub_batch = SubBatch(logps_request, rows)
         layout = lay_out(options, call, rows, sub_batch.selected, rows_of_images)
-        request = _fused_request(sub_batch, layout, options, call, rows, logps_request)
+        micro_batch = min(logps_request.micro_batch or len(rows), len(rows))
+        in_row = 0 if layout.row is None else len(layout.row.index)
+        logit_positions = layout.logit_positions  # [b, T]
+        request = FusedRequest(
+            sub_batch.positions,
+            call.completion_ids[rows],
+            options.temperature,
+            options.scaling,
+            sub_batch.forecast,
+            logit_positions=None if logit_positions is None else logit_positions.flatten()[sub_batch.positions],
+            fp32=options.fp32,
+            aux_loss=call.compute_aux_loss,
+            backward=options.backward,
+            logits_mib=options.logits_mib,
+            tokens=max(in_row, micro_batch * call.input_ids.shape[1]),
+            entropy=call.compute_entropy,
+            entropy_grad=logps_request.entropy_grad,
+            head_grad=logps_request.head_grad,
+        )
         values = run_model(call.model, layout, request, options)
         request.stats.layout = "padded" if layout.row is None else "packed"
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
@@ -122,7 +140,7 @@ def lay_out(
     try:
         if options.packed:
             layout = layouts.packed(padded_rows, shares_prompts and (images is None or keys is not None))
-            return layout if images is None else images.packed(layout, rows)
+            return layout if images is None else images.inputs.packed(layout, rows.tolist(), images.position_ids)
     except HolesError as error:
         keep_padding(str(error), options.forces_rows)
     if images is not None:
@@ -151,11 +169,11 @@ class RowsWithImages:
     """What the sequences of a batch with images need beside their tokens."""
 
     def __init__(self, inputs: MultimodalInputs, options: LogpsOptions, call: LogpsArgs):
-        self.inputs, self.keys, self._position_ids = inputs, None, None
+        self.inputs, self.keys, self.position_ids = inputs, None, None
         if not options.packed:
             return
         causal_lm, width = options.causal_lm, call.logits_to_keep
-        self._position_ids = inputs.position_ids(causal_lm)
+        self.position_ids = inputs.position_ids(causal_lm)
         if options.share_prompts and not call.compute_aux_loss and inputs.may_share_prompts(causal_lm, width):
             first = layouts.first_with_the_prompt(call.input_ids[:, :-width], call.attention_mask[:, :-width].bool())
             self.keys = inputs.image_keys(first.tolist())
@@ -173,40 +191,6 @@ class RowsWithImages:
         has_images = has_images.to(rows.device)[rows]  # [b]
         first = has_images & (has_images.cumsum(0) == 1)
         return in_model | first & ~(in_model & has_images).any()
-
-    def packed(self, layout: Layout, rows: Tensor) -> Layout:
-        """A packed layout of these sequences `[b]` with their images."""
-        return self.inputs.packed(layout, rows.tolist(), self._position_ids)
-
-
-def _fused_request(
-    sub_batch: SubBatch,
-    layout: Layout,
-    options: LogpsOptions,
-    call: LogpsArgs,
-    rows: Tensor,
-    logps_request: LogpsRequest,
-) -> FusedRequest:
-    """The request for the model's forward."""
-    micro_batch = min(logps_request.micro_batch or len(rows), len(rows))
-    in_row = 0 if layout.row is None else len(layout.row.index)
-    logit_positions = layout.logit_positions  # [b, T]
-    return FusedRequest(
-        sub_batch.positions,
-        call.completion_ids[rows],
-        options.temperature,
-        options.scaling,
-        sub_batch.forecast,
-        logit_positions=None if logit_positions is None else logit_positions.flatten()[sub_batch.positions],
-        fp32=options.fp32,
-        aux_loss=call.compute_aux_loss,
-        backward=options.backward,
-        logits_mib=options.logits_mib,
-        tokens=max(in_row, micro_batch * call.input_ids.shape[1]),
-        entropy=call.compute_entropy,
-        entropy_grad=logps_request.entropy_grad,
-        head_grad=logps_request.head_grad,
-    )
 
 
 def run_model(model: nn.Module, layout: Layout, request: FusedRequest, options: LogpsOptions) -> tuple[Tensor, ...]:
