@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -42,14 +42,6 @@ from .requests import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps, padd
 logger = logging.get_logger(__name__)
 
 
-class _HeadOptions(NamedTuple):
-    """Scale, softcap and temperature of a model's logits, and the precision of its head."""
-
-    scaling: LogitScaling
-    temperature: float
-    fp32: bool
-
-
 class LogpsEngine:
     """Computes log-probabilities as the options of a trainer say."""
 
@@ -57,7 +49,7 @@ class LogpsEngine:
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.ladder = ladder
         self.options = self._defaults = defaults
-        self._head_options: WeakKeyDictionary[PreTrainedModel, _HeadOptions] = WeakKeyDictionary()
+        self._made_with: WeakKeyDictionary[PreTrainedModel, tuple[LogitScaling, float, bool]] = WeakKeyDictionary()
         self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
         self.memory: MemoryBudget | None = None
@@ -93,15 +85,11 @@ class LogpsEngine:
     def read_head_options(self, model: nn.Module) -> None:
         """Read what TRL reads of a model and the arguments when a trainer is made, if this TRL reads it then alone."""
         causal_lm = self.causal_lm(model)
-        self._head_options[causal_lm] = self._head_options_now(causal_lm)
+        self._made_with[causal_lm] = self._head_options(causal_lm)
 
-    def _head_options_now(self, causal_lm: PreTrainedModel) -> _HeadOptions:
-        return _HeadOptions(logit_scaling(causal_lm), self.trainer.temperature, trainers.casts_head(self.trainer))
-
-    def _head_options_of(self, causal_lm: PreTrainedModel) -> _HeadOptions:
-        now = self._head_options_now(causal_lm)
-        made_with = self._head_options.get(causal_lm, now)
-        return now._replace(fp32=made_with.fp32) if trl_compat.LOGPS_FROM_LOGITS else made_with
+    def _head_options(self, causal_lm: PreTrainedModel) -> tuple[LogitScaling, float, bool]:
+        """Scale and softcap, temperature, and whether the head runs in float32."""
+        return logit_scaling(causal_lm), self.trainer.temperature, trainers.casts_head(self.trainer)
 
     def packs(self, model: nn.Module, findings: Findings, reads_padding: bool | None = None) -> bool:
         """Return `True` if a model's rows are packed: nothing else was asked for, and level and model allow it."""
@@ -207,7 +195,10 @@ class LogpsEngine:
         if packed and (reason := why_wide_rows_differ(causal_lm, *shape)) is not None:
             keep_padding(reason, self.options.forces_rows)
             packed = False
-        scaling, temperature, fp32 = self._head_options_of(causal_lm)
+        now = self._head_options(causal_lm)
+        scaling, temperature, fp32 = self._made_with.get(causal_lm, now)
+        if trl_compat.LOGPS_FROM_LOGITS:
+            scaling, temperature, _ = now
         return LogpsOptions(
             causal_lm=causal_lm,
             scaling=scaling,
