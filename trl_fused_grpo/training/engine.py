@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -219,12 +220,9 @@ class RandomStates:
     """States of the random number generators of the CPU and of a tensor's device."""
 
     def __init__(self, like: Tensor):
-        self._device = like.device
-        self._cpu_state = torch.get_rng_state()
-        self._device_state = torch.cuda.get_rng_state(self._device) if like.is_cuda else None
+        self._of_cpu, self._of_device = torch.get_rng_state(), get_device_states(like)
 
     def restore(self) -> None:
         """Set the generators to what they were."""
-        torch.set_rng_state(self._cpu_state)
-        if self._device_state is not None:
-            torch.cuda.set_rng_state(self._device_state, self._device)
+        torch.set_rng_state(self._of_cpu)
+        set_device_states(*self._of_device)
