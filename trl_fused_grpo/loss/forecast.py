@@ -11,9 +11,8 @@ Read on in `objective.py` (the formulas), `reduction.py` (the weight of a token)
 forecast).
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,28 +37,24 @@ class GradientTerms:
     entropy_grads: Tensor | None  # gradient of the entropies; `None` without an entropy bonus
     sampling_logps: Tensor | None = None  # of the sampler, nats, for the `correction`
 
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """Those that are not `None`, by name."""
+        return {name: values for name, values in vars(self).items() if values is not None}
+
     def at(self, index: Tensor) -> "GradientTerms":
         """Select the flat positions `index` `[N]`."""
-        selected: dict[str, Any] = {}
-        for field in fields(self):
-            values = getattr(self, field.name)
-            selected[field.name] = None if values is None else values.reshape(-1).index_select(0, index)
-        return GradientTerms(**selected)
+        return replace(self, **{name: values.reshape(-1).index_select(0, index) for name, values in self.given.items()})
 
     def scaled(self, factor: Tensor) -> "GradientTerms":
         """The terms of gradients `factor` times as large; `factor` is a scalar tensor."""
-        names = ("scale", "on_policy", "kl_weights", "entropy_grads")
-        linear = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: values * factor for name, values in linear.items() if values is not None})
+        linear = self.given.keys() & {"scale", "on_policy", "kl_weights", "entropy_grads"}
+        return replace(self, **{name: self.given[name] * factor for name in linear})
 
     @classmethod
     def joined(cls, parts: list["GradientTerms"]) -> "GradientTerms":
         """Concatenate the terms of several micro-batches."""
-        joined: dict[str, Any] = {}
-        for field in fields(cls):
-            values = [getattr(part, field.name) for part in parts]
-            joined[field.name] = None if values[0] is None else torch.cat(values)
-        return cls(**joined)
+        return replace(parts[0], **{name: torch.cat([part.given[name] for part in parts]) for name in parts[0].given})
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ log-probabilities exist, the loss of these sequences is computed as it will be l
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -137,5 +137,4 @@ def _joined(batches: list[GRPOBatch]) -> GRPOBatch:
 
 def _per_sequence(batch: GRPOBatch) -> dict[str, Tensor]:
     """The tensors of a micro-batch that have a row for each sequence, by name."""
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor) and value.dim() > 1}
+    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor) and value.dim() > 1}
