@@ -159,9 +159,10 @@ class LogpsEngine:
         """Tokens that the model runs in a forward, padding included, counted as the plan counts them."""
         if not self.packs(call.model, findings, logps_request.reads_padding):
             return call.input_ids.numel()
-        batches = call.as_micro_batches(logps_request.micro_batch)
-        tokens_from = token_counter(batches, self.shares_prompts(call.model))
-        return call.input_ids.numel() if tokens_from is None else [*tokens_from(0)][-1]
+        ids, mask, width = call.input_ids, call.attention_mask, call.logits_to_keep
+        batch = {"prompt_ids": ids[:, :-width], "prompt_mask": mask[:, :-width], "completion_mask": mask[:, -width:]}
+        tokens_from = token_counter([batch], self.shares_prompts(call.model))
+        return ids.numel() if tokens_from is None else next(tokens_from(0))
 
     def layers_to_compile(self, model: nn.Module) -> tuple[list[tuple[int, Any]], str | None]:
         """The layers of a model that run compiled, each with its number, and where none do the reason."""
