@@ -81,11 +81,6 @@ class AccumulationWindow:
             return 1
         return max(self.trainer.current_gradient_accumulation_steps - self._steps_done, 1)
 
-    def step_begins(self, goes_on: bool) -> None:
-        """A training step begins. It `goes_on` with the forward of the step before when micro-batches share one."""
-        if not goes_on:
-            self.stats = []
-
     def keep_stats(self, of_forward: list[FusedStats]) -> None:
         """Keep the stats of a forward. An objective may run several in a step."""
         self.stats = [*(self.stats if self.is_in_step else ()), *of_forward]

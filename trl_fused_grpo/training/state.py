@@ -192,7 +192,8 @@ class FusedState:
                 run = partial(backward, **options)
                 self.forwards.backward(loss, self.micro_batch, self.window.is_last, run)
 
-        self.window.step_begins(goes_on=self.forwards.is_waiting)
+        if not self.forwards.is_waiting:  # else the step goes on with the forward of the one before
+            self.window.stats = []
         with (
             temporary_attr(accelerator, "backward", backward_of_forward),
             temporary_attr(self.window, "is_in_step", True),
