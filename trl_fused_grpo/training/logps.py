@@ -49,7 +49,9 @@ class SubBatch:
             return
         needs_grad = self.selected & forecast.needs_grad[rows]
         if logps_request.skippable is not None:
-            kept = self._kept(needs_grad, logps_request.skippable[rows])  # [b, 1]
+            # One with a token stays: metrics are then of something, and [`layout.packed`] runs one anyway
+            kept = needs_grad.any(1) | ~logps_request.skippable[rows]  # [b]
+            kept = _with_one_of(self.selected.any(1), kept).unsqueeze(1)  # [b, 1]
             self._skipped, self.selected = self.selected & ~kept, self.selected & kept
             self._leaves_out = bool(self._skipped.any())
         # What needs no gradient comes last, so that it never enters a matmul of the backward
@@ -57,15 +59,6 @@ class SubBatch:
         width = self.selected.shape[1]
         in_batch = rows[self.positions // width] * width + self.positions % width  # [N], flat in [B, T]
         self.forecast = forecast.at(in_batch, grad_rows)
-
-    def _kept(self, needs_grad: Tensor, skippable: Tensor) -> Tensor:
-        """
-        Which sequences `[b, 1]` are not left out. Where none would be, the first with a token is not: metrics are then
-        of something, and [`layout.packed`] runs one anyway.
-        """
-        kept, has_tokens = needs_grad.any(1) | ~skippable, self.selected.any(1)
-        first = has_tokens & (has_tokens.cumsum(0) == 1)
-        return (kept | first & ~(kept & has_tokens).any()).unsqueeze(1)
 
     def in_place(self, results: tuple[Tensor, ...], has_entropies: bool, stats: FusedStats) -> PerTokenLogps:
         """Put results back to where they belong in `[b, T]`."""
@@ -85,6 +78,12 @@ class SubBatch:
         shape = self.selected.shape
         base = values.new_zeros(shape) if fill is None else fill.to(values.dtype)
         return base.flatten().index_put((self.positions,), values).view(shape)
+
+
+def _with_one_of(candidates: Tensor, chosen: Tensor) -> Tensor:
+    """The `chosen` sequences `[b]`, and the first of the `candidates` `[b]` where none of these is chosen."""
+    first = candidates & (candidates.cumsum(0) == 1)
+    return chosen | first & ~(chosen & candidates).any()
 
 
 def compute_logps(
@@ -188,9 +187,7 @@ class RowsWithImages:
             return in_model
         has_images = torch.zeros(self.inputs.count, dtype=torch.bool)
         has_images[with_images] = True
-        has_images = has_images.to(rows.device)[rows]  # [b]
-        first = has_images & (has_images.cumsum(0) == 1)
-        return in_model | first & ~(in_model & has_images).any()
+        return _with_one_of(has_images.to(rows.device)[rows], in_model)
 
 
 def run_model(model: nn.Module, layout: Layout, request: FusedRequest, options: LogpsOptions) -> tuple[Tensor, ...]:
