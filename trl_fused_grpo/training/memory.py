@@ -37,8 +37,6 @@ LEARNED_AT_STEP = 2
 MOST_GROWTH = 1.1
 # Of the budget: the allocator cannot use every gap
 USABLE = 0.95
-
-
 # More tokens at once were not measured
 MOST_OF_FIRST = 32_768
 # What a layer takes while it is computed again and its backward runs, for each byte of the inputs and outputs of its
