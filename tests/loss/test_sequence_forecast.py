@@ -29,7 +29,7 @@ def batch_of(rows=slice(None), **options):
 
 def forecast_of(objective, batch, weights=None, entropy_grads=None, correction=None):
     weights = batch.mask.float() / 7 if weights is None else weights
-    return SequenceForecast.of(objective, batch, weights, entropy_grads, ONE, correction)
+    return SequenceForecast(objective, batch, weights, entropy_grads, ONE, correction)
 
 
 def sequences_that_need_grad(forecast):
@@ -131,7 +131,7 @@ def test_parts_are_joined_with_all_that_they_have(has_entropies):
         entropy_grads = unit * MASK[rows] / 3 if has_entropies else None
         options = {"accumulation": unit, "normalizer": torch.tensor([3.0])}
         batch = batch_of(rows, sampling_per_token_logps=SAMPLING[rows], **options)
-        part = SequenceForecast.of(objective, batch, unit * MASK[rows] / 7, entropy_grads, torch.tensor(unit), its)
+        part = SequenceForecast(objective, batch, unit * MASK[rows] / 7, entropy_grads, torch.tensor(unit), its)
         parts.append(part)
     joined = SequenceForecast.joined(parts)
     assert joined.unit.item() == 0.5

@@ -11,8 +11,8 @@ Read on in `objective.py` (the formulas), `reduction.py` (the weight of a token)
 forecast).
 """
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -37,28 +37,24 @@ class GradientTerms:
     entropy_grads: Tensor | None  # gradient of the entropies; `None` without an entropy bonus
     sampling_logps: Tensor | None = None  # of the sampler, nats, for the `correction`
 
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """Those that are not `None`, by name."""
+        return {name: values for name, values in vars(self).items() if values is not None}
+
     def at(self, index: Tensor) -> "GradientTerms":
         """Select the flat positions `index` `[N]`."""
-        selected: dict[str, Any] = {}
-        for field in fields(self):
-            values = getattr(self, field.name)
-            selected[field.name] = None if values is None else values.reshape(-1).index_select(0, index)
-        return GradientTerms(**selected)
+        return replace(self, **{name: values.reshape(-1).index_select(0, index) for name, values in self.given.items()})
 
     def scaled(self, factor: Tensor) -> "GradientTerms":
         """The terms of gradients `factor` times as large; `factor` is a scalar tensor."""
-        names = ("scale", "on_policy", "kl_weights", "entropy_grads")
-        linear = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: values * factor for name, values in linear.items() if values is not None})
+        linear = self.given.keys() & {"scale", "on_policy", "kl_weights", "entropy_grads"}
+        return replace(self, **{name: self.given[name] * factor for name in linear})
 
     @classmethod
     def joined(cls, parts: list["GradientTerms"]) -> "GradientTerms":
         """Concatenate the terms of several micro-batches."""
-        joined: dict[str, Any] = {}
-        for field in fields(cls):
-            values = [getattr(part, field.name) for part in parts]
-            joined[field.name] = None if values[0] is None else torch.cat(values)
-        return cls(**joined)
+        return replace(parts[0], **{name: torch.cat([part.given[name] for part in parts]) for name in parts[0].given})
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,6 @@ class BatchForecast:
     """The forecast for all positions of a micro-batch."""
 
     objective: GRPOObjective  # the options of the loss
-    needs_grad: Tensor  # bool mask `[B, T]`: true where a position can receive a gradient
     terms: GradientTerms  # [B, T] each, multiplied by `unit`
     unit: Tensor  # scale of the forecast against the true gradients, a power of two; a scalar tensor
     correction: SamplingCorrection | None = None  # computes the ratio of policy and sampler
@@ -76,8 +71,15 @@ class BatchForecast:
         """Concatenate the forecasts of several micro-batches of one accumulation window, brought to one scale."""
         unit = torch.stack([part.unit for part in parts]).min()
         terms = [part.terms.scaled(unit / part.unit) for part in parts]
-        needs_grad = torch.cat([part.needs_grad for part in parts])
-        return cls(parts[0].objective, needs_grad, GradientTerms.joined(terms), unit, parts[0].correction)
+        return cls(parts[0].objective, GradientTerms.joined(terms), unit, parts[0].correction)
+
+    @property
+    def needs_grad(self) -> Tensor:
+        """Bool `[B, T]`, true where a position can receive a gradient."""
+        terms = self.terms
+        of_policy = (terms.scale != 0) & (terms.advantages != 0) if terms.on_policy is None else terms.on_policy != 0
+        others = (grads != 0 for grads in (terms.kl_weights, terms.entropy_grads) if grads is not None)
+        return reduce(torch.logical_or, others, of_policy)
 
     def at(self, index: Tensor, grad_rows: int) -> "RowForecast":
         """Select the rows at the flat positions `index` `[N]`; those from `grad_rows` on need no gradient."""
@@ -176,19 +178,12 @@ def forecast(
     # A ratio that multiplies each token's own term keeps the tokens apart
     keeps_apart = correction is None or (not correction.is_per_sequence and objective.is_tokenwise(has_old_logps=True))
     if not keeps_apart or not objective.is_tokenwise(has_old_logps=not is_on_policy):
-        return SequenceForecast.of(objective, batch, scale, entropy_grads, unit, correction)
+        return SequenceForecast(objective, batch, scale, entropy_grads, unit, correction)
     kl_weights = scale * objective.beta if kl_reference(objective, batch) is not None else None
 
-    on_policy = None
-    if is_on_policy:
-        on_policy = _on_policy_gradient(objective, batch, scale)
-        needs_grad = on_policy != 0
-    else:
-        if batch.importance_sampling_ratio is not None:
-            scale = scale * batch.importance_sampling_ratio
-        needs_grad = (scale != 0) & (batch.advantages != 0)
-    for term in (kl_weights, entropy_grads):
-        needs_grad = needs_grad if term is None else needs_grad | (term != 0)
+    on_policy = _on_policy_gradient(objective, batch, scale) if is_on_policy else None
+    if batch.importance_sampling_ratio is not None:
+        scale = scale * batch.importance_sampling_ratio
     terms = GradientTerms(
         scale=scale,
         on_policy=on_policy,
@@ -199,7 +194,7 @@ def forecast(
         entropy_grads=entropy_grads,
         sampling_logps=None if correction is None else batch.sampling_per_token_logps,
     )
-    return BatchForecast(objective, needs_grad, terms, unit, correction)
+    return BatchForecast(objective, terms, unit, correction)
 
 
 def _power_of_two_below_inverse(largest: Tensor) -> Tensor:

@@ -152,20 +152,12 @@ def kl_reference(objective: GRPOObjective, batch: GRPOBatch) -> Tensor | None:
 
 
 def token_terms(
-    objective: GRPOObjective, batch: GRPOBatch, logps: Tensor, entropies: Tensor | None = None
+    objective: GRPOObjective,
+    batch: GRPOBatch,
+    logps: Tensor,  # [B, T], nats, of the policy
+    entropies: Tensor | None = None,  # [B, T], nats; needed for the top-entropy quantile only
 ) -> TokenTerms:
-    """
-    Compute the loss of each token, before the reduction.
-
-    Args:
-        objective ([`GRPOObjective`]): the options.
-        batch ([`GRPOBatch`]): the micro-batch.
-        logps (`Tensor`): log-probabilities of the policy `[B, T]`, nats, differentiable.
-        entropies (`Tensor`, *optional*): `[B, T]`, nats; needed for the top-entropy quantile only.
-
-    Returns:
-        [`TokenTerms`]: loss and KL term differentiable, the rest not.
-    """
+    """Compute the loss of each token, before the reduction. Loss and KL term are differentiable, the rest is not."""
     mask = batch.mask
     old_logps = logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
     log_ratio = logps - old_logps  # [B, T]
@@ -191,16 +183,13 @@ def token_terms(
 
 
 def policy_loss(
-    objective: GRPOObjective, advantages: Tensor, logps: Tensor, log_ratio: Tensor, phi: Tensor | None = None
+    objective: GRPOObjective,
+    advantages: Tensor,  # of any shape that broadcasts
+    logps: Tensor,  # the same
+    log_ratio: Tensor,  # log of the importance ratio of policy and old policy, per token or sequence
+    phi: Tensor | None = None,  # VESPO's sequence weight
 ) -> Tensor:
-    """
-    The policy term of each token, before the importance ratio of policy and sampler multiplies it.
-
-    Args:
-        advantages, logps (`Tensor`): any shapes that broadcast.
-        log_ratio (`Tensor`): log of the importance ratio of policy and old policy, per token or sequence.
-        phi (`Tensor`, *optional*): VESPO's sequence weight.
-    """
+    """The policy term of each token, before the importance ratio of policy and sampler multiplies it."""
     if phi is not None:
         return -phi * advantages * logps
     ratio = log_ratio.exp()
@@ -254,16 +243,11 @@ def gamma_weights(objective: GRPOObjective, batch: GRPOBatch, log_ratio: Tensor)
 
 def off_policy_mask(objective: GRPOObjective, batch: GRPOBatch, sampling_log_ratio: Tensor) -> Tensor:
     """
-    DeepSeek-V3.2's off-policy sequence mask, bool: true where the policy term counts.
+    DeepSeek-V3.2's off-policy sequence mask, bool, `[B, 1]` or for advantages by token `[B, T]`: true where the policy
+    term counts.
 
-    It is false where the advantage is negative and the sampler's log-probabilities exceed the policy's by more than the
-    threshold in the mean over the sequence.
-
-    Args:
-        sampling_log_ratio (`Tensor`): `[B, T]`, log-probabilities of the sampler minus those of the policy, nats.
-
-    Returns:
-        `Tensor`: `[B, 1]`, or `[B, T]` for advantages by token.
+    It is false where the advantage is negative and `sampling_log_ratio` `[B, T]`, the sampler's log-probabilities minus
+    the policy's, exceeds the threshold in the mean over the sequence.
     """
     count = batch.mask.sum(-1, keepdim=True).clamp(min=1.0)
     mean = (sampling_log_ratio.nan_to_num(nan=0.0) * batch.mask).sum(-1, keepdim=True) / count  # [B, 1]

@@ -54,4 +54,4 @@ def rloo_forecast(
         return on_policy
     batch = replace(batch, old_per_token_logps=as_columns(old_logps.detach()))
     weights = token_weights(objective, batch) * on_policy.unit
-    return RLOOForecast.of(objective, batch, weights, None, on_policy.unit, None)
+    return RLOOForecast(objective, batch, weights, entropy_grads=None, unit=on_policy.unit)

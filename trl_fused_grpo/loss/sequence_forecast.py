@@ -7,7 +7,7 @@ log-probabilities exist, the loss of these sequences is computed as it will be l
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,32 +26,10 @@ class SequenceForecast:
 
     objective: GRPOObjective  # the options of the loss
     batch: GRPOBatch
-    needs_grad: Tensor  # bool `[B, T]`: true at all positions of sequences that can receive a gradient
     weights: Tensor  # [B, T], the weight of each token, multiplied by `unit`
     entropy_grads: Tensor | None  # [B, T], gradient of the entropies, multiplied by `unit`
     unit: Tensor  # scale of the forecast against the true gradients, a power of two; a scalar tensor
     correction: SamplingCorrection | None = None
-
-    @classmethod
-    def of(
-        cls,
-        objective: GRPOObjective,
-        batch: GRPOBatch,
-        weights: Tensor,
-        entropy_grads: Tensor | None,
-        unit: Tensor,
-        correction: SamplingCorrection | None,
-    ) -> "SequenceForecast":
-        """The forecast of a micro-batch, see the class."""
-        needs_grad = (weights != 0) & (batch.advantages != 0)  # [B, T]
-        if batch.importance_sampling_ratio is not None and objective.loss_type != "vespo":
-            needs_grad = needs_grad & (batch.importance_sampling_ratio != 0)
-        if kl_reference(objective, batch) is not None:
-            needs_grad = needs_grad | (weights != 0)
-        if entropy_grads is not None:
-            needs_grad = needs_grad | (entropy_grads != 0)
-        needs_grad = needs_grad.any(1, keepdim=True) & (batch.mask != 0)
-        return cls(objective, batch, needs_grad, weights, entropy_grads, unit, correction)
 
     @classmethod
     def joined(cls, parts: list["SequenceForecast"]) -> "SequenceForecast":
@@ -61,12 +39,24 @@ class SequenceForecast:
         return cls(
             parts[0].objective,
             _joined([part.batch for part in parts]),
-            torch.cat([part.needs_grad for part in parts]),
             torch.cat([part.weights * (unit / part.unit) for part in parts]),
             torch.cat(entropy_grads) if entropy_grads else None,
             unit,
             parts[0].correction,
         )
+
+    @property
+    def needs_grad(self) -> Tensor:
+        """Bool `[B, T]`, true at all positions of sequences that can receive a gradient."""
+        batch, weighs = self.batch, self.weights != 0  # [B, T]
+        needs_grad = weighs & (batch.advantages != 0)
+        if batch.importance_sampling_ratio is not None and self.objective.loss_type != "vespo":
+            needs_grad = needs_grad & (batch.importance_sampling_ratio != 0)
+        if kl_reference(self.objective, batch) is not None:
+            needs_grad = needs_grad | weighs
+        if self.entropy_grads is not None:
+            needs_grad = needs_grad | (self.entropy_grads != 0)
+        return needs_grad.any(1, keepdim=True) & (batch.mask != 0)
 
     @property
     def has_equal_grads(self) -> bool:
@@ -147,5 +137,4 @@ def _joined(batches: list[GRPOBatch]) -> GRPOBatch:
 
 def _per_sequence(batch: GRPOBatch) -> dict[str, Tensor]:
     """The tensors of a micro-batch that have a row for each sequence, by name."""
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor) and value.dim() > 1}
+    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor) and value.dim() > 1}

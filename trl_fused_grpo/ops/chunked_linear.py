@@ -10,30 +10,18 @@ from .kernels import LogitTransform
 
 
 class ChunkedLinear:
-    """
-    Rows of hidden states, the head that makes logits of them, and one buffer of logits that all chunks share.
-
-    Args:
-        hidden (`Tensor`): shape `[N, H + r]`.
-        weight (`Tensor`): shape `[V, H]`, multiplies the first `H` columns of `hidden`.
-        bias (`Tensor`, *optional*): shape `[V]`.
-        lora_b (`Tensor`, *optional*): shape `[V, r]`, multiplies the last `r` columns of `hidden`.
-        targets (`Tensor`): token ids, shape `[N]`, int64.
-        transform (`LogitTransform`): scale, softcap and temperature of the logits.
-        compute_dtype (`torch.dtype`): dtype of the GEMMs' inputs and of the logits.
-        chunk_rows (`int`): rows of logits in memory at a time.
-    """
+    """Rows of hidden states, the head that makes logits of them, and one buffer of logits that all chunks share."""
 
     def __init__(
         self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_b: Tensor | None,
-        targets: Tensor,
+        hidden: Tensor,  # [N, H + r]
+        weight: Tensor,  # [V, H], multiplies the first `H` columns of `hidden`
+        bias: Tensor | None,  # [V]
+        lora_b: Tensor | None,  # [V, r], multiplies the last `r` columns of `hidden`
+        targets: Tensor,  # [N], int64
         transform: LogitTransform,
-        compute_dtype: torch.dtype,
-        chunk_rows: int,
+        compute_dtype: torch.dtype,  # of the GEMMs' inputs and of the logits
+        chunk_rows: int,  # rows of logits in memory at a time
     ):
         self.hidden, self.weight, self.bias, self.lora_b = hidden, weight, bias, lora_b
         self.targets, self.transform = targets, transform
@@ -82,13 +70,7 @@ class ChunkedLinear:
 
 
 class GradAccumulator:
-    """
-    Gradients of hidden states, weight, bias and `lora_b`, summed over chunks. Buffers exist for those needed only.
-
-    Args:
-        linear (`ChunkedLinear`): the rows and the head.
-        needs (`Sequence[bool]`): whether hidden, weight, bias and `lora_b` need a gradient, in this order.
-    """
+    """Gradients of hidden states, weight, bias and `lora_b`, summed over chunks. `needs` is in the same order."""
 
     def __init__(self, linear: ChunkedLinear, needs: Sequence[bool]):
         self.linear, self._needs = linear, needs
@@ -108,22 +90,14 @@ class GradAccumulator:
 
     def add(
         self,
-        rows: slice | Tensor,
-        logits: Tensor,
-        lse: Tensor,
-        entropies: Tensor | None,
-        grad_logps: Tensor,
-        grad_entropies: Tensor | None,
+        rows: slice | Tensor,  # [n] as a tensor
+        logits: Tensor,  # [n, V], raw
+        lse: Tensor,  # [n]
+        entropies: Tensor | None,  # [n], needed with `grad_entropies` only
+        grad_logps: Tensor,  # [n]
+        grad_entropies: Tensor | None,  # [n]
     ) -> None:
-        """
-        Overwrite the logits of `rows` with their gradient and add what follows from it to the gradients.
-
-        Args:
-            rows (`slice` or `Tensor`): which rows, `[n]` as a tensor.
-            logits (`Tensor`): `[n, V]`, raw; overwritten.
-            lse, entropies (`Tensor`): `[n]`; `entropies` are needed with `grad_entropies` only.
-            grad_logps, grad_entropies (`Tensor`): `[n]`; the second is optional.
-        """
+        """Overwrite the logits of `rows` with their gradient and add what follows from it to the gradients."""
         linear = self.linear
         self._apply_pending_factor()
         linear.kernels.logits_grad_(

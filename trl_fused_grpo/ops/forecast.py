@@ -8,18 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowGroups:
-    """
-    Groups of rows whose gradients depend on each other's log-probabilities, as the tokens of a sequence.
+    """Groups of rows whose gradients depend on each other's log-probabilities, as the tokens of a sequence."""
 
-    Args:
-        ends (`list[int]`):
-            The row behind the last of each group. They follow one another from row 0 to `Forecast.grad_rows`.
-        have_equal_grads (`bool`):
-            Whether all rows of a group receive the same gradient, of the log-probability alone. A group's gradients can
-            then be built before that number is known, and be multiplied by it afterwards.
-    """
-
-    ends: list[int]
+    ends: list[int]  # the row behind the last of each. They follow one another from row 0 to `Forecast.grad_rows`
+    # Whether all rows of a group receive the same gradient, of the log-probability alone. A group's gradients can then
+    # be built before that number is known, and be multiplied by it afterwards
     have_equal_grads: bool = False
 
 

@@ -64,7 +64,6 @@ class _Params:
     compute_dtype: torch.dtype
     chunk_rows: int
     forecast: Forecast | None
-    grad_rows: int
     blocks: list[RowBlock]
     entropy: bool
     stats: FusedStats
@@ -194,7 +193,6 @@ def fused_linear_logps(
         compute_dtype=compute_dtype,
         chunk_rows=limits.chunk,
         forecast=forecast,
-        grad_rows=grad_rows,
         blocks=blocks,
         entropy=entropy or entropy_grad,
         stats=stats,
@@ -246,7 +244,8 @@ class FusedLinearLogProb(torch.autograd.Function):
         precomputed = None
         if params.backward in ("frozen", "forecast"):
             accumulator = GradAccumulator(linear, ctx.needs_input_grad)
-            precomputed = PrecomputedGrads(accumulator, includes_all_rows=params.grad_rows == len(targets))
+            includes_all_rows = all(block.assumes != "none" for block in params.blocks)
+            precomputed = PrecomputedGrads(accumulator, includes_all_rows)
         for block in params.blocks:
             run_block(block, linear, values, precomputed, params.assumed_grads)
         linear.release()

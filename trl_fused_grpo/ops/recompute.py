@@ -21,24 +21,14 @@ _MIN_COLUMNS, _MAX_COLUMNS = 4096, 16384
 
 def recomputed_gradients(
     linear: ChunkedLinear,
-    rows: Tensor,
-    lse: Tensor,
-    entropies: Tensor | None,
-    grad_logps: Tensor,
-    grad_entropies: Tensor | None,
-    needs: Sequence[bool],
+    rows: Tensor,  # [M], indices of those that receive a gradient, in rising order
+    lse: Tensor,  # [N], log-sum-exp of each row's logits
+    entropies: Tensor | None,  # [N], needed with `grad_entropies` only
+    grad_logps: Tensor,  # [N]
+    grad_entropies: Tensor | None,  # [N]
+    needs: Sequence[bool],  # for which of the four
 ) -> tuple[Tensor | None, ...]:
-    """
-    Gradients of hidden states, weight, bias and `lora_b` in their dtypes; `None` where not needed.
-
-    Args:
-        linear (`ChunkedLinear`): rows and head.
-        rows (`Tensor`): indices `[M]` of the rows that receive a gradient, in rising order.
-        lse (`Tensor`): `[N]`, log-sum-exp of each row's logits.
-        entropies (`Tensor`, *optional*): `[N]`, needed with `grad_entropies`.
-        grad_logps, grad_entropies (`Tensor`): `[N]`; the second is optional.
-        needs (`Sequence[bool]`): whether hidden, weight, bias and `lora_b` need a gradient, in this order.
-    """
+    """Gradients of hidden states, weight, bias and `lora_b` in their dtypes; `None` where not needed."""
     every_row = len(rows) == len(linear.targets)
     hidden = linear.hidden_rows(slice(None) if every_row else rows)  # [M, H + r]
     row_values = _RowValues(linear.targets, lse, entropies, grad_logps, grad_entropies)  # [N] each
@@ -70,17 +60,15 @@ class _RowValues(NamedTuple):
 
 
 class _TiledBackward:
-    """
-    The two loops and the gradients that they fill.
+    """The two loops and the gradients that they fill."""
 
-    Args:
-        linear (`ChunkedLinear`): the head.
-        hidden (`Tensor`): `[M, H + r]`, in the compute dtype.
-        row_values (`_RowValues`): `[M]` each.
-        needs (`Sequence[bool]`): whether hidden, weight, bias and `lora_b` need a gradient, in this order.
-    """
-
-    def __init__(self, linear: ChunkedLinear, hidden: Tensor, row_values: _RowValues, needs: Sequence[bool]):
+    def __init__(
+        self,
+        linear: ChunkedLinear,
+        hidden: Tensor,  # [M, H + r], in the compute dtype
+        row_values: _RowValues,  # [M] each
+        needs: Sequence[bool],  # for which of hidden states, weight, bias and `lora_b`
+    ):
         self.linear, self.hidden, self.row_values = linear, hidden, row_values
         self.acc_dtype = torch.promote_types(linear.compute_dtype, torch.float32)
         self.grad_hidden = torch.empty_like(hidden, dtype=self.acc_dtype) if needs[0] else None  # [M, H + r]
@@ -94,16 +82,11 @@ class _TiledBackward:
 
     def run(self) -> tuple[Tensor | None, ...]:
         """The gradients of hidden states (in float32 at least), weight, bias and `lora_b`."""
-        if len(self.hidden):
-            self._fill()
-        return self.grad_hidden, self.grad_weight, self.grad_bias, self.grad_lora_b
-
-    def _fill(self) -> None:
         vocab_size, width = self.linear.weight.shape
         count = len(self.hidden)
         tile_rows, tile_columns = _tile_shape(count, vocab_size, self.linear.chunk_rows)
         buffer = self.hidden.new_empty(tile_rows * tile_columns)  # the logits of one tile
-        for vocab in split_range(0, vocab_size, tile_columns):
+        for vocab in split_range(0, vocab_size, tile_columns) if count else ():
             weight, bias = self.linear.cast_head(vocab)  # [v, H + r], [v]
             grad = weight.new_empty(len(weight), self.inputs.shape[1], dtype=self.acc_dtype)  # [v, i]
             grad_bias = None if self.grad_bias is None else weight.new_zeros(len(weight), dtype=self.acc_dtype)  # [v]
@@ -116,6 +99,7 @@ class _TiledBackward:
                 self.grad_lora_b[vocab] = grad[:, -self.grad_lora_b.shape[1] :]
             if self.grad_bias is not None and grad_bias is not None:
                 self.grad_bias[vocab] = grad_bias
+        return self.grad_hidden, self.grad_weight, self.grad_bias, self.grad_lora_b
 
     def _grad_of_tile(self, rows: slice, vocab: slice, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
         """Compute the logits of one tile and overwrite them with their gradient `[n, v]`."""

@@ -6,7 +6,6 @@ The training stays the same to the bit: library modules alone run, in evaluation
 and random numbers are put back. Unknown code is not run twice.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -133,11 +132,10 @@ class Check:
     def _tell(self, error: float) -> None:
         """Log the largest error of any process; beyond what rounding explains, leave the faster rows."""
         accelerator, metrics = self.trainer.accelerator, trl_compat.metrics_of(self.trainer)
-        errors = accelerator.gather(torch.tensor([error], device=accelerator.device, dtype=torch.float32)).tolist()
-        errors = [one for one in errors if not one < 0]
-        if not errors:
+        mine = torch.tensor([error], device=accelerator.device, dtype=torch.float32)
+        error = accelerator.gather(mine).amax().item()  # NaN if any is
+        if error < 0:
             return
-        error = next((one for one in errors if math.isnan(one)), max(errors))
         if self._is_asked_for:
             metrics["fused/verify_logps"].append(error)
         precision, bound = self._precision(self.engine.causal_lm(self.trainer.model))

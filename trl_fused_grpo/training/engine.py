@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -42,14 +43,6 @@ from .requests import LogpsArgs, LogpsOptions, LogpsRequest, PerTokenLogps, padd
 logger = logging.get_logger(__name__)
 
 
-class _HeadOptions(NamedTuple):
-    """Scale, softcap and temperature of a model's logits, and the precision of its head."""
-
-    scaling: LogitScaling
-    temperature: float
-    fp32: bool
-
-
 class LogpsEngine:
     """Computes log-probabilities as the options of a trainer say."""
 
@@ -57,7 +50,7 @@ class LogpsEngine:
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.ladder = ladder
         self.options = self._defaults = defaults
-        self._head_options: WeakKeyDictionary[PreTrainedModel, _HeadOptions] = WeakKeyDictionary()
+        self._made_with: WeakKeyDictionary[PreTrainedModel, tuple[LogitScaling, float, bool]] = WeakKeyDictionary()
         self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
         self._installed: WeakSet[PreTrainedModel] = WeakSet()
         self.memory: MemoryBudget | None = None
@@ -98,15 +91,11 @@ class LogpsEngine:
     def read_head_options(self, model: nn.Module) -> None:
         """Read what TRL reads of a model and the arguments when a trainer is made, if this TRL reads it then alone."""
         causal_lm = self.causal_lm(model)
-        self._head_options[causal_lm] = self._head_options_now(causal_lm)
+        self._made_with[causal_lm] = self._head_options(causal_lm)
 
-    def _head_options_now(self, causal_lm: PreTrainedModel) -> _HeadOptions:
-        return _HeadOptions(logit_scaling(causal_lm), self.trainer.temperature, trainers.casts_head(self.trainer))
-
-    def _head_options_of(self, causal_lm: PreTrainedModel) -> _HeadOptions:
-        now = self._head_options_now(causal_lm)
-        made_with = self._head_options.get(causal_lm, now)
-        return now._replace(fp32=made_with.fp32) if trl_compat.LOGPS_FROM_LOGITS else made_with
+    def _head_options(self, causal_lm: PreTrainedModel) -> tuple[LogitScaling, float, bool]:
+        """Scale and softcap, temperature, and whether the head runs in float32."""
+        return logit_scaling(causal_lm), self.trainer.temperature, trainers.casts_head(self.trainer)
 
     def packs(self, model: nn.Module, findings: Findings, reads_padding: bool | None = None) -> bool:
         """Return `True` if a model's rows are packed: nothing else was asked for, and level and model allow it."""
@@ -175,9 +164,10 @@ class LogpsEngine:
         """Tokens that the model runs in a forward, padding included, counted as the plan counts them."""
         if not self.packs(call.model, findings, logps_request.reads_padding):
             return call.input_ids.numel()
-        batches = call.as_micro_batches(logps_request.micro_batch)
-        tokens_from = token_counter(batches, self.shares_prompts(call.model))
-        return call.input_ids.numel() if tokens_from is None else [*tokens_from(0)][-1]
+        ids, mask, width = call.input_ids, call.attention_mask, call.logits_to_keep
+        batch = {"prompt_ids": ids[:, :-width], "prompt_mask": mask[:, :-width], "completion_mask": mask[:, -width:]}
+        tokens_from = token_counter([batch], self.shares_prompts(call.model))
+        return ids.numel() if tokens_from is None else next(tokens_from(0))
 
     def layers_to_compile(self, model: nn.Module) -> tuple[list[tuple[int, Any]], str | None]:
         """The layers of a model that run compiled, each with its number, and where none do the reason."""
@@ -212,7 +202,10 @@ class LogpsEngine:
         if packed and (reason := why_wide_rows_differ(causal_lm, *shape)) is not None:
             keep_padding(reason, self.options.forces_rows)
             packed = False
-        scaling, temperature, fp32 = self._head_options_of(causal_lm)
+        now = self._head_options(causal_lm)
+        scaling, temperature, fp32 = self._made_with.get(causal_lm, now)
+        if trl_compat.LOGPS_FROM_LOGITS:
+            scaling, temperature, _ = now
         return LogpsOptions(
             causal_lm=causal_lm,
             scaling=scaling,
@@ -233,12 +226,9 @@ class RandomStates:
     """States of the random number generators of the CPU and of a tensor's device."""
 
     def __init__(self, like: Tensor):
-        self._device = like.device
-        self._cpu_state = torch.get_rng_state()
-        self._device_state = torch.cuda.get_rng_state(self._device) if like.is_cuda else None
+        self._of_cpu, self._of_device = torch.get_rng_state(), get_device_states(like)
 
     def restore(self) -> None:
         """Set the generators to what they were."""
-        torch.set_rng_state(self._cpu_state)
-        if self._device_state is not None:
-            torch.cuda.set_rng_state(self._device_state, self._device)
+        torch.set_rng_state(self._of_cpu)
+        set_device_states(*self._of_device)

@@ -4,8 +4,8 @@ forward runs it. Each takes its log-probs and its loss in a training step of its
 last of them.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class AccumulationWindow:
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.is_in_step = False
-        self._forwards: list[list[FusedStats]] = []
+        self.stats: list[FusedStats] = []  # of the last training step's forwards with gradients, for each sub-batch
         self._epoch: Any = None  # its iterator
         self.begin()
 
@@ -44,16 +44,14 @@ class AccumulationWindow:
         if epoch is not None and self._epoch is epoch:
             return
         self._epoch = epoch
-        self._steps_of_epoch = self._steps_since_update = 0
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
-        # Before the first step of a resumed epoch there were whole windows; how many, is not known
-        is_resumed = epoch is not None and (self.trainer.state.epoch or 0.0) % 1.0 != 0.0
-        self._only_with = self.trainer.args.gradient_accumulation_steps if is_resumed else None
+        # That of the epoch. Where a callback changes it, windows end elsewhere until the next epoch
+        self._accumulation = None if epoch is None else self.trainer.args.gradient_accumulation_steps
 
     @property
     def begins(self) -> bool:
         """Return `True` if the training step that runs is the first of a window."""
-        return self.is_in_step and self._steps_since_update == 0
+        return self.is_in_step and self._steps_done == 0
 
     @property
     def is_stopped(self) -> bool:
@@ -73,41 +71,27 @@ class AccumulationWindow:
     @property
     def steps_left(self) -> int:
         """
-        Micro-batches until the weights move, the current one included, or fewer where they come from two windows. Zero
-        outside a training step, where it is not known: a loop of the user's own may move them at any time.
+        Micro-batches until the weights move, the current one included, or one where that is not known. Zero outside a
+        training step: a loop of the user's own may move them at any time.
         """
         if not self.is_in_step:
             return 0
-        accumulation = self.trainer.args.gradient_accumulation_steps
-        if self.trainer.accelerator.sync_gradients or self._only_with not in (None, accumulation):
+        is_other = self._accumulation not in (None, self.trainer.args.gradient_accumulation_steps)
+        if self.trainer.accelerator.sync_gradients or is_other:
             return 1
-        left = self.trainer.current_gradient_accumulation_steps - self._steps_done
-        if self._epoch is not None:
-            # The weights move at its multiples in an epoch, also where a callback has changed it within the epoch
-            left = min(left, accumulation - self._steps_of_epoch % accumulation)
-        return max(left, 1)
-
-    @property
-    def stats(self) -> list[FusedStats]:
-        """Of the forwards with gradients of the last training step, one for each sub-batch."""
-        return [part for of_forward in self._forwards for part in of_forward]
-
-    def step_begins(self, goes_on: bool) -> None:
-        """A training step begins. It `goes_on` with the forward of the step before when micro-batches share one."""
-        if not goes_on:
-            self._forwards = []
+        return max(self.trainer.current_gradient_accumulation_steps - self._steps_done, 1)
 
     def keep_stats(self, of_forward: list[FusedStats]) -> None:
-        """Keep the stats of a forward, to which its backward may add some. An objective may run several in a step."""
-        self._forwards = [*(self._forwards if self.is_in_step else ()), of_forward]
+        """Keep the stats of a forward. An objective may run several in a step."""
+        self.stats = [*(self.stats if self.is_in_step else ()), *of_forward]
 
     def step_ends(self) -> None:
         """A training step is done."""
-        moved = self.trainer.accelerator.sync_gradients
-        is_new_window = moved and self._epoch is None
-        self._steps_done = 0 if is_new_window else self._steps_done + 1
-        self._steps_since_update = 0 if moved else self._steps_since_update + 1
-        self._steps_of_epoch += 1
+        moved, self._steps_done = self.trainer.accelerator.sync_gradients, self._steps_done + 1
+        if moved and self._epoch is None:
+            self._steps_done = 0
+        elif moved and self._steps_done != self.trainer.current_gradient_accumulation_steps:
+            self._accumulation = 0
 
     def count(self) -> None:
         """Count the rows of a training step's forwards, whose backward is done."""
@@ -136,7 +120,7 @@ class SharedForwards:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all micro-batches, as at the start of a training."""
+        """Forget all micro-batches, as at the start and the end of a training."""
         self.plan = Plan()
         self.begin_window()
 
@@ -157,15 +141,6 @@ class SharedForwards:
         """Forget the forward that runs, and those of its log-probs that were not taken."""
         self._logps: dict[int, PerTokenLogps] = {}
         self._last = -1
-
-    @contextmanager
-    def training(self) -> Generator[None, None, None]:
-        """While it lasts, TRL trains. Before, and in the end, however it comes, all micro-batches are forgotten."""
-        self.reset()
-        try:
-            yield
-        finally:
-            self.reset()  # an exception leaves losses that wait; their graphs keep memory, and attention replaced
 
     def sharing(
         self, micro_batch: dict[str, Any], steps_left: int, may_share: Callable[[], bool]

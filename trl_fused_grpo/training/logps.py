@@ -49,7 +49,9 @@ class SubBatch:
             return
         needs_grad = self.selected & forecast.needs_grad[rows]
         if logps_request.skippable is not None:
-            kept = self._kept(needs_grad, logps_request.skippable[rows])  # [b, 1]
+            # One with a token stays: metrics are then of something, and [`layout.packed`] runs one anyway
+            kept = needs_grad.any(1) | ~logps_request.skippable[rows]  # [b]
+            kept = _with_one_of(self.selected.any(1), kept).unsqueeze(1)  # [b, 1]
             self._skipped, self.selected = self.selected & ~kept, self.selected & kept
             self._leaves_out = bool(self._skipped.any())
         # What needs no gradient comes last, so that it never enters a matmul of the backward
@@ -57,15 +59,6 @@ class SubBatch:
         width = self.selected.shape[1]
         in_batch = rows[self.positions // width] * width + self.positions % width  # [N], flat in [B, T]
         self.forecast = forecast.at(in_batch, grad_rows)
-
-    def _kept(self, needs_grad: Tensor, skippable: Tensor) -> Tensor:
-        """
-        Which sequences `[b, 1]` are not left out. Where none would be, the first with a token is not: metrics are then
-        of something, and [`layout.packed`] runs one anyway.
-        """
-        kept, has_tokens = needs_grad.any(1) | ~skippable, self.selected.any(1)
-        first = has_tokens & (has_tokens.cumsum(0) == 1)
-        return (kept | first & ~(kept & has_tokens).any()).unsqueeze(1)
 
     def in_place(self, results: tuple[Tensor, ...], has_entropies: bool, stats: FusedStats) -> PerTokenLogps:
         """Put results back to where they belong in `[b, T]`."""
@@ -87,6 +80,12 @@ class SubBatch:
         return base.flatten().index_put((self.positions,), values).view(shape)
 
 
+def _with_one_of(candidates: Tensor, chosen: Tensor) -> Tensor:
+    """The `chosen` sequences `[b]`, and the first of the `candidates` `[b]` where none of these is chosen."""
+    first = candidates & (candidates.cumsum(0) == 1)
+    return chosen | first & ~(chosen & candidates).any()
+
+
 def compute_logps(
     logps_request: LogpsRequest, options: LogpsOptions, call: LogpsArgs, images: MultimodalInputs | None
 ) -> PerTokenLogps:
@@ -101,7 +100,25 @@ def compute_logps(
     for rows in parts:
         sub_batch = SubBatch(logps_request, rows)
         layout = lay_out(options, call, rows, sub_batch.selected, rows_of_images)
-        request = _fused_request(sub_batch, layout, options, call, rows, logps_request)
+        micro_batch = min(logps_request.micro_batch or len(rows), len(rows))
+        in_row = 0 if layout.row is None else len(layout.row.index)
+        logit_positions = layout.logit_positions  # [b, T]
+        request = FusedRequest(
+            sub_batch.positions,
+            call.completion_ids[rows],
+            options.temperature,
+            options.scaling,
+            sub_batch.forecast,
+            logit_positions=None if logit_positions is None else logit_positions.flatten()[sub_batch.positions],
+            fp32=options.fp32,
+            aux_loss=call.compute_aux_loss,
+            backward=options.backward,
+            logits_mib=options.logits_mib,
+            tokens=max(in_row, micro_batch * call.input_ids.shape[1]),
+            entropy=call.compute_entropy,
+            entropy_grad=logps_request.entropy_grad,
+            head_grad=logps_request.head_grad,
+        )
         values = run_model(call.model, layout, request, options)
         request.stats.layout = "padded" if layout.row is None else "packed"
         results.append(sub_batch.in_place(values, call.compute_entropy, request.stats))
@@ -122,7 +139,7 @@ def lay_out(
     try:
         if options.packed:
             layout = layouts.packed(padded_rows, shares_prompts and (images is None or keys is not None))
-            return layout if images is None else images.packed(layout, rows)
+            return layout if images is None else images.inputs.packed(layout, rows.tolist(), images.position_ids)
     except HolesError as error:
         keep_padding(str(error), options.forces_rows)
     if images is not None:
@@ -151,11 +168,11 @@ class RowsWithImages:
     """What the sequences of a batch with images need beside their tokens."""
 
     def __init__(self, inputs: MultimodalInputs, options: LogpsOptions, call: LogpsArgs):
-        self.inputs, self.keys, self._position_ids = inputs, None, None
+        self.inputs, self.keys, self.position_ids = inputs, None, None
         if not options.packed:
             return
         causal_lm, width = options.causal_lm, call.logits_to_keep
-        self._position_ids = inputs.position_ids(causal_lm)
+        self.position_ids = inputs.position_ids(causal_lm)
         if options.share_prompts and not call.compute_aux_loss and inputs.may_share_prompts(causal_lm, width):
             first = layouts.first_with_the_prompt(call.input_ids[:, :-width], call.attention_mask[:, :-width].bool())
             self.keys = inputs.image_keys(first.tolist())
@@ -170,43 +187,7 @@ class RowsWithImages:
             return in_model
         has_images = torch.zeros(self.inputs.count, dtype=torch.bool)
         has_images[with_images] = True
-        has_images = has_images.to(rows.device)[rows]  # [b]
-        first = has_images & (has_images.cumsum(0) == 1)
-        return in_model | first & ~(in_model & has_images).any()
-
-    def packed(self, layout: Layout, rows: Tensor) -> Layout:
-        """A packed layout of these sequences `[b]` with their images."""
-        return self.inputs.packed(layout, rows.tolist(), self._position_ids)
-
-
-def _fused_request(
-    sub_batch: SubBatch,
-    layout: Layout,
-    options: LogpsOptions,
-    call: LogpsArgs,
-    rows: Tensor,
-    logps_request: LogpsRequest,
-) -> FusedRequest:
-    """The request for the model's forward."""
-    micro_batch = min(logps_request.micro_batch or len(rows), len(rows))
-    in_row = 0 if layout.row is None else len(layout.row.index)
-    logit_positions = layout.logit_positions  # [b, T]
-    return FusedRequest(
-        sub_batch.positions,
-        call.completion_ids[rows],
-        options.temperature,
-        options.scaling,
-        sub_batch.forecast,
-        logit_positions=None if logit_positions is None else logit_positions.flatten()[sub_batch.positions],
-        fp32=options.fp32,
-        aux_loss=call.compute_aux_loss,
-        backward=options.backward,
-        logits_mib=options.logits_mib,
-        tokens=max(in_row, micro_batch * call.input_ids.shape[1]),
-        entropy=call.compute_entropy,
-        entropy_grad=logps_request.entropy_grad,
-        head_grad=logps_request.head_grad,
-    )
+        return _with_one_of(has_images.to(rows.device)[rows], in_model)
 
 
 def run_model(model: nn.Module, layout: Layout, request: FusedRequest, options: LogpsOptions) -> tuple[Tensor, ...]:

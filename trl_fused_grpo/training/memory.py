@@ -8,7 +8,7 @@ those of all weights beside them. In the same memory it may have more tokens.
 import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,8 +37,6 @@ LEARNED_AT_STEP = 2
 MOST_GROWTH = 1.1
 # Of the budget: the allocator cannot use every gap
 USABLE = 0.95
-
-
 # More tokens at once were not measured
 MOST_OF_FIRST = 32_768
 # What a layer takes while it is computed again and its backward runs, for each byte of the inputs and outputs of its
@@ -109,13 +107,6 @@ class GradientMemory:
         """
         of_trl = padded * self.inputs + max(padded * self.working_of_trl, self.casts_of_trl)
         return min((self.free + of_trl) // (self.inputs + self.working), of_trl // self.working)
-
-
-class TokenLimits(NamedTuple):
-    """The most tokens of forwards that micro-batches share."""
-
-    first: int  # of the first one of an accumulation window
-    others: int  # of those behind it
 
 
 def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, compiled: bool) -> GradientMemory:
@@ -214,14 +205,14 @@ def memory_budget(trainer: GRPOTrainer, fraction: float | None) -> MemoryBudget 
     return MemoryBudget(fraction, trainer.accelerator.device)
 
 
-def token_limits(engine: Any, has_images: bool, padded: int) -> TokenLimits:
+def token_limits(engine: Any, has_images: bool, padded: int) -> tuple[int, int]:
     """
-    The most tokens of shared forwards: without `fused_memory`, what takes no more memory than TRL does. With it they
-    may differ from process to process.
+    The most tokens of the first shared forward of an accumulation window, and of those behind it: without
+    `fused_memory`, what takes no more memory than TRL does. With it they may differ from process to process.
     """
     trainer, most = engine.trainer, engine.options.fused_max_tokens_per_forward
     if most is not None:
-        return TokenLimits(most, most)
+        return most, most
     gradients = GradientMemory()
     if engine.memory is None and not has_images:  # what a vision tower takes for an image is not known
         layers, _ = engine.layers_to_compile(engine.unwrapped(trainer.model))
@@ -231,7 +222,7 @@ def token_limits(engine: Any, has_images: bool, padded: int) -> TokenLimits:
     if free:
         first = min(max(padded, replace(gradients, free=free).tokens(padded)), MOST_OF_FIRST)
     in_budget = 0 if engine.memory is None else engine.memory.most_tokens(trainer.model.parameters())
-    return TokenLimits(max(first, in_budget), max(others, in_budget))
+    return max(first, in_budget), max(others, in_budget)
 
 
 def free_memory() -> None:

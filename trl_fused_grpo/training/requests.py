@@ -86,14 +86,6 @@ class LogpsArgs:
         """`[B, T]`."""
         return self.input_ids[:, -self.logits_to_keep :]
 
-    def as_micro_batches(self, size: int | None) -> list[dict[str, Any]]:
-        """Ids of prompts, their mask and that of completions for each `size` sequences; by default all together."""
-        length, ids, mask = self.logits_to_keep, self.input_ids, self.attention_mask
-        parts = ids[:, :-length], mask[:, :-length], mask[:, -length:]
-        split = (part.split(len(ids) if size is None else size) for part in parts)
-        names = ("prompt_ids", "prompt_mask", "completion_mask")
-        return [dict(zip(names, values, strict=True)) for values in zip(*split, strict=True)]
-
     def with_batches(self, micro_batches: list[dict[str, Any]]) -> "LogpsArgs":
         """The same arguments for the sequences of several micro-batches, one after the other."""
         ids, mask = (torch.cat(tensors) for tensors in zip(*map(prompts_and_completions, micro_batches), strict=True))

@@ -116,12 +116,14 @@ class FusedState:
             self.check.reset()
             self._has_summary_to_tell = True
         self.old_logps.resolve()  # with the fused loss switched off meanwhile TRL would miss what was left out
-        with temporary_attr(self, "is_in_train", True), self.forwards.training():
-            self.window.begin()
-            try:
+        self.window.begin()
+        self.forwards.reset()
+        try:
+            with temporary_attr(self, "is_in_train", True):
                 yield
-            finally:  # a loop of the user's own may come next, after an exception too
-                self.window.begin()
+        finally:  # an exception leaves losses that wait: their graphs keep memory, and attention replaced
+            self.window.begin()
+            self.forwards.reset()
 
     def begin_accumulation(self, epoch: Any) -> None:
         """TRL takes the micro-batches of a new accumulation window from the iterator of an epoch."""
@@ -190,7 +192,8 @@ class FusedState:
                 run = partial(backward, **options)
                 self.forwards.backward(loss, self.micro_batch, self.window.is_last, run)
 
-        self.window.step_begins(goes_on=self.forwards.is_waiting)
+        if not self.forwards.is_waiting:  # else the step goes on with the forward of the one before
+            self.window.stats = []
         with (
             temporary_attr(accelerator, "backward", backward_of_forward),
             temporary_attr(self.window, "is_in_step", True),

@@ -161,7 +161,9 @@ def summary_of(engine: LogpsEngine) -> Summary:
     is_on = WHAT_IS_DONE[findings.level]
     if findings.level >= Level.ROWS:
         is_on = ", ".join(part.name for part in parts if part.reason is None)
-        off = [part.name for part in parts if part.reason is not None] + lines.not_asked_for()
+        off = [part.name for part in parts if part.reason is not None]
+        if engine.options.fused_memory is None and why_no_memory_budget(trainer) is None:
+            off.append("fused_memory")  # off by default, and would act here
         is_on += f"; off: {', '.join(off)}" if off else ""
     summary = Summary([SummaryLine(name, f"level {findings.level.name.lower()}: {is_on}"), setting])
     if findings.reasons:
@@ -316,8 +318,3 @@ class _Lines:
             every, reason = self.options.fused_verify, why_not_checked(self.trainer, self.findings, self.causal_lm)
             often = f", then every {every} optimizer steps" if every else ""
             yield SummaryLine("check", "none" if reason else f"log-probs of the first step beside TRL's{often}", reason)
-
-    def not_asked_for(self) -> list[str]:
-        """Options for more speed that are off by default and would act here."""
-        would_act = not self.options.fused_memory and why_no_memory_budget(self.trainer) is None
-        return ["fused_memory"] if would_act else []

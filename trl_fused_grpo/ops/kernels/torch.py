@@ -23,26 +23,14 @@ def _transform(logits: Tensor, transform: LogitTransform) -> Tensor:
 
 
 def logprob_forward(
-    logits: Tensor,  # [n, V]
-    targets: Tensor,  # [n]
+    logits: Tensor,  # [n, V], raw
+    targets: Tensor,  # [n], int64
     transform: LogitTransform,
-    logps: Tensor,  # [n]
+    logps: Tensor,  # [n], filled in, as the next two: float32, or float64 for float64 logits
     lse: Tensor,  # [n]
     entropies: Tensor | None,  # [n]
 ) -> None:
-    """
-    Compute log-probability of the target, log-sum-exp and entropy of each row of logits, in nats.
-
-    Args:
-        logits (`Tensor`):
-            Raw logits, shape `[n, V]`.
-        targets (`Tensor`):
-            Token ids, shape `[n]`, int64.
-        transform (`LogitTransform`):
-            Scale, softcap and temperature.
-        logps, lse, entropies (`Tensor`):
-            Outputs, shape `[n]`, float32 (float64 for float64 logits). `entropies` may be `None`.
-    """
+    """Compute log-probability of the target, log-sum-exp and entropy of each row of logits, in nats."""
     z = _transform(logits, transform)  # [n, V]
     highest = z.amax(-1, keepdim=True)  # [n, 1]
     u = (z - highest).clamp_(min=_LOG_ZERO)  # [n, V]
@@ -60,33 +48,15 @@ def logprob_forward(
 
 def logits_grad_(
     logits: Tensor,  # [n, v]
-    targets: Tensor,  # [n]
-    lse: Tensor,  # [n]
-    entropies: Tensor | None,  # [n]
+    targets: Tensor,  # [n], int64, of the whole vocabulary: they may lie outside the tile
+    lse: Tensor,  # [n], as [`logprob_forward`] wrote it
+    entropies: Tensor | None,  # [n], the same; read with `grad_entropies` only
     grad_logps: Tensor,  # [n]
     grad_entropies: Tensor | None,  # [n]
     transform: LogitTransform,
-    vocab_start: int = 0,
+    vocab_start: int = 0,  # token id of the first column
 ) -> None:
-    """
-    Overwrite a tile of raw logits with the gradient with respect to them.
-
-    Args:
-        logits (`Tensor`):
-            Raw logits of the vocabulary columns from `vocab_start` on, shape `[n, v]`; overwritten.
-        targets (`Tensor`):
-            Token ids, shape `[n]`, int64; ids of the whole vocabulary, so they may lie outside the tile.
-        lse, entropies (`Tensor`):
-            What [`logprob_forward`] wrote, shape `[n]`. `entropies` is read only with `grad_entropies`.
-        grad_logps (`Tensor`):
-            Gradient with respect to the log-probabilities, shape `[n]`.
-        grad_entropies (`Tensor`, *optional*):
-            Gradient with respect to the entropies, shape `[n]`.
-        transform (`LogitTransform`):
-            Scale, softcap and temperature.
-        vocab_start (`int`, *optional*, defaults to `0`):
-            Token id of the first column.
-    """
+    """Overwrite a tile of raw logits with the gradient with respect to them."""
     z = _transform(logits, transform)  # [n, v]; aliases `logits` when there is nothing to do
     if transform.softcap is not None:
         slope = 1 - (z * (transform.temperature / transform.softcap)) ** 2  # [n, v], 1 - tanh^2
