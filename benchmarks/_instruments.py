@@ -5,12 +5,12 @@ from unittest import mock
 from trl_fused_grpo import trainer
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.training import findings, refusals, state
+from trl_fused_grpo.training import checks, findings, state
 
 
 def hide_instruments() -> None:
     """From here on methods that a benchmark replaced, and its modes, do not count, so that no faster path is left."""
-    for module in (findings, refusals, state, trainer):
+    for module in (findings, checks, state, trainer):
         mock.patch.object(module, "replaced_method", return_value=None).start()
     mock.patch.object(torch_compat, "foreign_mode", return_value=None).start()
     mock.patch.object(trl_compat, "is_asked_by_generation", return_value=True).start()

@@ -1,10 +1,14 @@
-"""Small context managers and a decorator that several modules need."""
+"""What several modules need: context managers, a decorator, and how processes tell one another of their batches."""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor
 
 
 T = TypeVar("T")
@@ -52,3 +56,26 @@ def temporary_mode(modules: Iterable[Any], training: bool) -> Generator[None, No
 def shown_as(function: T) -> Callable[[Any], T]:
     """Decorate a function that takes the arguments of another with the other's signature, for editors too."""
     return cast(Any, wraps(cast(Any, function)))
+
+
+def of_all_processes(accelerator: Any, what: str, values: list[int] | list[bool]) -> Tensor:
+    """
+    Numbers of each process `[processes, n]`. FSDP and ZeRO-3 gather weights whenever the model is called, so that all
+    must choose the same layout and call it as often.
+    """
+    if accelerator.num_processes == 1:
+        return torch.tensor([values])
+    mine = torch.tensor([[crc32(what.encode()), *values]], dtype=torch.long, device=accelerator.device)
+    everyone = accelerator.gather(mine).cpu()
+    if (everyone[:, 0] != everyone[0, 0]).any():
+        raise RuntimeError(
+            f"Processes of this training are at different places: this one tells the others of its {what}, and they "
+            "tell something else. What you hook, replace or change in the middle of an accumulation window must be the "
+            "same on all processes."
+        )
+    return everyone[:, 1:]
+
+
+def on_any_process(accelerator: Any, what: str, condition: bool) -> bool:
+    """Return `True` if a condition holds on any process. All of them ask for the same, see [`of_all_processes`]."""
+    return bool(of_all_processes(accelerator, what, [condition]).any())

@@ -82,7 +82,7 @@ def _draw_model(drawing: Draw) -> None:
         drawing.maybe(0.5, "router_aux_loss_coef", 0.3)
     drawing.maybe(0.25, "adapter", *ADAPTERS)
     drawing.maybe(0.1, "frozen_head", True)
-    if drawing.options.get("adapter") != "head":  # refused, see [`refusals.check_head`]
+    if drawing.options.get("adapter") != "head":  # refused, see [`checks.check_head`]
         drawing.maybe(0.1, "cast_lm_head_to_fp32", True)
     drawing.maybe(0.1, "gradient_checkpointing", True)
 

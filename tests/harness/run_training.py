@@ -30,7 +30,7 @@ from trl_fused_grpo.parity.trainers import (
     noisy_weights,
     stock_trainer,
 )
-from trl_fused_grpo.training.check import Check
+from trl_fused_grpo.training.checks import Check
 
 from .case import Customisation, Training
 from .models import MARKER_ID

@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from tests.layout_pairs import SHAPE, assert_trains_as_stock, from_config, log_probs, make_pair, seeded, short_rows
 from tests.oracle import relative_error
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo.training import logps as training_logps
+from trl_fused_grpo.training import engine
 
 
 def in_a_completion(inputs):
@@ -38,13 +38,13 @@ HOLES = [in_a_completion, in_a_prompt, at_the_end_of_a_prompt, at_the_start_of_a
 def layouts(monkeypatch):
     """The layouts that the model was called with."""
     names = []
-    run = training_logps.run_model
+    run = engine.run_model
 
     def spy(model, layout, *args):
         names.append("padded" if layout.row is None else "packed")
         return run(model, layout, *args)
 
-    monkeypatch.setattr(training_logps, "run_model", spy)
+    monkeypatch.setattr(engine, "run_model", spy)
     return names
 
 

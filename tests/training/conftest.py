@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_fused_grpo.training.check import Check
+from trl_fused_grpo.training.checks import Check
 
 
 @pytest.fixture

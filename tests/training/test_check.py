@@ -19,7 +19,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.head import fused_forward
 from trl_fused_grpo.parity.tiny import tiny_model
-from trl_fused_grpo.training import check, engine
+from trl_fused_grpo.training import checks, engine
 from trl_fused_grpo.training.findings import Findings, Level
 
 from .sampler import use_sampler
@@ -119,7 +119,7 @@ def test_a_comparison_finds_rounding_and_leaves_the_training_as_it_was(tmp_path,
     if "model" in options:  # a model of its own for each
         torch.manual_seed(0)
     with monkeypatch.context() as without:
-        without.setattr(check.Check, "compare_logps", lambda *args: None)
+        without.setattr(checks.Check, "compare_logps", lambda *args: None)
         expected, expected_log = train(tmp_path, **options_of(name))
         state, others = state_of(expected)
     trainer, log = train(tmp_path, **options_of(name), fused_verify=every)
@@ -156,7 +156,7 @@ def test_one_micro_batch_of_a_training_is_compared(tmp_path, trl_calls, options,
 
 
 def test_nothing_is_compared_where_the_fused_loss_is_off_or_outside_of_a_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(check.Check, "_logps_error", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(checks.Check, "_logps_error", mock.Mock(side_effect=AssertionError))
     train(tmp_path, use_liger_loss=False)
     trainer = make_trainer(tmp_path, fused_verify=1)
     trainer.current_gradient_accumulation_steps = 1
@@ -217,7 +217,7 @@ def test_bfloat16_is_judged_by_its_own_rounding(tmp_path, told):
     model = tiny_model("llama").to(torch.bfloat16)
     model.config._name_or_path = str(tmp_path)
     _, log = train(tmp_path, model=model, max_steps=1, fused_verify=1)
-    assert log[0][ERROR] < check.BOUNDS[torch.bfloat16]
+    assert log[0][ERROR] < checks.BOUNDS[torch.bfloat16]
     assert not told()
 
 

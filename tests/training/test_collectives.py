@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.modeling.test_wide_rows import limit_width
+from trl_fused_grpo._utils import on_any_process
 from trl_fused_grpo.parity.tiny import tiny_model
-from trl_fused_grpo.training.collectives import images_on_any_process, on_any_process, widest_batch
+from trl_fused_grpo.training.engine import widest_batch
+from trl_fused_grpo.training.state import images_on_any_process
 
 
 def beside(values, what=None):

@@ -10,7 +10,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo.modeling.attention.varlen import SharedPrefixKV, cu_seqlens_arguments, varlen_attention
 from trl_fused_grpo.parity.tiny import VOCAB_SIZE
-from trl_fused_grpo.training.check import BOUNDS
+from trl_fused_grpo.training.checks import BOUNDS
 
 
 pytestmark = [

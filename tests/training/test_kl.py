@@ -9,7 +9,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import dense_log_probs, loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer, patch
 from trl_fused_grpo._compat.trl import TRL
-from trl_fused_grpo.training import refusals
+from trl_fused_grpo.training import checks
 from trl_fused_grpo.training import state as state_module
 
 
@@ -114,7 +114,7 @@ def test_an_unknown_estimator_is_refused(tmp_path):
 def warnings_logged(monkeypatch):
     """What is logged with `warning_once`, each time that it is called."""
     messages = []
-    monkeypatch.setattr(refusals.logger, "warning_once", messages.append, raising=False)
+    monkeypatch.setattr(checks.logger, "warning_once", messages.append, raising=False)
     return messages
 
 
@@ -180,4 +180,4 @@ def test_a_loss_type_that_is_not_known_keeps_trls_estimator(tmp_path):
     trainer = make_trainer(tmp_path, FusedGRPOTrainer, beta=0.1, kl_estimator="k2")
     trainer.loss_type = "of a newer release"
     with pytest.raises(ValueError, match="how loss_type='of a newer release' is averaged: set kl_estimator='k3'"):
-        refusals.check_kl_estimator(trainer, "k2")
+        checks.check_kl_estimator(trainer, "k2")

@@ -11,8 +11,8 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo import FusedGRPOTrainer, patch
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo.training.checks import log_what_has_no_effect
 from trl_fused_grpo.training.plan import why_no_forecast
-from trl_fused_grpo.training.refusals import log_what_has_no_effect
 
 from .sampler import use_sampler
 

@@ -15,7 +15,7 @@ from tests.oracle import relative_error
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
 from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling.attention import padded as padded_attention
-from trl_fused_grpo.training.check import Check
+from trl_fused_grpo.training.checks import Check
 from trl_fused_grpo.training.plan import why_padding_is_mixed_in
 
 

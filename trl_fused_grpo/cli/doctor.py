@@ -19,7 +19,7 @@ from trl_fused_grpo import FusedGRPOConfig, FusedGRPOTrainer
 from trl_fused_grpo._compat.trl_cli import launch_options, option_names, script_classes
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.parity.tiny import tokenizer
-from trl_fused_grpo.training.refusals import check_kl_estimator
+from trl_fused_grpo.training.checks import check_kl_estimator
 from trl_fused_grpo.training.summary import Summary, SummaryLine, device_line, versions, versions_line
 
 from .grpo import check_values, read_options

@@ -37,9 +37,8 @@ from trl_fused_grpo._compat.libraries import (
 )
 from trl_fused_grpo._compat.restated import unknown_source
 from trl_fused_grpo._compat.tried_architectures import is_tried
+from trl_fused_grpo._utils import of_all_processes
 from trl_fused_grpo.modeling.head.output_projection import layer_before_head
-
-from .collectives import of_all_processes
 
 
 logger = logging.get_logger(__name__)
@@ -409,3 +408,9 @@ def _changing_or_mixing(causal_lm: PreTrainedModel, modules: Iterable[nn.Module]
         if type(module) in embeddings and (own["scale_grad_by_freq"] or own["max_norm"] is not None):
             return f"{type(module).__name__}, whose weights or gradients depend on the tokens of a forward,"
     return None
+
+
+def log_no_effect(asked_for: str | None, reason: str | None) -> None:
+    """Log once why something has no effect, where there is a reason and it was asked for."""
+    if reason is not None and asked_for is not None:
+        logger.warning_once(f"{asked_for} has no effect, because {reason}.")

@@ -15,10 +15,9 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._utils import temporary_attr
+from trl_fused_grpo._utils import of_all_processes, temporary_attr
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
-from .collectives import of_all_processes
 from .engine import LogpsEngine, RandomStates
 from .memory import free_memory, why_memory_is_taken
 from .plan import Plan

@@ -20,10 +20,9 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat.architecture import text_model
+from trl_fused_grpo._utils import of_all_processes
 from trl_fused_grpo.modeling.layers.memo import LayerMemo, layers_as_they_are, layers_of
 from trl_fused_grpo.modeling.layers.unpacked import unpacked_layers
-
-from .collectives import of_all_processes
 
 
 logger = logging.get_logger(__name__)

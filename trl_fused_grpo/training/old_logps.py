@@ -21,10 +21,10 @@ from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
+from trl_fused_grpo._utils import on_any_process
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 
-from .collectives import on_any_process
 from .engine import LogpsEngine
 from .findings import Level, Reason
 from .plan import Plan, why_generation_is_out_of_turn, why_old_logps_are_needed, why_reference_is_not_regrouped

@@ -17,22 +17,20 @@ from torch import Tensor
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from trl_fused_grpo._compat import trainers
+from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.models import forget_repeated_hooks
 from trl_fused_grpo._compat.peft import base_weights_kept
-from trl_fused_grpo._utils import temporary_attr
+from trl_fused_grpo._utils import of_all_processes, on_any_process, temporary_attr
 from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.modeling.attention.packed import cudnn_attention_off, uninstall_attention
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 
-from . import refusals
-from .check import Check
-from .collectives import images_on_any_process, of_all_processes
+from . import checks
+from .checks import Check
 from .engine import LogpsEngine
-from .findings import Findings, Ladder, Level, Reason, replaced_method
+from .findings import Findings, Ladder, Level, Reason, log_no_effect, replaced_method
 from .forward import AccumulationWindow, SharedForwards, reducing_gradients
-from .kl import kl_term, replaces_kl
 from .memory import token_limits
 from .old_logps import DeferredLogps, OldLogps, RLOOOldLogps, sampling_correction
 from .plan import Plan, last_that_fit, plan_forwards, why_forwards_are_not_shared
@@ -44,7 +42,9 @@ from .requests import (
     PerTokenLogps,
     build_loss_request,
     images_of,
+    kl_term,
     padding_counts,
+    replaces_kl,
 )
 from .summary import tell_summary
 
@@ -74,26 +74,26 @@ class FusedState:
         trainer, engine = self.trainer, self.engine
         engine.read_options()
         causal_lm = engine.causal_lm(trainer.model)
-        refusals.check_backward(trainer, engine.options.fused_backward)
-        refusals.check_aux_loss(trainer, causal_lm)
-        refusals.check_sharding(trainer, causal_lm)
-        refusals.check_kl_estimator(trainer, engine.options.kl_estimator)
+        checks.check_backward(trainer, engine.options.fused_backward)
+        checks.check_aux_loss(trainer, causal_lm)
+        checks.check_sharding(trainer, causal_lm)
+        checks.check_kl_estimator(trainer, engine.options.kl_estimator)
         if layer_kernels and trainer.accelerator.device.type == "cpu":
             trl_compat.leave_layers(trainer.args)
         elif layer_kernels:
             trl_compat.apply_liger_layer_kernels(causal_lm, trainer.args)
         for model in (trainer.model, trainer.ref_model):
             if model is not None:
-                refusals.check_head(trainer, output_projection(engine.causal_lm(model)))
+                checks.check_head(trainer, output_projection(engine.causal_lm(model)))
                 engine.read_head_options(model)
                 engine.install(model)
         findings = self.look()
-        refusals.log_what_has_no_effect(trainer, engine.options, findings, engine.packs(trainer.model, findings))
+        checks.log_what_has_no_effect(trainer, engine.options, findings, engine.packs(trainer.model, findings))
 
     def attach_nothing(self) -> None:
         """With `use_liger_loss=False`: check the options, and say once that TRL trains alone."""
         self.engine.read_options()
-        refusals.check_kl_estimator(self.trainer, self.engine.options.kl_estimator)
+        checks.check_kl_estimator(self.trainer, self.engine.options.kl_estimator)
         name = type(self.trainer).__name__
         logger.warning_once(f"{name} trains with TRL's own loss, because use_liger_loss=False.")
 
@@ -141,7 +141,7 @@ class FusedState:
             tell_summary(self.engine)  # by now the model is in its wrappers
             self._has_summary_to_tell = False
         model = self.trainer.model
-        keeps = self.engine.options.fused_keep_base_weights and refusals.why_base_weights_stay(self.trainer) is None
+        keeps = self.engine.options.fused_keep_base_weights and checks.why_base_weights_stay(self.trainer) is None
         with self.deferred.generation(self.window.steps_left), base_weights_kept(model) if keeps else nullcontext():
             yield sampling_correction(self.trainer) if trainers.corrects_sampling(self.trainer) else None
         forget_repeated_hooks(model)
@@ -161,7 +161,7 @@ class FusedState:
         has_images = images_on_any_process(trainer.accelerator, causal_lm, any(map(images_of, batches)))
         reason = why_forwards_are_not_shared(trainer, findings, engine.packs(trainer.model, findings))
         asked_for = "fused_max_tokens_per_forward" if options.fused_max_tokens_per_forward else None
-        refusals.log_no_effect(asked_for, reason)
+        log_no_effect(asked_for, reason)
         ends = ends_of_first = list(range(count))
         if reason is None:
             padded = batches[0]["prompt_ids"].numel() + batches[0]["completion_ids"].numel()
@@ -204,7 +204,7 @@ class FusedState:
                 self.look()
             yield
         if not self._has_asked_for_logps:
-            refusals.log_that_nothing_is_fused(self.trainer)
+            checks.log_that_nothing_is_fused(self.trainer)
         self.window.step_ends()
         if not self.forwards.is_waiting:
             self.window.count()
@@ -217,7 +217,7 @@ class FusedState:
 
     def compute_loss(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         """The loss of a micro-batch, a scalar."""
-        refusals.check_micro_batch(micro_batch)
+        checks.check_micro_batch(micro_batch)
         loss_call = LossCall(micro_batch, dict(micro_batch), trainers.beta_of_loss(self.trainer))
         with temporary_attr(self, "_loss", loss_call):
             if not replaces_kl(self.trainer, self.engine.kl_estimator):
@@ -241,7 +241,7 @@ class FusedState:
             self.check.compare_logps(loss_call.inputs, call, trl_method)
         findings = self.ladder.of_call(self.engine, call.model)
         reason = findings.why_below(Level.HEAD)
-        refusals.check_trl_logps(trainer, self.engine.causal_lm(call.model), reason)
+        checks.check_trl_logps(trainer, self.engine.causal_lm(call.model), reason)
         if reason is not None:
             result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         elif loss_call is not None:
@@ -301,3 +301,10 @@ class FusedState:
         is_deferred = DEFERRED in inputs and trainers.corrects_sampling(self.trainer)
         correction = self.old_logps.correction if is_deferred else None
         return build_loss_request(self.trainer, inputs, skips, beta, correction, self.engine.kl_estimator)
+
+
+def images_on_any_process(accelerator: Any, causal_lm: Any, has_images: bool) -> bool:
+    """Return `True` if any process has images."""
+    if not architecture.may_take_images(causal_lm):
+        return has_images
+    return on_any_process(accelerator, "images", has_images)

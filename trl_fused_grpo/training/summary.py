@@ -27,7 +27,7 @@ from trl_fused_grpo.modeling.rows.layout_choice import why_not_packed, why_promp
 from trl_fused_grpo.ops.kernels import why_not_triton
 from trl_fused_grpo.ops.linear_logps import choose_backward
 
-from .check import why_not_checked
+from .checks import why_base_weights_stay, why_not_checked
 from .engine import LogpsEngine
 from .findings import WHAT_IS_DONE, Level
 from .memory import why_no_memory_budget
@@ -38,7 +38,6 @@ from .plan import (
     why_old_logps_are_needed,
     why_reference_is_not_regrouped,
 )
-from .refusals import why_base_weights_stay
 from .requests import padding_counts
 
 
