@@ -21,12 +21,12 @@ MAY_IMPORT = {
     "ops": set(),
     "loss": {"ops"},
     "modeling": {"ops", "_compat", "_utils"},
-    "training": {"loss", "modeling", "ops", "_compat", "_utils", "config"},
+    "training": {"options", "loss", "modeling", "ops", "_compat", "_utils"},
     "options": set(),
     "config": {"options", "_compat"},
-    "trainer": {"options", "training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
+    "trainer": {"options", "training", "loss", "modeling", "ops", "_compat", "_utils"},
     "rloo": {"trainer", "_utils"},
-    "async_grpo": {"options", "training", "loss", "modeling", "ops", "_compat", "_utils", "config"},
+    "async_grpo": {"options", "training", "loss", "modeling", "ops", "_compat", "_utils"},
     "patching": {"trainer", "rloo", "async_grpo", "options", "_compat"},
     "fusing": {"trainer", "rloo", "async_grpo", "config", "_compat"},
     "parity": {"", "training", "_compat"},
@@ -44,7 +44,7 @@ ROOMS = {
 }
 # Libraries that a part may know of, beside Python's own; a part that is not listed may know of all
 LIBRARIES = {
-    "_utils": set(),
+    "_utils": {"torch"},
     "options": set(),
     "ops": {"torch", "triton"},
     "loss": {"torch", "liger_kernel"},

@@ -13,7 +13,6 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from ._compat import models as model_compat
 from ._compat import trainers
 from ._utils import on_any_process, shown_as, temporary_attr
-from .config import FusedOptions
 from .loss.forecast import SharedRowForecast, grad_rows_first
 from .loss.objective import GRPOObjective
 from .modeling.attention.packed import uninstall_attention, watched_call
@@ -26,7 +25,7 @@ from .modeling.layers.unpacked import install_unpacking, uninstall_unpacking
 from .modeling.rows.layout import of_trie
 from .modeling.rows.layout_choice import traits, why_not_packed, why_prompts_are_not_shared
 from .ops.linear_logps import FusedStats
-from .options import fused_loss_of
+from .options import FusedOptions, fused_loss_of
 from .training.checks import check_aux_loss
 from .training.findings import log_no_effect, reasons_of_model
 

@@ -24,10 +24,10 @@ from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.models import is_peft_model, is_prompt_learning
 from trl_fused_grpo._utils import on_any_process, temporary_mode
-from trl_fused_grpo.config import FusedOptions
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.head.moe import why_no_aux_loss
 from trl_fused_grpo.modeling.head.output_projection import has_adapter, why_not_sharded
+from trl_fused_grpo.options import FusedOptions
 
 from .engine import LogpsEngine
 from .findings import Findings, Level, Reason, log_no_effect, replaced_behind, replaced_method, replaced_objective
