@@ -33,6 +33,7 @@ def logged_kl(trainer, mode):
 
 LOSSES = {
     "dapo": {},
+    "dapo-two-windows-a-generation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
     "grpo": {"loss_type": "grpo"},
     "grpo-sequence-level": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "dr_grpo": {"loss_type": "dr_grpo"},
@@ -56,8 +57,7 @@ def test_the_k3_term_that_is_computed_here_equals_trls(tmp_path, monkeypatch, na
     if not is_training:
         losses = []
         for trainer in (stock, fused):
-            trainer.model.eval()
-            trainer.current_gradient_accumulation_steps = 1
+            trainer.model.eval()  # before any training, which counts micro-batches
             with torch.no_grad():
                 losses.append(trainer.compute_loss(trainer.model, dict(inputs)))
         assert relative_error(losses[1], losses[0]) < 1e-5
