@@ -78,6 +78,23 @@ def test_a_copy_of_a_fused_configuration_has_what_one_of_its_class_has(tmp_path,
 
 
 @dataclass
+class OwnMethods(GRPOConfig):
+    def __repr__(self):
+        return "mine"
+
+    def __eq__(self, other):
+        return other == "mine"
+
+    def __hash__(self):
+        return 7
+
+
+def test_a_fused_configuration_keeps_methods_that_dataclass_would_replace(tmp_path):
+    args = fuse_config(OwnMethods)(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    assert (repr(args), args == "mine", hash(args)) == ("mine", True, 7)
+
+
+@dataclass
 class OwnEstimator(GRPOConfig):
     kl_estimator: str = "of a paper"
 
