@@ -220,12 +220,11 @@ def loss_mask(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
     return inputs["completion_mask"] * inputs["tool_mask"]
 
 
-def global_normalizer(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Tensor:
+def global_normalizer(trainer: Any, inputs: dict[str, Any]) -> Tensor:
     """Tokens of one accumulation window per process: what a loss with a global normalizer divides by; a scalar."""
-    args: Any = trainer.args
     normalizer = inputs["num_items_in_batch"] / trainer.accelerator.num_processes
     if _RESCALES_NUM_ITEMS and trainer.model.training:  # in evaluation a batch is neither split nor accumulated
-        normalizer = normalizer * trainer.current_gradient_accumulation_steps / args.steps_per_generation
+        normalizer = normalizer * trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
     return normalizer
 
 

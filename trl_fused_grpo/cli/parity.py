@@ -175,12 +175,12 @@ def _quiet() -> Generator[None, None, None]:
     """While it lasts, there are no warnings and progress bars."""
     from transformers.utils import logging as transformers_logging
 
-    bars = transformers_logging.is_progress_bar_enabled()
+    bars, disabled = transformers_logging.is_progress_bar_enabled(), logging.root.manager.disable
     try:
         with warnings.catch_warnings():
             silence()
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
         if bars:
             transformers_logging.enable_progress_bar()
