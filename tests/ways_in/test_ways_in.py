@@ -114,8 +114,9 @@ def test_what_a_script_raises_is_left_to_python(error, is_module, tmp_path, monk
         (("--fused_layot", "packed", __file__), "there is no option --fused_layot; did you mean --fused_layout?"),
         (("-m", "nope"), "there is no module nope that can be run"),
         (("-m", "nope.train"), "there is no module nope.train that can be run"),
+        (("-m", "json"), "there is no module json that can be run"),
     ],
-    ids=["no-script", "no-file", "value", "number", "name", "no-module", "no-package"],
+    ids=["no-script", "no-file", "value", "number", "name", "no-module", "no-package", "package"],
 )
 def test_a_command_line_that_cannot_be_run_says_why(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -64,11 +64,10 @@ def run_patched(script: str, arguments: list[str], options: dict[str, Any], is_m
 
         with patch(**options) as handle:
             before = handle.trainers_made
+            if is_module:
+                _check_module(script)
             try:
-                if is_module:
-                    runpy.run_module(script, run_name="__main__", alter_sys=True)
-                else:
-                    _run_file(os.path.abspath(script))
+                _run(script, is_module)
             finally:
                 is_error = not isinstance(sys.exc_info()[1], SystemExit | None)
                 if handle.trainers_made == before and not is_error:
@@ -76,6 +75,27 @@ def run_patched(script: str, arguments: list[str], options: dict[str, Any], is_m
                     print(f"trl-fused-grpo run: {script} {told}", file=sys.stderr)
     finally:
         sys.argv, sys.path[:] = kept
+
+
+def _check_module(name: str) -> None:
+    """End the process where there is no module to run."""
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # the package above it lacks another
+        spec = None
+    if spec is None:
+        refuse("run", f"there is no module {name} that can be run.")
+
+
+def _run(script: str, is_module: bool) -> None:
+    if is_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        _run_file(os.path.abspath(script))
 
 
 def _run_file(path: str) -> None:
