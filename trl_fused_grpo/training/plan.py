@@ -6,7 +6,6 @@ which are no levels. Each of these functions returns the reason as words that fo
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,15 +77,19 @@ def plan_forwards(
         if steps_left == 0:
             steps_left, begins_window = accumulation, True
         number = place % count
-        stop = min(number + steps_left, count)
-        steps_left, end, starts = steps_left - (stop - number), stop, [stop]
-        while end - 1 > (ends_of_first if begins_window else ends)[number]:
-            end = next(start for start in range(number + 1, end) if ends[start] >= end - 1)
-            starts.append(end)
-        ranges = pairwise([number, *reversed(starts)])
-        shared = [range(place - number + start, place - number + after) for start, after in ranges]
-        forwards += [Forward(shared[0], needs_free_gradients=end - 1 > ends[number]), *map(Forward, shared[1:])]
-        place, begins_window = place - number + stop, False
+        last_of_first = (ends_of_first if begins_window else ends)[number]
+        stop = end = min(number + steps_left, count)
+        shared = list[range]()  # the numbers of each forward's micro-batches, from the window's end
+        while end - 1 > last_of_first:
+            start = next(start for start in range(number + 1, end) if ends[start] >= end - 1)
+            shared.append(range(start, end))
+            end = start
+        shared.append(range(number, end))
+        for numbers in reversed(shared):
+            needs_free_gradients = numbers[-1] > ends[numbers[0]]
+            forwards.append(Forward(range(place, place + len(numbers)), needs_free_gradients))
+            place += len(numbers)
+        steps_left, begins_window = steps_left - (stop - number), False
     return tuple(forwards)
 
 
