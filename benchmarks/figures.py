@@ -174,11 +174,7 @@ def draw_scaling() -> plt.Figure:
     figure, both = plt.subplots(1, 2, figsize=(9, 3.2))
     for axes, (arm, (label, color)) in zip(both, STEP_ARMS.items(), strict=True):
         for style, (name, places) in zip(("o-", "s--"), SCALING.items(), strict=True):
-            entries = [(load(f"{record}-h200.json")["results"], case) for record, case in places.values()]
-            found = [
-                [e["ms"] for e in of_record if (e["case"], e["name"]) == (case, arm)] for of_record, case in entries
-            ]
-            milliseconds = [times[-1] for times in found]  # the newest
+            milliseconds = [_newest_ms(f"{record}-h200.json", case, arm) for record, case in places.values()]
             axes.plot([*places], milliseconds, style, color=color, label=name)
             for place, time in zip(places, milliseconds, strict=True):
                 axes.annotate(f"{time:,.0f}", (place, time), xytext=(0, 6), textcoords="offset points", ha="center")
@@ -189,6 +185,10 @@ def draw_scaling() -> plt.Figure:
     both[0].set_ylabel("a step, ms")
     figure.text(0.99, 0.01, "H200 on one machine, TRL 1.16.0, torch 2.11.0", ha="right", fontsize=7)
     return figure
+
+
+def _newest_ms(name: str, case: str, arm: str) -> float:
+    return [entry["ms"] for entry in load(name)["results"] if (entry["case"], entry["name"]) == (case, arm)][-1]
 
 
 def draw_end_to_end(names: list[str]) -> plt.Figure:

@@ -27,8 +27,8 @@ def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]] | None:
     if peft_model is not None and is_prompt_learning(peft_model):
         # It adapts no layer. Switched off, PEFT calls the model inside; its flag for that is newer than PEFT 0.17
         return peft_model.forward == peft_model.base_model.forward, tuple(peft_model.active_adapters)
-    named: Any = (module for module in modules if hasattr(type(module), "disable_adapters"))
     # Transformers' models have methods of this name
+    named: Any = (module for module in modules if hasattr(type(module), "disable_adapters"))
     layer = next((module for module in named if isinstance(module.disable_adapters, bool)), None)
     if layer is None:
         return None

@@ -182,7 +182,7 @@ def forecast(
     kl_weights = scale * objective.beta if kl_reference(objective, batch) is not None else None
 
     on_policy = _on_policy_gradient(objective, batch, scale) if is_on_policy else None
-    if batch.importance_sampling_ratio is not None:
+    if not is_on_policy and batch.importance_sampling_ratio is not None:
         scale = scale * batch.importance_sampling_ratio
     terms = GradientTerms(
         scale=scale,

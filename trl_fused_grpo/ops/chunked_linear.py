@@ -70,7 +70,7 @@ class ChunkedLinear:
 
 
 class GradAccumulator:
-    """Gradients of hidden states, weight, bias and `lora_b`, summed over chunks. `needs` is in the same order."""
+    """Gradients of hidden states, weight, bias and `lora_b`, summed over chunks. `needs` says which."""
 
     def __init__(self, linear: ChunkedLinear, needs: Sequence[bool]):
         self.linear, self._needs = linear, needs

@@ -82,11 +82,16 @@ class _TiledBackward:
 
     def run(self) -> tuple[Tensor | None, ...]:
         """The gradients of hidden states (in float32 at least), weight, bias and `lora_b`."""
+        if len(self.hidden):
+            self._fill()
+        return self.grad_hidden, self.grad_weight, self.grad_bias, self.grad_lora_b
+
+    def _fill(self) -> None:
         vocab_size, width = self.linear.weight.shape
         count = len(self.hidden)
         tile_rows, tile_columns = _tile_shape(count, vocab_size, self.linear.chunk_rows)
         buffer = self.hidden.new_empty(tile_rows * tile_columns)  # the logits of one tile
-        for vocab in split_range(0, vocab_size, tile_columns) if count else ():
+        for vocab in split_range(0, vocab_size, tile_columns):
             weight, bias = self.linear.cast_head(vocab)  # [v, H + r], [v]
             grad = weight.new_empty(len(weight), self.inputs.shape[1], dtype=self.acc_dtype)  # [v, i]
             grad_bias = None if self.grad_bias is None else weight.new_zeros(len(weight), dtype=self.acc_dtype)  # [v]
@@ -99,7 +104,6 @@ class _TiledBackward:
                 self.grad_lora_b[vocab] = grad[:, -self.grad_lora_b.shape[1] :]
             if self.grad_bias is not None and grad_bias is not None:
                 self.grad_bias[vocab] = grad_bias
-        return self.grad_hidden, self.grad_weight, self.grad_bias, self.grad_lora_b
 
     def _grad_of_tile(self, rows: slice, vocab: slice, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
         """Compute the logits of one tile and overwrite them with their gradient `[n, v]`."""

@@ -22,7 +22,6 @@ from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._compat.models import is_peft_model, is_prompt_learning
 from trl_fused_grpo._utils import on_any_process, temporary_mode
 from trl_fused_grpo.loss.batch import check_shapes
 from trl_fused_grpo.modeling.head.moe import why_no_aux_loss
@@ -74,7 +73,7 @@ def log_what_has_no_effect(trainer: Any, options: FusedOptions, findings: Findin
 
 def why_base_weights_stay(trainer: Any) -> str | None:
     """Why no adapter is merged into weights and taken out again in a training, or `None`."""
-    if not is_peft_model(trainer.model) or is_prompt_learning(trainer.model):
+    if not model_compat.is_peft_model(trainer.model) or model_compat.is_prompt_learning(trainer.model):
         return "the model has no adapters"
     return None if trainer.use_vllm else "adapters are merged for vLLM alone"
 

@@ -90,7 +90,7 @@ class AccumulationWindow:
         if moved and self._epoch is None:
             self._steps_done = 0
         elif moved and self._steps_done != self.trainer.current_gradient_accumulation_steps:
-            self._accumulation = 0
+            self._accumulation = 0  # nobody's: until the next epoch it is not known where windows end
 
     def count(self) -> None:
         """Count the rows of a training step's forwards, whose backward is done."""

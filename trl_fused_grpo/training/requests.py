@@ -336,7 +336,7 @@ def estimator_in_force(objective: GRPOObjective) -> str:
     return f"{name}_bias_corrected" if objective.weighs_kl else name
 
 
-def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor, name: str) -> Tensor:
+def kl_term(trainer: Any, inputs: dict[str, Any], logps: Tensor, name: str) -> Tensor:
     """
     `beta` times the KL divergence of a micro-batch by the estimator `name`, aggregated as TRL aggregates its loss; a
     scalar. Logs the mean over tokens, in nats, under the estimator's name.
@@ -344,7 +344,7 @@ def kl_term(trainer: GRPOTrainer, inputs: dict[str, Any], logps: Tensor, name: s
     objective = objective_of(trainer, kl_estimator=name)
     if padding_counts(trainer):
         objective = replace(objective, reduction="padded_sequence_sum")
-    is_training = trainer.model is not None and trainer.model.training
+    is_training = trainer.model.training
     batch = batch_of(trainer, inputs, objective, trainer.current_gradient_accumulation_steps if is_training else 1.0)
     # Only the KL term is used: what masks the policy term does not matter
     kl = token_terms(replace(objective, off_policy_mask_threshold=None, top_entropy_quantile=1.0), batch, logps).kl

@@ -27,7 +27,6 @@ from trl_fused_grpo.modeling.head.output_projection import output_projection
 from trl_fused_grpo.options import FusedOptions
 
 from . import checks
-from .checks import Check
 from .engine import LogpsEngine
 from .findings import Findings, Ladder, Level, Reason, log_no_effect, replaced_method
 from .forward import AccumulationWindow, SharedForwards, reducing_gradients
@@ -62,7 +61,7 @@ class FusedState:
         self.forwards = SharedForwards(trainer, self.engine)
         self.deferred = DeferredLogps(trainer, self.engine)
         self.old_logps = RLOOOldLogps(trainer) if trainers.is_rloo(trainer) else OldLogps(trainer)
-        self.check = Check(trainer, self.engine, self.request_of)
+        self.check = checks.Check(trainer, self.engine, self.request_of)
         self.window = AccumulationWindow(trainer)
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
