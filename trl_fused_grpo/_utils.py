@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-T = TypeVar("T")
+M, T = TypeVar("M"), TypeVar("T")
 
 
 @contextmanager
@@ -51,6 +51,32 @@ def temporary_mode(modules: Iterable[Any], training: bool) -> Generator[None, No
     finally:
         for module, mode in before:
             module.training = mode
+
+
+_walks: ContextVar[dict[Any, Any] | None] = ContextVar("_walks", default=None)
+
+
+@contextmanager
+def modules_as_they_are() -> Generator[None, None, None]:
+    """While it lasts, nobody replaces a module: what [`walks_once`] decorates walks each model once."""
+    before = _walks.get()
+    with temporary_value(_walks, {} if before is None else before):
+        yield
+
+
+def walks_once(walk: Callable[[M], T]) -> Callable[[M], T]:
+    """Decorate a function that walks a model: adapters make thousands of modules, walked several times."""
+
+    @wraps(walk)
+    def walk_once(root: M) -> T:
+        walks = _walks.get()
+        if walks is None:
+            return walk(root)
+        if (walk, root) not in walks:
+            walks[walk, root] = walk(root)
+        return walks[walk, root]
+
+    return walk_once
 
 
 def shown_as(function: T) -> Callable[[Any], T]:

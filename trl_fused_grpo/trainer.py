@@ -92,7 +92,7 @@ class FusedTrainerMixin(_Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not self.use_liger_loss:
             return super().training_step(model, inputs, num_items_in_batch)
-        with self._fused.training_step():
+        with self._fused.training_step(model):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _prepare_inputs(self, generation_batch):

@@ -7,11 +7,11 @@ from itertools import count
 import pytest
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from trl_fused_grpo import _utils
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.modeling.attention import packed as packed_attention
 from trl_fused_grpo.modeling.attention.watch import WatchedCall, running_call
 from trl_fused_grpo.modeling.layers import compiled as compiled_layers
-from trl_fused_grpo.modeling.layers import memo as layer_memo
 from trl_fused_grpo.modeling.layers import unpacked as unpacked_layers
 
 from .built import built
@@ -28,10 +28,10 @@ REPLACE = {
     "attention": lambda model: packed_attention.watched_call(WatchedCall(), model),
     "unpacked-layers": lambda model: unpacked_layers.unpacking(model, WatchedCall(lengths=[3, 4])),
     "compiled": compiled,
-    "memo": lambda _: layer_memo.layers_as_they_are(),
+    "memo": lambda _: _utils.modules_as_they_are(),
     "attribute": lambda model: temporary_attr(model, "forward", nullcontext),
 }
-VARIABLES = (running_call, compiled_layers._layers_on, layer_memo._walked)
+VARIABLES = (running_call, compiled_layers._layers_on, _utils._walks)
 
 
 def found_in(model):

@@ -21,7 +21,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.trl_images import multimodal_model_inputs
-from trl_fused_grpo._utils import of_all_processes
+from trl_fused_grpo._utils import modules_as_they_are, of_all_processes
 from trl_fused_grpo.loss.forecast import grad_rows_first
 from trl_fused_grpo.modeling.attention.packed import watched_call
 from trl_fused_grpo.modeling.attention.padded import padded_call
@@ -30,7 +30,6 @@ from trl_fused_grpo.modeling.head.fused_forward import FusedRequest, install_fus
 from trl_fused_grpo.modeling.head.output_projection import LogitScaling, logit_scaling
 from trl_fused_grpo.modeling.layers.compiled import compiling, layers_to_compile, why_not_compiled
 from trl_fused_grpo.modeling.layers.forward_override import restore_forward
-from trl_fused_grpo.modeling.layers.memo import layers_as_they_are
 from trl_fused_grpo.modeling.layers.unpacked import install_unpacking, uninstall_unpacking
 from trl_fused_grpo.modeling.rows import layout as layouts
 from trl_fused_grpo.modeling.rows.layout import HolesError, Layout
@@ -127,7 +126,7 @@ class LogpsEngine:
             return False  # equal weights are to give equal bits
         if findings.level < Level.ROWS or self.options.fused_layout == "padded":
             return False
-        with layers_as_they_are():
+        with modules_as_they_are():
             reason = why_not_packed(self.unwrapped(model), self.causal_lm(model), reads_padding)
         if reason is not None and self.options.forces_rows:
             raise ValueError(f"fused_layout='packed' does not fit this model: {reason}. Leave it out.")

@@ -13,6 +13,7 @@ What unknown code does is not tried out. The lowest level of all findings counts
 """
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -37,7 +38,7 @@ from trl_fused_grpo._compat.libraries import (
 )
 from trl_fused_grpo._compat.restated import unknown_source
 from trl_fused_grpo._compat.tried_architectures import is_tried
-from trl_fused_grpo._utils import of_all_processes
+from trl_fused_grpo._utils import modules_as_they_are, of_all_processes
 from trl_fused_grpo.modeling.head.output_projection import layer_before_head
 
 
@@ -115,9 +116,10 @@ class Ladder:
     def look(self, engine: Any, *more: Reason, is_in_train: bool = False, together: bool = False) -> Findings:
         """Gather the findings anew."""
         trainer = self.trainer
-        reasons = [*reasons_of_trainer(trainer, is_in_train), *more, *self._for_good]
-        for model in {id(m): m for m in (trainer.model_wrapped, trainer.ref_model) if m is not None}.values():
-            reasons += reasons_of_model(model, engine.causal_lm(model), engine.options.forces_rows)
+        with modules_as_they_are():
+            reasons = [*reasons_of_trainer(trainer, is_in_train), *more, *self._for_good]
+            for model in {id(m): m for m in (trainer.model_wrapped, trainer.ref_model) if m is not None}.values():
+                reasons += reasons_of_model(model, engine.causal_lm(model), engine.options.forces_rows)
         findings = Findings(tuple(dict.fromkeys(reasons)))
         if together:
             lowest = Level(int(of_all_processes(trainer.accelerator, "levels", [int(findings.level)]).amin()))
@@ -269,10 +271,11 @@ def reasons_of_model(model: nn.Module, causal_lm: PreTrainedModel, forces_rows: 
     stock = (
         [Reason(Level.STOCK, f"{outer} may see or change what the model returns in TRL's own call")] if outer else []
     )
-    inner = torch_compat.modules_of(causal_lm)
+    modules = torch_compat.modules_of(model)
+    inner = modules[modules.index(causal_lm) :]  # all behind its wrappers
     found = (
         _unknown_code({*map(type, inner)}),
-        _replaced_in_module(torch_compat.modules_of(model), inner),
+        _replaced_in_module(modules, inner),
         _replaced_function(inner),
         _changing_or_mixing(causal_lm, inner),
         None if is_tried(causal_lm) else f"{type(causal_lm).__name__} was not tried without TRL's padding",
@@ -355,11 +358,10 @@ def _replaced_in_module(modules: list[nn.Module], inner: list[nn.Module]) -> str
     if (changed := _hooked_or_replaced(modules)) is not None:
         return changed
     for module in inner:  # thousands, with dozens of attributes each
-        for name in module.__dict__.keys() - _NOT_LOOKED_AT:
-            value = module.__dict__[name]
-            if type(value) in _PLAIN:
-                continue
-            if not _is_known_class(type(value)) or replaced_name(module.__dict__, [name]):
+        own = module.__dict__
+        for name in () if _PLAIN.issuperset(map(type, own.values())) else own.keys() - _NOT_LOOKED_AT:
+            value = own[name]
+            if type(value) not in _PLAIN and (not _is_known_class(type(value)) or replaced_name(own, [name])):
                 return f"{name} of {type(module).__name__}, which was replaced,"
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if type(tensor) not in _PLAIN and not _is_known_class(type(tensor)):
@@ -367,7 +369,8 @@ def _replaced_in_module(modules: list[nn.Module], inner: list[nn.Module]) -> str
     return None
 
 
-_PLAIN = frozenset({bool, int, float, str, type(None), tuple, list, dict, torch.dtype, torch.Tensor, nn.Parameter})
+_CONTAINERS = (tuple, list, set, dict, OrderedDict)
+_PLAIN = frozenset({bool, int, float, str, type(None), *_CONTAINERS, torch.dtype, torch.Tensor, nn.Parameter})
 _is_known_class = lru_cache(maxsize=1024)(is_library_class)
 
 
@@ -395,10 +398,11 @@ _CHANGE_BUFFERS = (torch_compat.BatchNorm, torch_compat.InstanceNorm, torch_comp
 
 def _changing_or_mixing(causal_lm: PreTrainedModel, modules: Iterable[nn.Module]) -> str | None:
     """A module of torch's that mixes rows, or changes buffers or weights in each forward, in words, or `None`."""
-    for cls in {*map(type, torch_compat.modules_of(architecture.text_model(causal_lm)))}:
-        if issubclass(cls, _MIX_TOKENS):
-            return f"{cls.__name__}, which mixes the tokens of its input,"
     kinds = {*map(type, modules)}
+    if any(issubclass(cls, _MIX_TOKENS) for cls in kinds):  # a vision tower's may
+        for module in architecture.text_model(causal_lm).modules():
+            if isinstance(module, _MIX_TOKENS):
+                return f"{type(module).__name__}, which mixes the tokens of its input,"
     for cls in kinds:
         if issubclass(cls, _CHANGE_BUFFERS) or cls.__module__.startswith("torch.ao."):
             return f"{cls.__name__}, which changes its buffers in each forward,"

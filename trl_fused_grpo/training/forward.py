@@ -206,6 +206,11 @@ class SharedForwards:
         return None if place is None else self._logps.pop(place, None)
 
     @property
+    def has_logps_of_step(self) -> bool:
+        """Return `True` if an earlier forward left the log-probs for this training step."""
+        return self._place in self._logps
+
+    @property
     def is_waiting(self) -> bool:
         """Return `True` if losses wait for the last micro-batch of their forward."""
         return bool(self._losses)
@@ -230,11 +235,15 @@ class SharedForwards:
         if self.engine.memory is not None:
             self.engine.memory.learn()
 
+    @property
+    def _place(self) -> int:
+        """The place of this training step in the plan."""
+        return trl_compat.step_of(self.trainer) % trl_compat.steps_of_generation_batch(self.trainer)
+
     def _place_of(self, micro_batch: dict[str, Any]) -> int | None:
         """The place in the plan of what TRL trains on; `None` for other inputs, such as a copy."""
-        place = trl_compat.step_of(self.trainer) % trl_compat.steps_of_generation_batch(self.trainer)
-        is_planned = bool(self.plan.micro_batches) and self.plan.micro_batch(place) is micro_batch
-        return place if is_planned else None
+        is_planned = bool(self.plan.micro_batches) and self.plan.micro_batch(self._place) is micro_batch
+        return self._place if is_planned else None
 
 
 def reducing_gradients(model: nn.Module) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._utils import on_any_process
+from trl_fused_grpo._utils import modules_as_they_are, on_any_process
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 
@@ -86,12 +86,13 @@ class DeferredLogps:
         if is_planned and (reason := why_generation_is_out_of_turn(trainer)) is not None:
             logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {reason}.")
             is_planned = False
-        self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer, findings) is None
-        self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, findings, packed) is None
-        self._policy_state = peft_compat.adapter_state(trainer.model)
+        with modules_as_they_are():
+            self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer, findings) is None
+            self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, findings, packed) is None
+            self._policy_state = peft_compat.adapter_state(trainer.model)
+            in_training = [module for module in torch_compat.modules_of(trainer.model) if module.training]
         self._from_training = steps_left if may_skip_old else 0
         self._old = self._reference = None
-        in_training = [module for module in torch_compat.modules_of(trainer.model) if module.training]
         try:
             yield
             self._look_for_moved_weights()

@@ -268,6 +268,8 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, packed: bool) -> str |
 
 # What every module has: parts, weights, hooks, none of them an option
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# torch's own that draw nothing: most of the thousands that adapters bring
+_DRAW_NOTHING = frozenset({nn.Linear, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict})
 
 
 def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | None:
@@ -279,6 +281,8 @@ def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | N
         not_called = peft_compat.dropouts_of_adapters(modules)
         modules = [module for module in modules if module not in not_called]
     for module in modules:
+        if type(module) in _DRAW_NOTHING:
+            continue
         if _drops_out(module):
             return f"dropout ({_name_in(model, module)}) makes two forwards differ"
         if (noise := model_compat.noise_of(module)) is not None:

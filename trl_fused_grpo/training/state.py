@@ -13,15 +13,16 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import architecture, trainers
+from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.models import forget_repeated_hooks
 from trl_fused_grpo._compat.peft import base_weights_kept
-from trl_fused_grpo._utils import of_all_processes, on_any_process, temporary_attr
+from trl_fused_grpo._utils import modules_as_they_are, of_all_processes, on_any_process, temporary_attr
 from trl_fused_grpo.modeling.attention.packed import cudnn_attention_off, uninstall_attention
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 from trl_fused_grpo.options import FusedOptions
@@ -147,8 +148,9 @@ class FusedState:
 
     def plan(self, batches: list[dict[str, Any]]) -> None:
         """Prepare the micro-batches of a new generation batch."""
-        self.look(together=True)  # reward functions are the user's
-        plan = self._plan_of(batches)
+        with modules_as_they_are():
+            self.look(together=True)  # reward functions are the user's
+            plan = self._plan_of(batches)
         self.forwards.follow(plan)
         self.deferred.compute_reference(plan, self.request_of)
         for number, logps in self.deferred.old_logps(plan, self.request_of):
@@ -179,7 +181,7 @@ class FusedState:
     # A training step
 
     @contextmanager
-    def training_step(self) -> Generator[None, None, None]:
+    def training_step(self, model: nn.Module) -> Generator[None, None, None]:
         """While it lasts, TRL runs one training step. The backward may wait for other micro-batches."""
         accelerator, backward = self.trainer.accelerator, self.trainer.accelerator.backward
 
@@ -193,9 +195,12 @@ class FusedState:
 
         if not self.forwards.is_waiting:  # else the step goes on with the forward of the one before
             self.window.stats = []
+        # TRL puts the model in training, which takes 10 ms with adapters on all layers while the GPU waits
+        is_ready = self.forwards.has_logps_of_step and all(m.training for m in torch_compat.modules_of(model))
         with (
             temporary_attr(accelerator, "backward", backward_of_forward),
             temporary_attr(self.window, "is_in_step", True),
+            temporary_attr(model, "train", lambda: model) if is_ready else nullcontext(),
         ):
             if self.window.begins:
                 self.look(together=True)

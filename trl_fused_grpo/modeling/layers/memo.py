@@ -1,8 +1,6 @@
 """Findings about a model, kept as long as its layers are the same."""
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -10,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trl_fused_grpo._compat import architecture
-from trl_fused_grpo._utils import temporary_value
+from trl_fused_grpo._utils import walks_once
 
 
 T = TypeVar("T")
@@ -40,27 +38,11 @@ def layers_of(text_model: nn.Module) -> list[nn.Module]:
     return [layer for child in text_model.children() if isinstance(child, nn.ModuleList) for layer in child]
 
 
-_walked: ContextVar[dict[PreTrainedModel, list[ref[nn.Module]]] | None] = ContextVar("_walked", default=None)
-
-
-@contextmanager
-def layers_as_they_are() -> Generator[None, None, None]:
-    """While it lasts, nobody replaces a layer: the layers of a model are walked once, for all that is kept of it."""
-    before = _walked.get()
-    with temporary_value(_walked, {} if before is None else before):
-        yield
-
-
+@walks_once
 def _layers_and_their_parts(causal_lm: PreTrainedModel) -> list[ref[nn.Module]]:
-    walked = _walked.get()
-    if walked is not None and causal_lm in walked:
-        return walked[causal_lm]
     layers = layers_of(architecture.text_model(causal_lm))
     parts = _children_of(layers)
-    found = [ref(part) for part in (*layers, *parts, *_children_of(parts))]
-    if walked is not None:
-        walked[causal_lm] = found
-    return found
+    return [ref(part) for part in (*layers, *parts, *_children_of(parts))]
 
 
 def _children_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
