@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 
-M, T = TypeVar("M"), TypeVar("T")
+T = TypeVar("T")
+M = TypeVar("M")
 
 
 @contextmanager
