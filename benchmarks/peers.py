@@ -26,6 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -248,14 +249,15 @@ def run_unsloth(
     return record
 
 
-def run_alone(contender: str, name: str, folder: Path, device: str, repeats: int) -> list[dict[str, Any]]:
-    """The records of one contender, which has this process for itself."""
+def run_alone(contender: str, name: str, folder: Path, device: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of one contender, which has this process for itself."""
     work = json.loads((folder / "work.json").read_text())
     if contender in ("ours", "stock"):
-        return of_this_project(contender, name, work, device, repeats)
+        yield from of_this_project(contender, name, work, device, repeats)
+        return
     if contender == "async" and work["lora"]:
-        return [{"name": contender, "failed": "left out: adapters"}]
-    records = []
+        yield {"name": contender, "failed": "left out: adapters"}
+        return
     model = unsloth_model(folder, work) if contender == "unsloth" else None
     for micro in MICRO_BATCHES[contender]:
         try:
@@ -266,10 +268,9 @@ def run_alone(contender: str, name: str, folder: Path, device: str, repeats: int
         except Exception as error:
             traceback.print_exc()
             record = {"failed": f"{type(error).__name__}: {error}"[:400]}
-        records.append({"name": contender, "micro_batch": micro, **record})
+        yield {"name": contender, "micro_batch": micro, **record}
         gc.collect()
         sys.modules["torch"].cuda.empty_cache()
-    return records
 
 
 def roomy_memory() -> Path | None:
@@ -290,7 +291,8 @@ def in_a_process(contender: str, folder: Path, site: Path, limit: int, log: Path
             code = subprocess.run(command, env=environment, timeout=limit, stdout=file, stderr=file).returncode
         except subprocess.TimeoutExpired:
             code = f"more than {limit} s"
-    return json.loads(output.read_text()) if output.exists() else [{"name": contender, "failed": f"exit: {code}"}]
+    records = json.loads(output.read_text()) if output.exists() else []
+    return records if code == 0 else [*records, {"name": contender, "failed": f"exit: {code}"}]
 
 
 @app.command()
@@ -310,12 +312,15 @@ def main(
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     warnings.simplefilter("ignore")
     if alone is not None and folder is not None:
+        records: list[dict[str, Any]] = []
         try:
-            records = run_alone(alone, (folder / "case").read_text(), folder, device, repeats)
+            for entry in run_alone(alone, (folder / "case").read_text(), folder, device, repeats):
+                records.append(entry)  # a process that is cut short keeps what it has
+                (folder / f"{alone}.json").write_text(json.dumps(records))
         except Exception as error:
             traceback.print_exc()
-            records = [{"name": alone, "failed": f"{type(error).__name__}: {error}"[:400]}]
-        (folder / f"{alone}.json").write_text(json.dumps(records))
+            records.append({"name": alone, "failed": f"{type(error).__name__}: {error}"[:400]})
+            (folder / f"{alone}.json").write_text(json.dumps(records))
         return
     from _measure import environment
 

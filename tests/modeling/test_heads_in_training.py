@@ -178,7 +178,8 @@ def test_the_head_may_be_on_another_device(tmp_path, old_logps):
             inputs["old_per_token_logps"] = -9.0 * torch.ones(4, 8)
         inputs = {name: value.cuda() for name, value in inputs.items()}
         results.append(loss_and_gradients(trainer, inputs))
-        assert (trainer.fused_stats.backward, trainer.fused_stats.recomputed) == ("forecast", 0)
+        # A forecast is on the device of the batch
+        assert trainer.fused_stats.backward == ("forecast" if device == "cuda" else "recompute")
     (loss, gradients), (other_loss, other_gradients) = results
     assert relative_error(other_loss, loss) < 1e-5
     assert all(relative_error(other_gradients[name].cuda(), grad) < 1e-5 for name, grad in gradients.items())

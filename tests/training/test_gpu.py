@@ -128,3 +128,20 @@ def test_a_comparison_with_trls_own_path_finds_no_more_than_rounding(tmp_path, o
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     errors = [entry["fused/verify_logps"] for entry in steps]
     assert len(errors) == 2 and max(errors) < BOUNDS[dtype] / 2
+
+
+def test_a_training_is_the_same_within_its_budget_of_memory(tmp_path):
+    def trained(**options):
+        trainer = make_trainer(
+            tmp_path, optim="sgd", learning_rate=0.1, gradient_checkpointing=True, max_steps=4, use_cpu=False, **options
+        )
+        trainer.train()
+        budget = trainer._fused.engine.memory
+        assert (budget is None) == ("fused_memory" not in options)
+        if budget is not None:
+            assert budget.most_tokens(trainer.model.parameters()) > 1000
+        return [parameter.detach() for parameter in trainer.model.parameters()]
+
+    expected, found = trained(), trained(fused_memory=0.5)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
