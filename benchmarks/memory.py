@@ -14,6 +14,7 @@ has a process of its own, which may take `gib`. Under FSDP2 it has two, each wit
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -238,7 +239,8 @@ def run_contender(name: str, contender: str, old: str, device: str) -> dict[str,
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     found = {key: value for line in lines for key, value in json.loads(line).items()}
     if not found or (done.returncode and "out_of_memory" not in found):
-        return {**about, "failed": done.stderr.strip()[-400:]}
+        errors = [line for line in done.stderr.splitlines() if re.search(r"\b\w+Error: ", line)]
+        return {**about, "failed": (errors or [done.stderr.strip()])[-1][-400:]}
     record = {**about, **found, "seconds": round(time.perf_counter() - start, 1)}
     print(json.dumps(record), flush=True)
     return record
