@@ -148,6 +148,8 @@ def _fsdp2(contender: Contender, device: str) -> dict[str, Any]:
         from tests.distributed.engines import launcher_options
 
         return {"use_cpu": False, **launcher_options("fsdp2")}
+    if contender.old:  # transformers 4 leaves the version to Accelerate's variable
+        os.environ["FSDP_VERSION"] = "2"
     return {"fsdp": "full_shard auto_wrap" if contender.old else True, "fsdp_config": {"version": 2}}
 
 
