@@ -320,7 +320,7 @@ def main(
         for arm in arms:
             part = Path(folder, f"{arm}.json")
             command = [sys.executable, __file__, *sys.argv[1:], "--only", arm, "--checkpoint", f"{folder}/model"]
-            variables = {**os.environ, **ENVIRONMENT, **GPUS}
+            variables = {**os.environ, **ENVIRONMENT, **GPUS, "MASTER_PORT": str(free_port())}  # others may run beside
             done = subprocess.run([*command, "--json", str(part)], env=variables, check=False)
             record["results"] += json.loads(part.read_text()) if part.exists() else []
             record["failed"] += [arm] if done.returncode else []
