@@ -28,7 +28,7 @@ REPLACE = {
     "attention": lambda model: packed_attention.watched_call(WatchedCall(), model),
     "unpacked-layers": lambda model: unpacked_layers.unpacking(model, WatchedCall(lengths=[3, 4])),
     "compiled": compiled,
-    "memo": lambda _: _utils.modules_as_they_are(),
+    "walks": lambda _: _utils.modules_as_they_are(),
     "attribute": lambda model: temporary_attr(model, "forward", nullcontext),
 }
 VARIABLES = (running_call, compiled_layers._layers_on, _utils._walks)

@@ -359,10 +359,11 @@ def _replaced_in_module(modules: list[nn.Module], inner: list[nn.Module]) -> str
         return changed
     for module in inner:  # thousands, with dozens of attributes each
         own = module.__dict__
-        for name in () if _PLAIN.issuperset(map(type, own.values())) else own.keys() - _NOT_LOOKED_AT:
-            value = own[name]
-            if type(value) not in _PLAIN and (not _is_known_class(type(value)) or replaced_name(own, [name])):
-                return f"{name} of {type(module).__name__}, which was replaced,"
+        if not _PLAIN.issuperset(map(type, own.values())):
+            for name in own.keys() - _NOT_LOOKED_AT:
+                cls = type(own[name])
+                if cls not in _PLAIN and (not _is_known_class(cls) or replaced_name(own, [name])):
+                    return f"{name} of {type(module).__name__}, which was replaced,"
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if type(tensor) not in _PLAIN and not _is_known_class(type(tensor)):
                 return f"{type(tensor).__name__}, whose code is not known,"

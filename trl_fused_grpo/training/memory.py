@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat.architecture import text_model
-from trl_fused_grpo._utils import modules_as_they_are, of_all_processes
+from trl_fused_grpo._utils import of_all_processes
 from trl_fused_grpo.modeling.layers.memo import LayerMemo, layers_of
 from trl_fused_grpo.modeling.layers.unpacked import unpacked_layers
 
@@ -110,10 +110,9 @@ class GradientMemory:
 
 def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, compiled: bool) -> GradientMemory:
     """The memory of the gradients of a trainer's policy, if the first forward of an accumulation window may take it."""
-    with modules_as_they_are():
-        if why_not_in_memory_of_gradients(trainer, causal_lm) is not None:
-            return GradientMemory()
-        width = _width_of_products(causal_lm)
+    if why_not_in_memory_of_gradients(trainer, causal_lm) is not None:
+        return GradientMemory()
+    width = _width_of_products(causal_lm)
     text, device = text_model(causal_lm), trainer.accelerator.device.type
     # Not those of a vision tower: without images it gets none
     parts = [text, *filter(None, [causal_lm.get_output_embeddings()])]
