@@ -8,9 +8,10 @@ import torch
 
 from tests.oracle import relative_error
 from trl_fused_grpo.loss.batch import GRPOBatch
+from trl_fused_grpo.loss.forecast import forecast
 from trl_fused_grpo.loss.importance_sampling import SamplingCorrection
 from trl_fused_grpo.loss.objective import GRPOObjective, token_terms
-from trl_fused_grpo.loss.sequence_forecast import SequenceForecast
+from trl_fused_grpo.loss.sequence_forecast import SampledForecast, SequenceForecast
 
 from .test_objective import LOGPS, MASK, OLD, REF, randn
 
@@ -105,18 +106,50 @@ def test_gradients_of_some_sequences_are_those_of_the_whole_loss(chosen, is_off_
     weights = MASK / torch.tensor([[7.0], [4.0], [3.0], [2.0], [9.0]])
     expected = gradients_by_autograd(SEQUENCE_LEVEL, batch, correction, weights, old)
     found = forecast_of(SEQUENCE_LEVEL, batch, weights, correction=correction)
-    counts = MASK[chosen].flatten().nonzero().squeeze(1)  # places in [k, T]
-    grads = found.gradients(torch.tensor(chosen), counts, LOGPS[chosen].flatten()[counts])
-    assert relative_error(grads, expected[chosen].flatten()[counts]) < 1e-6
-    half = found.gradients(torch.tensor(chosen), counts, LOGPS[chosen].flatten()[counts].double())
+    counts = MASK.flatten().nonzero().squeeze(1)
+    index = counts[torch.isin(counts // T, torch.tensor(chosen))]
+    rows = found.at(index, len(index))
+    grads, _ = rows(slice(0, len(index)), LOGPS.flatten()[index], None)
+    assert relative_error(grads, expected.flatten()[index]) < 1e-6
+    half, _ = rows(slice(0, len(index)), LOGPS.flatten()[index].double(), None)
     assert half.dtype == torch.float64
+
+
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "sapo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_sequence_s_ratio_multiplies_the_gradient_at_ratio_one(mode, loss_type, level):
+    """Without autograd for each block of rows; token advantages and an entropy bonus as well."""
+    if level == "sequence" and loss_type != "grpo":
+        pytest.skip("TRL has no such objective")
+    correction = SamplingCorrection(mode, 0.9, 1.1, nan_ratio_is_one=True)
+    objective = GRPOObjective(loss_type=loss_type, importance_sampling_level=level, entropy_coef=0.1, epsilon_high=5.0)
+    advantages = ADVANTAGES * (1 + 0.1 * randn(B, T, seed=3))
+    sampling = SAMPLING.clone()
+    sampling[0, 0] = float("nan")
+    batch = GRPOBatch(MASK, advantages, sampling_per_token_logps=sampling, entropy_normalizer=torch.tensor(3.0))
+    found = forecast(objective, batch, correction)
+    assert type(found) is SampledForecast
+    expected = gradients_by_autograd(objective, batch, correction, found.weights, None).flatten()
+    index = MASK.flatten().nonzero().squeeze(1)
+    rows = found.at(index, len(index))
+    begin, ratios = 0, correction.ratio(LOGPS, sampling, MASK)
+    assert len(ratios.unique()) > 1
+    for end in rows.groups.ends[1::2]:  # two sequences at a time
+        with mock.patch.object(torch.autograd, "grad", side_effect=AssertionError):
+            grads, entropies = rows(slice(begin, end), LOGPS.flatten()[index[begin:end]], None)
+        assert relative_error(grads, expected[index[begin:end]]) < 1e-6
+        assert torch.equal(entropies, found.entropy_grads.flatten()[index[begin:end]])
+        begin = end
+    with_kl = forecast(replace(objective, beta=0.1), replace(batch, ref_per_token_logps=REF), correction)
+    assert type(with_kl) is SequenceForecast
 
 
 def test_a_ratio_that_is_to_be_computed_needs_the_sampler_s_log_probs():
     correction = SamplingCorrection("sequence_mask", None, 3.0, nan_ratio_is_one=True)
     found = forecast_of(SEQUENCE_LEVEL, batch_of(), correction=correction)
     with pytest.raises(AssertionError, match=r"^the ratio needs the sampler's log-probabilities$"):
-        found.gradients(torch.tensor([0]), torch.tensor([0]), torch.zeros(1))
+        found.gradients(slice(0, 1), torch.tensor([0]), torch.zeros(1))
 
 
 @pytest.mark.parametrize("has_entropies", [False, True])
@@ -179,4 +212,4 @@ def test_a_chunk_computes_the_gradients_of_its_own_sequences_alone():
             chunk = slice(ends[first], ends[last])
             with mock.patch.object(SequenceForecast, "gradients", autospec=True, side_effect=gradients) as computed:
                 rows(chunk, LOGPS.flatten()[index[chunk]], None)
-            assert computed.call_args.args[1].tolist() == list(range(first, last))
+            assert computed.call_args.args[1] == slice(first, last)

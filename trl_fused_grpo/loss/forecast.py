@@ -19,9 +19,9 @@ from torch import Tensor
 
 from .batch import GRPOBatch
 from .importance_sampling import SamplingCorrection
-from .objective import GRPOObjective, kl_loss, kl_reference, policy_loss, token_terms
+from .objective import GRPOObjective, kl_loss, kl_reference, policy_loss
 from .reduction import entropy_weights, token_weights
-from .sequence_forecast import SequenceForecast
+from .sequence_forecast import SampledForecast, SequenceForecast, on_policy_gradient
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,14 @@ def forecast(
     entropy_grads = entropy_weights(objective, batch) * unit if objective.entropy_coef != 0.0 else None
     # A ratio that multiplies each token's own term keeps the tokens apart
     keeps_apart = correction is None or (not correction.is_per_sequence and objective.is_tokenwise(has_old_logps=True))
-    if not keeps_apart or not objective.is_tokenwise(has_old_logps=not is_on_policy):
-        return SequenceForecast(objective, batch, scale, entropy_grads, unit, correction)
-    kl_weights = scale * objective.beta if kl_reference(objective, batch) is not None else None
+    is_tokenwise, has_kl = objective.is_tokenwise(not is_on_policy), kl_reference(objective, batch) is not None
+    if not keeps_apart or not is_tokenwise:
+        of_sequence = correction is not None and correction.is_per_sequence and objective.loss_type != "vespo"
+        kind = SampledForecast if of_sequence and is_on_policy and is_tokenwise and not has_kl else SequenceForecast
+        return kind(objective, batch, scale, entropy_grads, unit, correction)
+    kl_weights = scale * objective.beta if has_kl else None
 
-    on_policy = _on_policy_gradient(objective, batch, scale) if is_on_policy else None
+    on_policy = on_policy_gradient(objective, batch, scale) if is_on_policy else None
     if not is_on_policy and batch.importance_sampling_ratio is not None:
         scale = scale * batch.importance_sampling_ratio
     terms = GradientTerms(
@@ -206,14 +209,6 @@ def _power_of_two_below_inverse(largest: Tensor) -> Tensor:
     """
     largest = largest.clamp(min=torch.finfo(torch.float32).tiny)
     return largest.frexp().mantissa / largest
-
-
-def _on_policy_gradient(objective: GRPOObjective, batch: GRPOBatch, weights: Tensor) -> Tensor:
-    """Gradient of the policy term `[B, T]` at ratio one, where it is the same for any log-probability."""
-    with torch.enable_grad():
-        logps = torch.zeros_like(weights).requires_grad_()
-        terms = token_terms(replace(objective, beta=0.0), batch, logps)
-        return torch.autograd.grad((terms.loss * weights).sum(), logps)[0]
 
 
 def grad_rows_first(mask: Tensor, needs_grad: Tensor | None) -> tuple[Tensor, int]:

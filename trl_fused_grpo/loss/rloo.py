@@ -31,7 +31,7 @@ class RLOOForecast(SequenceForecast):
     def has_equal_grads(self) -> bool:
         return True
 
-    def gradients(self, sequences: Tensor, places: Tensor, logps: Tensor) -> Tensor:
+    def gradients(self, sequences: slice, places: Tensor, logps: Tensor) -> Tensor:
         batch, weights = selected(self.batch, sequences), self.weights[sequences]  # [k, T]
         whole = torch.zeros_like(weights, dtype=logps.dtype).flatten().index_put((places,), logps)
         sums = (whole.view(weights.shape) * batch.mask).sum(1, keepdim=True)  # [k, 1], added up as TRL does

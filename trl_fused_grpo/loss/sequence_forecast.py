@@ -85,10 +85,13 @@ class SequenceForecast:
         width = self.weights.shape[1]
         sequences, number, counts = torch.unique_consecutive(index // width, return_inverse=True, return_counts=True)
         groups = RowGroups(counts.cumsum(0).tolist(), self.has_equal_grads)
-        return SequenceRowForecast(self, grad_rows, groups, sequences, number * width + index % width)
+        entropy_grads = None if self.entropy_grads is None else self.entropy_grads[sequences]
+        batch, weights = selected(self.batch, sequences), self.weights[sequences]
+        chosen = replace(self, batch=batch, weights=weights, entropy_grads=entropy_grads)
+        return SequenceRowForecast(chosen, grad_rows, groups, number * width + index % width)
 
-    def gradients(self, sequences: Tensor, places: Tensor, logps: Tensor) -> Tensor:
-        """The gradients `[n]` of the log-probabilities of some sequences."""
+    def gradients(self, sequences: slice, places: Tensor, logps: Tensor) -> Tensor:
+        """The gradients `[n]` of the log-probabilities of some sequences, which stand at `places` in them `[k, T]`."""
         batch, weights = selected(self.batch, sequences), self.weights[sequences]  # [k, T]
         # As the trainer fills positions that are not projected
         base = torch.zeros_like(weights) if batch.old_per_token_logps is None else batch.old_per_token_logps
@@ -104,27 +107,50 @@ class SequenceForecast:
         return grads.flatten()[places]
 
 
+class SampledForecast(SequenceForecast):
+    """
+    A [`SequenceForecast`] where the policy is the old one and there is no KL term: the gradient of each token at ratio
+    one, which is known beforehand, times the ratio of policy and sampler that its sequence has.
+    """
+
+    def at(self, index: Tensor, grad_rows: int) -> "SequenceRowForecast":
+        of_one = on_policy_gradient(self.objective, self.batch, self.weights)
+        return SequenceForecast.at(replace(self, weights=of_one), index, grad_rows)
+
+    def gradients(self, sequences: slice, places: Tensor, logps: Tensor) -> Tensor:
+        batch, of_one = self.batch, self.weights[sequences]  # [k, T]
+        assert self.correction is not None and batch.sampling_per_token_logps is not None
+        whole = torch.zeros_like(of_one, dtype=logps.dtype).flatten().index_put((places,), logps).view(of_one.shape)
+        ratio = self.correction.ratio(whole, batch.sampling_per_token_logps[sequences], batch.mask[sequences])  # [k, 1]
+        return (of_one * ratio).flatten()[places]
+
+
 @dataclass(frozen=True)
 class SequenceRowForecast:
     """A [`Forecast`] for the rows in the order in which the fused head takes them."""
 
-    forecast: SequenceForecast  # of the micro-batch
+    forecast: SequenceForecast  # of the sequences whose rows these are
     grad_rows: int  # rows from there on are expected to receive no gradient
     groups: RowGroups  # the rows of each sequence
-    sequences: Tensor  # [groups]: which sequence of the micro-batch each is
     places: Tensor  # [grad_rows]: flat positions in `[groups, T]`
 
     def __call__(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         width = self.forecast.weights.shape[1]
         first, last = bisect_left(self.groups.ends, rows.start + 1), bisect_left(self.groups.ends, rows.stop) + 1
         places = self.places[rows] - first * width  # [n]
-        grads = self.forecast.gradients(self.sequences[first:last], places, logps)
-        if self.forecast.entropy_grads is None:
-            return grads, None
-        return grads, self.forecast.entropy_grads[self.sequences[first:last]].flatten()[places]
+        grads, entropy_grads = self.forecast.gradients(slice(first, last), places, logps), self.forecast.entropy_grads
+        return grads, None if entropy_grads is None else entropy_grads[first:last].flatten()[places]
 
 
-def selected(batch: GRPOBatch, sequences: Tensor) -> GRPOBatch:
+def on_policy_gradient(objective: GRPOObjective, batch: GRPOBatch, weights: Tensor) -> Tensor:
+    """Gradient of the policy term `[B, T]` at ratio one, where it is the same for any log-probability."""
+    with torch.enable_grad():
+        logps = torch.zeros_like(weights).requires_grad_()
+        terms = token_terms(replace(objective, beta=0.0), batch, logps)
+        return torch.autograd.grad((terms.loss * weights).sum(), logps)[0]
+
+
+def selected(batch: GRPOBatch, sequences: Tensor | slice) -> GRPOBatch:
     """Some sequences `[k]` of a micro-batch. Its normalizers stay: they are in the weights already."""
     return replace(batch, **{name: values[sequences] for name, values in _per_sequence(batch).items()})
 
