@@ -241,7 +241,7 @@ def run_contender(name: str, contender: str, old: str, device: str) -> dict[str,
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     found = {key: value for line in lines for key, value in json.loads(line).items()}
     if not found or (done.returncode and "out_of_memory" not in found):
-        # What torchrun says of a process that failed comes behind what that one said
+        # Behind the error of a process torchrun reports one of its own
         errors = [line for line in done.stderr.splitlines() if re.search(r"\b(?!ChildFailed)\w+Error: ", line)]
         return {**about, "failed": (errors or [done.stderr.strip()])[-1][-400:]}
     record = {**about, **found, "seconds": round(time.perf_counter() - start, 1)}

@@ -135,7 +135,7 @@ def test_a_sequence_s_ratio_multiplies_the_gradient_at_ratio_one(mode, loss_type
     rows = found.at(index, len(index))
     begin, ratios = 0, correction.ratio(LOGPS, sampling, MASK)
     assert len(ratios.unique()) > 1
-    for end in rows.groups.ends[1::2]:  # two sequences at a time
+    for end in (*rows.groups.ends[1::2], len(index)):  # two sequences at a time, then the last
         with mock.patch.object(torch.autograd, "grad", side_effect=AssertionError):
             grads, entropies = rows(slice(begin, end), LOGPS.flatten()[index[begin:end]], None)
         assert relative_error(grads, expected[index[begin:end]]) < 1e-6

@@ -177,10 +177,12 @@ def forecast(
     entropy_grads = entropy_weights(objective, batch) * unit if objective.entropy_coef != 0.0 else None
     # A ratio that multiplies each token's own term keeps the tokens apart
     keeps_apart = correction is None or (not correction.is_per_sequence and objective.is_tokenwise(has_old_logps=True))
-    is_tokenwise, has_kl = objective.is_tokenwise(not is_on_policy), kl_reference(objective, batch) is not None
+    is_tokenwise = objective.is_tokenwise(has_old_logps=not is_on_policy)
+    has_kl = kl_reference(objective, batch) is not None
     if not keeps_apart or not is_tokenwise:
-        of_sequence = correction is not None and correction.is_per_sequence and objective.loss_type != "vespo"
-        kind = SampledForecast if of_sequence and is_on_policy and is_tokenwise and not has_kl else SequenceForecast
+        # VESPO takes the sampler's ratio into its own weight
+        multiplies = correction is not None and correction.is_per_sequence and objective.loss_type != "vespo"
+        kind = SampledForecast if multiplies and is_tokenwise and not has_kl else SequenceForecast
         return kind(objective, batch, scale, entropy_grads, unit, correction)
     kl_weights = scale * objective.beta if has_kl else None
 

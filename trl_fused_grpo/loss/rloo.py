@@ -15,7 +15,7 @@ from .batch import GRPOBatch, as_columns
 from .forecast import BatchForecast, forecast
 from .objective import GRPOObjective, policy_loss
 from .reduction import token_weights
-from .sequence_forecast import SequenceForecast, selected
+from .sequence_forecast import SequenceForecast, put_at, selected
 
 
 def rloo_objective(epsilon_low: float, epsilon_high: float) -> GRPOObjective:
@@ -33,8 +33,8 @@ class RLOOForecast(SequenceForecast):
 
     def gradients(self, sequences: slice, places: Tensor, logps: Tensor) -> Tensor:
         batch, weights = selected(self.batch, sequences), self.weights[sequences]  # [k, T]
-        whole = torch.zeros_like(weights, dtype=logps.dtype).flatten().index_put((places,), logps)
-        sums = (whole.view(weights.shape) * batch.mask).sum(1, keepdim=True)  # [k, 1], added up as TRL does
+        whole = put_at(places, logps, weights.shape)
+        sums = (whole * batch.mask).sum(1, keepdim=True)  # [k, 1], added up as TRL does
         assert batch.old_per_token_logps is not None, "without old log-probs each token has its gradient"
         with torch.enable_grad():
             log_ratio = (sums - batch.old_per_token_logps).requires_grad_()

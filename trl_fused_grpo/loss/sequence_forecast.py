@@ -97,14 +97,20 @@ class SequenceForecast:
         base = torch.zeros_like(weights) if batch.old_per_token_logps is None else batch.old_per_token_logps
         leaf = base.to(logps.dtype).flatten().index_put((places,), logps).view(weights.shape)  # [k, T]
         if self.correction is not None:
-            assert batch.sampling_per_token_logps is not None, "the ratio needs the sampler's log-probabilities"
-            ratio = self.correction.ratio(leaf, batch.sampling_per_token_logps, batch.mask)
-            batch = replace(batch, importance_sampling_ratio=ratio)
+            batch = replace(batch, importance_sampling_ratio=self._ratio(batch, leaf))
         with torch.enable_grad():
             leaf.requires_grad_()
             loss = (token_terms(self.objective, batch, leaf).loss * weights).sum()
             (grads,) = torch.autograd.grad(loss, leaf)
         return grads.flatten()[places]
+
+    def _ratio(self, batch: GRPOBatch, logps: Tensor) -> Tensor:
+        """The ratio of policy and sampler `[k, T]` or `[k, 1]` of some sequences, from their log-probabilities."""
+        sampling_logps = batch.sampling_per_token_logps
+        assert self.correction is not None and sampling_logps is not None, (
+            "the ratio needs the sampler's log-probabilities"
+        )
+        return self.correction.ratio(logps, sampling_logps, batch.mask)
 
 
 class SampledForecast(SequenceForecast):
@@ -114,15 +120,14 @@ class SampledForecast(SequenceForecast):
     """
 
     def at(self, index: Tensor, grad_rows: int) -> "SequenceRowForecast":
-        of_one = on_policy_gradient(self.objective, self.batch, self.weights)
-        return SequenceForecast.at(replace(self, weights=of_one), index, grad_rows)
+        rows = super().at(index, grad_rows)
+        at_ratio_one = on_policy_gradient(self.objective, rows.forecast.batch, rows.forecast.weights)
+        return replace(rows, forecast=replace(rows.forecast, weights=at_ratio_one))
 
     def gradients(self, sequences: slice, places: Tensor, logps: Tensor) -> Tensor:
-        batch, of_one = self.batch, self.weights[sequences]  # [k, T]
-        assert self.correction is not None and batch.sampling_per_token_logps is not None
-        whole = torch.zeros_like(of_one, dtype=logps.dtype).flatten().index_put((places,), logps).view(of_one.shape)
-        ratio = self.correction.ratio(whole, batch.sampling_per_token_logps[sequences], batch.mask[sequences])  # [k, 1]
-        return (of_one * ratio).flatten()[places]
+        batch, at_ratio_one = selected(self.batch, sequences), self.weights[sequences]  # [k, T]
+        ratio = self._ratio(batch, put_at(places, logps, at_ratio_one.shape))  # [k, 1]
+        return (at_ratio_one * ratio).flatten()[places]
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,11 @@ def on_policy_gradient(objective: GRPOObjective, batch: GRPOBatch, weights: Tens
         logps = torch.zeros_like(weights).requires_grad_()
         terms = token_terms(replace(objective, beta=0.0), batch, logps)
         return torch.autograd.grad((terms.loss * weights).sum(), logps)[0]
+
+
+def put_at(places: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """Zeros of a shape, with `values` `[n]` at the flat positions `places` `[n]`."""
+    return values.new_zeros(shape).flatten().index_put((places,), values).view(shape)
 
 
 def selected(batch: GRPOBatch, sequences: Tensor | slice) -> GRPOBatch:
