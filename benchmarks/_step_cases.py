@@ -51,6 +51,9 @@ class Case:
 
 CASES = {
     "0.6b": Case("0.6b", 0.085),
+    # Rows of a few tokens: what a step costs the CPU
+    "0.6b-short": Case("0.6b", lengths=TINY_LENGTHS),
+    "1.7b-lora-short": Case("1.7b", lengths=TINY_LENGTHS, lora=True, dtype=torch.bfloat16),
     "0.6b-no-vllm": Case("0.6b", vllm=False),
     "1.7b": Case("1.7b", 0.090),
     # With seed 19: 4, 29 and 55% padding

@@ -10,6 +10,7 @@ from tests.attention_oracle import packed_attention
 from tests.modeling.flash_emulation import (
     APART,
     HEADS,
+    KEY_HEADS,
     SEQUENCES,
     SHARED,
     WINDOWS,
@@ -22,7 +23,7 @@ from tests.modeling.flash_emulation import (
 )
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo.modeling.attention.sinks import sink_attention
-from trl_fused_grpo.modeling.attention.varlen import chunked, gathered_keys, varlen_attention
+from trl_fused_grpo.modeling.attention.varlen import SharedPrefixKV, chunked, gathered_keys, varlen_attention
 
 
 @pytest.fixture(params=[False, True], ids=["lse-by-token", "lse-by-sequence"])
@@ -56,6 +57,30 @@ def test_flash_attention(emulated_flash, monkeypatch, sequences, window, widths)
     output = varlen_attention(None, *inputs, **arguments(*sequences, 20), scaling=0.3, sliding_window=window)
     expected = packed_attention(*inputs, *sequences, scaling=0.3, window=window)
     assert_same_with_gradients(output, expected, inputs)
+
+
+# Where keys stand: once, three times and twice, and one, or the last, not at all
+RAGGED = [0, 1, 2, 3, 0, 1, 5, 0, 1, 6, 3, 7, 8]
+
+
+@pytest.mark.parametrize("count", [9, 10], ids=["all-but-one", "not-the-last"])
+def test_gradients_of_keys_that_several_sequences_see_add_up_as_autograd_s_do(count):
+    places = SharedPrefixKV.at(torch.tensor(RAGGED), count)
+    keys = torch.randn(1, KEY_HEADS, count, 4, dtype=torch.float64, requires_grad=True)
+    expected = keys.index_select(2, torch.tensor(RAGGED))
+    found, _ = gathered_keys(keys, keys, places)
+    assert_same_with_gradients(found, expected, [keys], tolerance=1e-14)
+
+
+def test_gradients_of_shared_keys_are_rounded_once():
+    copies = 64
+    places = SharedPrefixKV.at(torch.arange(3).repeat(copies), 3)
+    keys = torch.randn(1, KEY_HEADS, 3, 4).bfloat16().requires_grad_()
+    found, _ = gathered_keys(keys, keys, places)
+    weight = torch.randn(found.shape).bfloat16()
+    (grad,) = torch.autograd.grad((found * weight).sum(), keys)
+    exact = weight.double().unflatten(2, (copies, 3)).sum(2)
+    assert torch.equal(grad, exact.float().bfloat16())
 
 
 @pytest.mark.parametrize("sequences", [APART, SHARED], ids=["apart", "shared-prompt"])

@@ -184,6 +184,17 @@ def test_each_micro_batch_has_its_loss_in_its_own_step_whatever_happens_between(
         assert relative_error(gradient, other) < 1e-5
 
 
+def test_a_loop_of_the_users_own_finds_the_model_in_training_after_each_step(tmp_path):
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, fused_max_tokens_per_forward=PLENTY)
+
+    def leave_evaluation():
+        assert trainer._fused.forwards.is_waiting
+        trainer.model.eval()
+
+    accumulate_two(trainer, leave_evaluation)
+    assert all(module.training for module in trainer.model.modules())  # stock's steps begin with `train()`
+
+
 def test_nothing_waits_from_a_training_that_was_interrupted(tmp_path):
     options = {"gradient_accumulation_steps": 4, "max_steps": 1, "fused_max_tokens_per_forward": PLENTY}
     trainers = [make_trainer(tmp_path, **options) for _ in range(2)]

@@ -5,7 +5,8 @@ this package.
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from operator import is_
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -14,10 +15,11 @@ from types import (
     MethodDescriptorType,
     MethodType,
     MethodWrapperType,
+    ModuleType,
     WrapperDescriptorType,
 )
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 
 # The libraries whose modules, hooks and forwards are known: tests train beside stock with them. vLLM's CPU build
@@ -109,11 +111,12 @@ def is_library_hook(hook: Any) -> bool:
 _OF_COMPILER = ("__compiled_fn_", "__resume_at_")
 
 
-def replaced_name(namespace: Mapping[str, Any], names: Iterable[str] | None = None) -> str | None:
+def replaced_name(namespace: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """
-    A name in the namespace of a library's file, class or object under which somebody has put code of theirs, or `None`.
+    One of some names in the namespace of a library's file, class or object under which somebody has put code of theirs,
+    or `None`.
     """
-    for name in tuple(namespace) if names is None else names:
+    for name in names:
         if name.startswith(_OF_COMPILER):
             continue
         value = namespace[name]
@@ -123,6 +126,24 @@ def replaced_name(namespace: Mapping[str, Any], names: Iterable[str] | None = No
             if not _is_known(value):
                 return name
     return None
+
+
+# What files and classes held when all of it was found to be a library's
+_looked_through: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+
+
+def replaced_in(owner: type | ModuleType, but: Collection[str] = ()) -> str | None:
+    """
+    The same in a file or class of a library, `but` for some names. Thousands, in each step: they are looked at again
+    only where one is another object than before.
+    """
+    values, before = [*vars(owner).values()], _looked_through.get(owner, ())
+    if len(values) == len(before) and all(map(is_, values, before)):
+        return None
+    name = replaced_name(vars(owner), [name for name in vars(owner) if name not in but])
+    if name is None:
+        _looked_through[owner] = values
+    return name
 
 
 def _is_known(function: Any) -> bool:

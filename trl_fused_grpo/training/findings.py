@@ -34,6 +34,7 @@ from trl_fused_grpo._compat.libraries import (
     is_library_function,
     is_library_hook,
     is_library_module,
+    replaced_in,
     replaced_name,
 )
 from trl_fused_grpo._compat.restated import unknown_source
@@ -264,6 +265,8 @@ def _replaced_attribute(owner: Any, names: Iterable[str]) -> str | None:
 
 # A model
 
+_NEVER_CALLED = frozenset({nn.ModuleDict, nn.ModuleList})  # a third of those that adapters bring
+
 
 def reasons_of_model(model: nn.Module, causal_lm: PreTrainedModel, forces_rows: bool) -> list[Reason]:
     """What of a model is not a library's, or makes a sequence depend on others."""
@@ -271,7 +274,7 @@ def reasons_of_model(model: nn.Module, causal_lm: PreTrainedModel, forces_rows: 
     stock = (
         [Reason(Level.STOCK, f"{outer} may see or change what the model returns in TRL's own call")] if outer else []
     )
-    modules = torch_compat.modules_of(model)
+    modules = [module for module in torch_compat.modules_of(model) if type(module) not in _NEVER_CALLED]
     inner = modules[modules.index(causal_lm) :]  # all behind its wrappers
     found = (
         _unknown_code({*map(type, inner)}),
@@ -325,7 +328,7 @@ def _unknown_code(classes: Iterable[type]) -> str | None:
             return f"{cls.__name__}, whose code is not known,"
         bases.update(cls.__mro__)
     for cls in bases - {object}:
-        name = replaced_name(vars(cls), vars(cls).keys() - model_compat.GENERATION_METHODS)
+        name = replaced_in(cls, but=model_compat.GENERATION_METHODS)
         if name is not None:
             return f"{cls.__name__}.{name}, which was replaced,"
     return None
@@ -382,10 +385,10 @@ def _replaced_function(modules: Iterable[nn.Module]) -> str | None:
     files = filter(is_library_module, {cls.__module__ for kind in {*map(type, modules)} for cls in kind.__mro__})
     for name in (*model_compat.FILES, *sorted(files)):
         file = sys.modules.get(name)
-        replaced = None if file is None else replaced_name(vars(file))
+        replaced = None if file is None else replaced_in(file)
         if replaced is not None:
             return f"{replaced} of {name}, which was replaced,"
-    replaced = replaced_name(vars(torch.Tensor))
+    replaced = replaced_in(torch.Tensor)
     if replaced is not None:
         return f"torch.Tensor.{replaced}, which was replaced,"
     configs = [module.config for module in modules if isinstance(module, PreTrainedModel)]

@@ -18,7 +18,6 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import architecture, trainers
-from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.models import forget_repeated_hooks
 from trl_fused_grpo._compat.peft import base_weights_kept
@@ -195,8 +194,9 @@ class FusedState:
 
         if not self.forwards.is_waiting:  # else the step goes on with the forward of the one before
             self.window.stats = []
-        # Trainer puts all modules in training, while the GPU waits: with adapters 8 ms, and 1 to look first
-        is_in_training = self.forwards.has_logps_of_step and all(m.training for m in torch_compat.modules_of(model))
+        # Trainer puts all modules in training in each step, with adapters for 8 ms in which the GPU waits. Since the
+        # forward that this step belongs to they are: in `train()` nobody else's code runs between the steps of one
+        is_in_training = self.is_in_train and self.forwards.has_logps_of_step
         with (
             temporary_attr(accelerator, "backward", backward_of_forward),
             temporary_attr(self.window, "is_in_step", True),

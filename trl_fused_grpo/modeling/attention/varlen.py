@@ -46,69 +46,52 @@ class SharedPrefixKV(NamedTuple):
     index: Tensor  # [K]: position in the row of `S` tokens
     first: Tensor  # [S]: where in `index` each position stands first; anything for one that does not
     shared: Tensor  # [P]: the positions that stand there more than once, or not at all, and the first two
-    copies: Tensor  # [C]: for each of these in turn, where in `index` it stands
-    starts: Tensor  # [P + 1]: where in `copies` each of them begins
+    copies: Tensor  # [P, C]: where in `index` each of these stands; `K` behind the last place of one that has fewer
 
     @classmethod
     def at(cls, index: Tensor, count: int) -> "SharedPrefixKV":
         """From positions `[K]` in a row of `count` tokens."""
-        positions, copies = index.sort(stable=True)
+        positions, places = index.sort(stable=True)
         starts = torch.searchsorted(positions, torch.arange(count + 1, device=index.device))
-        first = copies[starts[:-1].clamp(max=len(copies) - 1)]
+        first = places[starts[:-1].clamp(max=len(places) - 1)]
         counts = starts.diff()
         is_shared = counts != 1
         is_shared[:2] = True  # for sizes of 0 and 1 torch compiles a code of their own
         shared = is_shared.nonzero().squeeze(1)
-        return cls(index, first, shared, copies[is_shared[positions]], F.pad(counts[shared].cumsum(0), (1, 0)))
+        number = torch.arange(max(int(counts.max()), 2), device=index.device)  # [C]
+        copies = places[(starts[shared].unsqueeze(1) + number).clamp(max=len(places) - 1)]
+        return cls(index, first, shared, copies.where(number < counts[shared].unsqueeze(1), len(places)))
 
 
-def _sum_of_copies(grad: Tensor, first: Tensor, shared: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
+def _sum_of_copies(grad: Tensor, first: Tensor, shared: Tensor, copies: Tensor) -> Tensor:
     """The gradient of `[S, heads, D]` from that of what each sequence sees of it; places as in [`SharedPrefixKV`]."""
-    rows = grad.index_select(0, first)
-    if len(shared):
-        # Sums of rows, accumulated in float32 on CUDA; ten times slower than copies, so for these rows alone
-        sums, *_ = torch.embedding_bag(grad.flatten(1), copies, starts, mode=0, include_last_offset=True)
-        rows.index_copy_(0, shared, sums.unflatten(1, grad.shape[1:]))
-    return rows
+    is_copy = (copies < len(grad)).unflatten(1, (-1, 1, 1))  # [P, C, 1, 1]
+    of_copies = torch.where(is_copy, grad[copies.clamp(max=len(grad) - 1)], 0)  # [P, C, heads, D]
+    sums = of_copies.sum(1, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return grad.index_select(0, first).index_copy(0, shared, sums.to(grad.dtype))
 
 
-@torch.library.custom_op("trl_fused_grpo::gather_keys", mutates_args=())
-def _gather_keys(keys: Tensor, index: Tensor, first: Tensor, shared: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
-    """Keys, or values, `[S, heads, D]` as each sequence sees them `[K, heads, D]`; copies add up their gradients."""
-    return keys.index_select(0, index)
+class _GatherKeys(torch.autograd.Function):
+    """
+    Keys, or values, `[S, heads, D]` as each sequence sees them `[K, heads, D]`; copies add up their gradients. torch's
+    compiler sees through it: a gather is part of a kernel then.
+    """
 
+    @staticmethod
+    def forward(ctx, keys: Tensor, index: Tensor, *places: Tensor) -> Tensor:
+        ctx.save_for_backward(*places)
+        return keys.index_select(0, index)
 
-@_gather_keys.register_fake
-def _(keys: Tensor, index: Tensor, *_: Tensor) -> Tensor:
-    return keys.new_empty(index.shape[0], *keys.shape[1:])
-
-
-@torch.library.custom_op("trl_fused_grpo::sum_of_copies", mutates_args=())
-def _sum_op(grad: Tensor, first: Tensor, shared: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
-    return _sum_of_copies(grad.contiguous(), first, shared, copies, starts)
-
-
-@_sum_op.register_fake
-def _(grad: Tensor, first: Tensor, *_: Tensor) -> Tensor:
-    return grad.new_empty(first.shape[0], *grad.shape[1:])
-
-
-def _keep_places(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[2:])
-
-
-def _backward_of_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _sum_op(grad, *ctx.saved_tensors), None, None, None, None, None
-
-
-_gather_keys.register_autograd(_backward_of_gather, setup_context=_keep_places)
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum_of_copies(grads[0], *ctx.saved_tensors), None, None, None, None
 
 
 def gathered_keys(key: Tensor, value: Tensor, shared: SharedPrefixKV | None) -> tuple[Tensor, Tensor]:
     """Keys and values `[1, key heads, S, D]` as each sequence sees them `[1, key heads, K, D]`."""
     if shared is None:
         return key, value
-    keys, values = (_gather_keys(tensor, *shared) for tensor in by_token(key, value))
+    keys, values = (_GatherKeys.apply(tensor, *shared) for tensor in by_token(key, value))
     return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
 
 
@@ -195,7 +178,7 @@ def traced_attention(
     boundaries = Boundaries(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     queries, keys, values = by_token(*(tensor.to(autocast_dtype(tensor)) for tensor in (query, key, value)))
     if shared_prefix_kv is not None:
-        keys, values = (_gather_keys(tensor, *shared_prefix_kv) for tensor in (keys, values))
+        keys, values = (_GatherKeys.apply(tensor, *shared_prefix_kv) for tensor in (keys, values))
 
     def flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         return FlashCall(boundaries, scaling, packed_window).forward(queries, keys, values)[0]
