@@ -260,6 +260,7 @@ def server(checkpoint: Path, length: int, port: int, backend: str = "nccl") -> G
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ["SERVING_GPU"], "VLLM_SERVER_DEV_MODE": "1"}
     process = subprocess.Popen(command, env=variables, start_new_session=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the server stays when time runs out
     try:
         yield
     finally:

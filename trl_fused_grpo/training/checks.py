@@ -29,7 +29,7 @@ from trl_fused_grpo.modeling.head.output_projection import has_adapter, why_not_
 from trl_fused_grpo.options import FusedOptions
 
 from .engine import LogpsEngine
-from .findings import Findings, Level, Reason, log_no_effect, replaced_behind, replaced_method, replaced_objective
+from .findings import Findings, Level, Reason, log_no_effect, replaced_behind, replaced_method
 from .memory import free_memory, why_no_memory_budget
 from .plan import (
     has_old_logps,
@@ -37,7 +37,7 @@ from .plan import (
     why_old_logps_are_needed,
     why_zero_grad_sequences_are_not_skipped,
 )
-from .requests import LogpsArgs, LogpsRequest, estimator_in_force, objective_of
+from .requests import LogpsArgs, LogpsRequest, estimator_in_force, objective_of, replaces_kl
 
 
 logger = logging.get_logger(__name__)
@@ -95,11 +95,7 @@ def check_kl_estimator(trainer: Any, name: str) -> None:
             f"use_liger_loss=False trains with TRL's own KL term, not with kl_estimator={name!r}: set "
             "use_liger_loss=True, or kl_estimator='k3'."
         )
-    elif (method := replaced_objective(trainer)) is not None:
-        raise ValueError(
-            f"kl_estimator={name!r} does not reach {method}, which computes its KL term itself: set kl_estimator='k3'."
-        )
-    elif not (objective := objective_of(trainer, kl_estimator=name)).effective_reduction:
+    elif replaces_kl(trainer, name) and not (objective := objective_of(trainer, kl_estimator=name)).effective_reduction:
         raise ValueError(
             f"kl_estimator={name!r} does not know how loss_type={trainer.loss_type!r} is averaged: set "
             "kl_estimator='k3'."

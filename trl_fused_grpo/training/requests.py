@@ -319,12 +319,17 @@ def build_rloo_request(trainer: Any, inputs: dict[str, Any], skip_zero_grad: boo
 
 
 def replaces_kl(trainer: GRPOTrainer, name: str) -> bool:
-    """Return `True` if the KL term with the estimator `name` is computed here instead of by TRL."""
+    """
+    Return `True` if the KL term with the estimator `name` is computed here instead of by TRL. Raise where the user's
+    objective would not have it.
+    """
     if trainers.beta_of_loss(trainer) == 0.0 or name == "k3":
         return False
     method = replaced_objective(trainer)
     if method is not None:
-        raise ValueError(f"kl_estimator={name!r} does not reach {method}: set kl_estimator='k3'.")
+        raise ValueError(
+            f"kl_estimator={name!r} does not reach {method}, which computes its KL term itself: set kl_estimator='k3'."
+        )
     return True
 
 
