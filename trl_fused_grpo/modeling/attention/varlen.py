@@ -65,8 +65,8 @@ class SharedPrefixKV(NamedTuple):
 
 def _sum_of_copies(grad: Tensor, first: Tensor, shared: Tensor, copies: Tensor) -> Tensor:
     """The gradient of `[S, heads, D]` from that of what each sequence sees of it; places as in [`SharedPrefixKV`]."""
-    is_copy = (copies < len(grad)).unflatten(1, (-1, 1, 1))  # [P, C, 1, 1]
-    of_copies = torch.where(is_copy, grad[copies.clamp(max=len(grad) - 1)], 0)  # [P, C, heads, D]
+    is_none = (copies == len(grad)).unflatten(1, (-1, 1, 1))  # [P, C, 1, 1]
+    of_copies = grad[copies.clamp(max=len(grad) - 1)].masked_fill_(is_none, 0)  # [P, C, heads, D]
     sums = of_copies.sum(1, dtype=torch.promote_types(grad.dtype, torch.float32))
     return grad.index_select(0, first).index_copy(0, shared, sums.to(grad.dtype))
 
