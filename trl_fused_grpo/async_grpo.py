@@ -13,6 +13,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from ._compat import models as model_compat
 from ._compat import trainers
 from ._utils import on_any_process, shown_as, temporary_attr
+from .loss.batch import put_at
 from .loss.forecast import SharedRowForecast, grad_rows_first
 from .loss.objective import GRPOObjective
 from .modeling.attention.packed import uninstall_attention, watched_call
@@ -148,14 +149,10 @@ class _FusedCall:
             return original(*args, fused_lm_head=fused_lm_head, **given)
         self.stats, request.stats.layout = request.stats, "packed"
         logps, entropies, *aux_loss = (result.real for result in results)
-        values = [self._in_place(each, labels, request.positions) for each in (logps, entropies)] + aux_loss
+        values = [put_at(request.positions, each, labels.shape) for each in (logps, entropies)] + aux_loss
         if self.batch is not None:
             values = [as_complex(value) for value in values]
         return trainers.fused_output(**dict(zip(_RESULTS, values, strict=False)))
-
-    def _in_place(self, values: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
-        zeros = torch.zeros_like(labels, dtype=values.dtype)
-        return zeros.flatten().index_put((positions,), values).view_as(labels)
 
     def _request(self, labels: Tensor, places: Tensor | None, aux_loss: bool) -> FusedRequest:
         """What the model should return: log-probs of the labels that count, with a forecast of TRL's own loss."""

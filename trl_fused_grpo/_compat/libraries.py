@@ -19,7 +19,7 @@ from types import (
     WrapperDescriptorType,
 )
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 
 # The libraries whose modules, hooks and forwards are known: tests train beside stock with them. vLLM's CPU build
@@ -35,7 +35,6 @@ _IMPORTED = sys.stdlib_module_names - {"unittest"} | {
 }
 _PACKAGE = __name__.partition(".")[0]
 
-_known: WeakSet[Any] = WeakSet()  # functions of libraries that were looked at
 _WRAPPERS = (
     FunctionType,
     MethodType,
@@ -128,14 +127,14 @@ def replaced_name(namespace: Mapping[str, Any], names: Iterable[str]) -> str | N
     return None
 
 
-# What files and classes held when all of it was found to be a library's
+# What files and classes held when all of it was last found to be a library's
 _looked_through: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 def replaced_in(owner: type | ModuleType, but: Collection[str] = ()) -> str | None:
     """
-    The same in a file or class of a library, `but` for some names. Thousands, in each step: they are looked at again
-    only where one is another object than before.
+    [`replaced_name`] of all that a library's file or class holds, `but` for some names. One that holds the same objects
+    as when nothing was found is not looked through again: together they hold thousands, in each step.
     """
     values, before = [*vars(owner).values()], _looked_through.get(owner, ())
     if len(values) == len(before) and all(map(is_, values, before)):
@@ -147,17 +146,6 @@ def replaced_in(owner: type | ModuleType, but: Collection[str] = ()) -> str | No
 
 
 def _is_known(function: Any) -> bool:
-    """
-    [`is_library_function`], looked up for one that was looked at before, or a function that libraries import. The
-    user's are not kept: they refer to data.
-    """
-    try:
-        if function in _known:
-            return True
-    except TypeError:  # without a hash, or without references
-        return is_library_function(function) or _is_imported(type(function).__module__)
+    """[`is_library_function`], or a function that libraries import."""
     module = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
-    is_known = is_library_function(function) or (_is_imported(module) and not hasattr(function, "__wrapped__"))
-    if is_known:
-        _known.add(function)
-    return is_known
+    return is_library_function(function) or (_is_imported(module) and not hasattr(function, "__wrapped__"))

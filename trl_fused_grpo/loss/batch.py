@@ -29,6 +29,11 @@ def as_columns(values: Tensor) -> Tensor:
     return values.unsqueeze(1) if values.dim() == 1 else values
 
 
+def put_at(places: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """Zeros of a shape, with `values` `[n]` at the flat positions `places` `[n]`."""
+    return values.new_zeros(shape).flatten().index_put((places,), values).view(shape)
+
+
 @overload
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor: ...
 @overload

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .batch import GRPOBatch, as_columns
+from .batch import GRPOBatch, as_columns, put_at
 from .forecast import BatchForecast, forecast
 from .objective import GRPOObjective, policy_loss
 from .reduction import token_weights
-from .sequence_forecast import SequenceForecast, put_at, selected
+from .sequence_forecast import SequenceForecast, selected
 
 
 def rloo_objective(epsilon_low: float, epsilon_high: float) -> GRPOObjective:

@@ -11,7 +11,7 @@ from trl_fused_grpo.ops.chunk_size import default_group_mib
 from trl_fused_grpo.ops.linear_logps import fused_linear_logps
 from trl_fused_grpo.ops.lm_head import LMHead
 
-from .batch import as_columns
+from .batch import as_columns, put_at
 from .forecast import grad_rows_first
 
 
@@ -44,11 +44,8 @@ def selected_logps(
     if options.get("logits_mib") is None:
         options["group_mib"] = default_group_mib(rows.shape[1], token_ids.numel())
     logps, entropies = fused_linear_logps(rows, head, targets, temperature, **options)  # [N]
-
-    def in_place(values: Tensor) -> Tensor:
-        return values.new_zeros(token_ids.numel()).index_put((positions,), values).view(token_ids.shape)
-
-    return in_place(logps), None if entropies is None else in_place(entropies)
+    shape = token_ids.shape
+    return put_at(positions, logps, shape), None if entropies is None else put_at(positions, entropies, shape)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trl_fused_grpo.ops.forecast import RowGroups
 
-from .batch import GRPOBatch
+from .batch import GRPOBatch, put_at
 from .importance_sampling import SamplingCorrection
 from .objective import GRPOObjective, kl_reference, token_terms
 
@@ -153,11 +153,6 @@ def on_policy_gradient(objective: GRPOObjective, batch: GRPOBatch, weights: Tens
         logps = torch.zeros_like(weights).requires_grad_()
         terms = token_terms(replace(objective, beta=0.0), batch, logps)
         return torch.autograd.grad((terms.loss * weights).sum(), logps)[0]
-
-
-def put_at(places: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """Zeros of a shape, with `values` `[n]` at the flat positions `places` `[n]`."""
-    return values.new_zeros(shape).flatten().index_put((places,), values).view(shape)
 
 
 def selected(batch: GRPOBatch, sequences: Tensor | slice) -> GRPOBatch:

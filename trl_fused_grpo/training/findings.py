@@ -265,8 +265,6 @@ def _replaced_attribute(owner: Any, names: Iterable[str]) -> str | None:
 
 # A model
 
-_NEVER_CALLED = frozenset({nn.ModuleDict, nn.ModuleList})  # a third of those that adapters bring
-
 
 def reasons_of_model(model: nn.Module, causal_lm: PreTrainedModel, forces_rows: bool) -> list[Reason]:
     """What of a model is not a library's, or makes a sequence depend on others."""
@@ -274,7 +272,7 @@ def reasons_of_model(model: nn.Module, causal_lm: PreTrainedModel, forces_rows: 
     stock = (
         [Reason(Level.STOCK, f"{outer} may see or change what the model returns in TRL's own call")] if outer else []
     )
-    modules = [module for module in torch_compat.modules_of(model) if type(module) not in _NEVER_CALLED]
+    modules = torch_compat.modules_of(model)
     inner = modules[modules.index(causal_lm) :]  # all behind its wrappers
     found = (
         _unknown_code({*map(type, inner)}),

@@ -194,8 +194,8 @@ class FusedState:
 
         if not self.forwards.is_waiting:  # else the step goes on with the forward of the one before
             self.window.stats = []
-        # Trainer puts all modules in training in each step, with adapters for 8 ms in which the GPU waits. Since the
-        # forward that this step belongs to they are: in `train()` nobody else's code runs between the steps of one
+        # Trainer calls `train()` on all modules in each step, with adapters for 8 ms in which the GPU waits. The step
+        # that ran this one's forward did so, and within `trainer.train()` only libraries' code has run since
         is_in_training = self.is_in_train and self.forwards.has_logps_of_step
         with (
             temporary_attr(accelerator, "backward", backward_of_forward),

@@ -46,7 +46,7 @@ class SharedPrefixKV(NamedTuple):
     index: Tensor  # [K]: position in the row of `S` tokens
     first: Tensor  # [S]: where in `index` each position stands first; anything for one that does not
     shared: Tensor  # [P]: the positions that stand there more than once, or not at all, and the first two
-    copies: Tensor  # [P, C]: where in `index` each of these stands; `K` behind the last place of one that has fewer
+    copies: Tensor  # [P, C]: where in `index` each of these stands, filled up with `K`
 
     @classmethod
     def at(cls, index: Tensor, count: int) -> "SharedPrefixKV":
@@ -58,15 +58,15 @@ class SharedPrefixKV(NamedTuple):
         is_shared = counts != 1
         is_shared[:2] = True  # for sizes of 0 and 1 torch compiles a code of their own
         shared = is_shared.nonzero().squeeze(1)
-        number = torch.arange(max(int(counts.max()), 2), device=index.device)  # [C]
-        copies = places[(starts[shared].unsqueeze(1) + number).clamp(max=len(places) - 1)]
-        return cls(index, first, shared, copies.where(number < counts[shared].unsqueeze(1), len(places)))
+        nth = torch.arange(max(int(counts.max()), 2), device=index.device)  # [C]
+        copies = places[(starts[shared].unsqueeze(1) + nth).clamp(max=len(places) - 1)]
+        return cls(index, first, shared, copies.where(nth < counts[shared].unsqueeze(1), len(places)))
 
 
 def _sum_of_copies(grad: Tensor, first: Tensor, shared: Tensor, copies: Tensor) -> Tensor:
     """The gradient of `[S, heads, D]` from that of what each sequence sees of it; places as in [`SharedPrefixKV`]."""
-    is_none = (copies == len(grad)).unflatten(1, (-1, 1, 1))  # [P, C, 1, 1]
-    of_copies = grad[copies.clamp(max=len(grad) - 1)].masked_fill_(is_none, 0)  # [P, C, heads, D]
+    is_filled_up = (copies == len(grad)).unflatten(1, (-1, 1, 1))  # [P, C, 1, 1]
+    of_copies = grad[copies.clamp(max=len(grad) - 1)].masked_fill_(is_filled_up, 0)  # [P, C, heads, D]
     sums = of_copies.sum(1, dtype=torch.promote_types(grad.dtype, torch.float32))
     return grad.index_select(0, first).index_copy(0, shared, sums.to(grad.dtype))
 
