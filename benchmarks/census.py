@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from trl_fused_grpo._compat import architecture as architecture_compat
+from trl_fused_grpo._compat.tried_architectures import is_tried
 from trl_fused_grpo.modeling.layers.unpacked import unpacked_layers
 from trl_fused_grpo.modeling.rows import layout_choice
 
@@ -76,6 +77,8 @@ def layout_of(model: PreTrainedModel) -> tuple[str, str | None]:
         return "refused", reason
     if (reason := layout_choice.why_not_packed(model, model)) is not None:
         return "padded", reason
+    if not is_tried(model):
+        return "padded", "it was not tried without padding yet"
     return ("around" if any(unpacked_layers(model)) else "packed"), None
 
 

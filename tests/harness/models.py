@@ -3,7 +3,20 @@
 from dataclasses import replace
 
 from trl_fused_grpo.parity.tiny import model_config, save_checkpoint, tiny_model
-from trl_fused_grpo.parity.tiny.families import ALTERNATING, FAMILIES, SLIDING, VARIANTS, Family
+from trl_fused_grpo.parity.tiny.families import (
+    ALTERNATING,
+    DELTA,
+    EXPERTS,
+    FAMILIES,
+    HEADS,
+    NARROW,
+    SHARED_EXPERT,
+    SLIDING,
+    SLOW_DECAY,
+    UNTIED,
+    VARIANTS,
+    Family,
+)
 from trl_fused_grpo.parity.tiny.models import ADAPTERS, ATTENTION
 
 
@@ -55,6 +68,19 @@ VARIANTS |= {
     "gemma3-bidirectional": Family(
         "Gemma3TextConfig",
         {**SLIDING, "use_bidirectional_attention": True, **ALTERNATING},
+    ),
+    # Families since transformers 5.24; Dory's layer in the middle runs twice
+    "apertus-1.5": Family("Apertus1p5TextConfig", UNTIED),
+    "dory": Family(
+        "DoryConfig",
+        {**SLIDING, "num_hidden_layers": 3, "layer_types": [*ALTERNATING["layer_types"], "sliding_attention"]}
+        | {"n_input_layers": 1, "n_output_layers": 1},
+    ),
+    "lara-mini": Family(
+        "LaraMiniConfig",
+        {**DELTA, **HEADS, **EXPERTS, **NARROW, **SHARED_EXPERT, "num_hidden_layers": 3, "sliding_window": 4}
+        | {"layer_types": ["linear_attention", *ALTERNATING["layer_types"]]},
+        weights=SLOW_DECAY,
     ),
     "gpt2-attention-dropout": replace(_GPT2, options={**_GPT2.options, "attn_pdrop": 0.3}),
     "gpt2-dropout": replace(_GPT2, options={**_GPT2.options, "resid_pdrop": 0.3}),

@@ -12,7 +12,7 @@ from trl_fused_grpo import read_lm_head
 from trl_fused_grpo._compat.models import PADDING_MATTERS, TRANSFORMERS
 from trl_fused_grpo._compat.trl import LOGPS_FROM_LOGITS, RETURNS_AUX_LOSS
 from trl_fused_grpo.parity import MODEL_CASES, Settings, compare
-from trl_fused_grpo.parity.cases import FAMILY_CASES
+from trl_fused_grpo.parity.cases import FAMILY_CASES, _of_family
 from trl_fused_grpo.parity.compare import Comparison
 from trl_fused_grpo.parity.run_case import run_case
 from trl_fused_grpo.parity.tiny.batches import make_data
@@ -48,6 +48,12 @@ def test_loss_and_gradients_are_stocks(tmp_path, name):
     compared(CASES[name], tmp_path)
 
 
+@pytest.mark.parametrize("name", ["apertus-1.5", "dory", "lara-mini"])
+def test_the_newest_families_are_packed_and_as_in_stock(tmp_path, name):
+    built(name)
+    assert compared(_of_family(name, name, VARIANTS[name], None), tmp_path).layout == "packed"
+
+
 @pytest.mark.sample(6)
 @pytest.mark.skipif(Version("5.21.0") > TRANSFORMERS, reason="older models hand less on to their layers")
 @pytest.mark.parametrize("name", FAMILY_CASES)
@@ -60,7 +66,7 @@ def test_rows_are_laid_out_at_best(tmp_path, name):
     assert layout == ("padded" if is_padded else "packed")
 
 
-@pytest.mark.skipif(Version("5.23.0") > TRANSFORMERS, reason="families that are newer than this transformers")
+@pytest.mark.skipif(Version("5.24.0") > TRANSFORMERS, reason="families that are newer than this transformers")
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_no_family_is_skipped_with_the_newest_transformers(name):
     assert model_config(name)

@@ -9,22 +9,22 @@ from torch import nn
 
 
 # The newest transformers with which they were
-NEWEST_TRANSFORMERS = Version("5.23.0")
+NEWEST_TRANSFORMERS = Version("5.24.0")
 
 _CAUSAL_LM = """
-    AXK1 AXK2 Afmoe Apertus Arcee AriaText BailingHybrid Bamba Bart Beam BigBird BigBirdPegasus BioGpt BitNet
-    Blenderbot BlenderbotSmall Bloom Blt Camembert CodeGen Cohere Cohere2 Cohere2Moe CpmAnt Cwm Data2VecText DeepseekV2
-    DeepseekV3 DeepseekV32 DeepseekV4 DiffLlama Doge Dots3Note Electra Emu3 Ernie Ernie4_5 Ernie4_5_Moe Exaone4
-    ExaoneMoe Falcon FalconH1 FalconMamba FlexOlmo Flint Fuyu GPTBigCode GPTJ GPTNeo GPTNeoX GPTNeoXJapanese Gemma
-    Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified Git Glm Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa GptOss Granite GraniteMoe
-    GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared GraniteSWA HYV3 HYV4 Helium HrmText HunYuanDenseV1 HunYuanMoEV1
-    HyperCLOVAX Inkling Inkling2 Jais2 Jamba JetMoe KimiLinear Kolibri1 Laguna Lfm2 Lfm2Moe Lfm3 Llama Llama4
-    LongcatFlash MBart Mamba Mamba2 Marian MegatronBert Mellum MiMoV2Flash MiniCPM3 MiniMax MiniMaxM2 MiniMaxM3VL
-    Ministral3 Mistral Mistral4 Mixtral Mllama ModernBertDecoder Moshi Mpt Musicgen MusicgenMelody Mvp NanoChat
-    NemotronH OPT Olmo Olmo2 Olmo3 OlmoHybrid Olmoe PLBart Pegasus Persimmon Phi Phi3 Phi4Multimodal Phimoe ProphetNet
-    Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe RecurrentGemma RemBert RoCBert RoFormer Roberta
-    RobertaPreLayerNorm Rwkv SeedOss SmolLM3 SolarOpen StableLm Starcoder2 TrOCR VaultGemma Whisper XGLM XLMRoberta
-    XLMRobertaXL Xmod Youtu Zamba Zamba2 Zaya xLSTM
+    AXK1 AXK2 Afmoe Apertus Apertus1p5Text Arcee AriaText BailingHybrid Bamba Bart Beam BigBird BigBirdPegasus BioGpt
+    BitNet Blenderbot BlenderbotSmall Bloom Blt Camembert CodeGen Cohere Cohere2 Cohere2Moe CpmAnt Cwm Data2VecText
+    DeepseekV2 DeepseekV3 DeepseekV32 DeepseekV4 DiffLlama Doge Dory Dots3Note Electra Emu3 Ernie Ernie4_5 Ernie4_5_Moe
+    Exaone4 ExaoneMoe Falcon FalconH1 FalconMamba FlexOlmo Flint Fuyu GPTBigCode GPTJ GPTNeo GPTNeoX GPTNeoXJapanese
+    Gemma Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified Git Glm Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa GptOss Granite
+    GraniteMoe GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared GraniteSWA HYV3 HYV4 Helium HrmText HunYuanDenseV1
+    HunYuanMoEV1 HyperCLOVAX Inkling Inkling2 Inkling2Loop Jais2 Jamba JetMoe KimiLinear Kolibri1 Laguna LaraMini Lfm2
+    Lfm2Moe Lfm3 Llama Llama4 LongcatFlash MBart Mamba Mamba2 Marian MegatronBert Mellum MiMoV2Flash MiniCPM3 MiniMax
+    MiniMaxM2 MiniMaxM3VL Ministral3 Mistral Mistral4 Mixtral Mllama ModernBertDecoder Moshi Mpt Musicgen MusicgenMelody
+    Mvp NanoChat NemotronH OPT Olmo Olmo2 Olmo3 OlmoHybrid Olmoe PLBart Pegasus Persimmon Phi Phi3 Phi4Multimodal Phimoe
+    ProphetNet Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe RecurrentGemma RemBert RoCBert RoFormer
+    Roberta RobertaPreLayerNorm Rwkv SeedOss SmolLM3 SolarOpen StableLm Starcoder2 TrOCR VaultGemma Whisper XGLM
+    XLMRoberta XLMRobertaXL Xmod Youtu Zamba Zamba2 Zaya xLSTM
 """
 _CONDITIONAL_GENERATION = """
     Aria Blip Blip2 Cohere2Vision Cosmos3Edge Cosmos3Omni DeepseekVL DeepseekVLHybrid Dots3Note Ernie4_5_VLMoe
