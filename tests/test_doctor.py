@@ -38,7 +38,7 @@ def test_without_a_model_it_tells_what_is_installed():
     result = doctor("--json")
     told = json.loads(result.stdout)
     assert result.exit_code == 0 and told["refused"] is None
-    assert told["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(told["versions"]["torch"])  # a build for CUDA adds its own to the version
     assert [line["name"] for line in told["summary"]][:2] == ["versions", "device"]
 
 
