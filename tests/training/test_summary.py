@@ -159,6 +159,11 @@ def test_the_verdict_says_what_is_on_and_what_is_off(tmp_path):
     assert "fused_memory" not in off  # it acts on CUDA alone
 
 
+def test_a_head_whose_logits_are_computed_again_is_fused_all_the_same(tmp_path):
+    first = make_trainer(tmp_path, fused_layout="padded", fused_backward="recompute").fused_summary()[0]
+    assert first.value.startswith("level window: fused head; off: forecast of the head, packed rows")
+
+
 @pytest.mark.parametrize("kind", ["qwen3-vl", "qwen3-next", "llama"])
 def test_there_are_at_most_a_dozen_plain_lines_behind_it(tmp_path, kind):
     if not hasattr(transformers, FAMILIES[kind].config):

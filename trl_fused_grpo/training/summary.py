@@ -43,6 +43,7 @@ from .requests import padding_counts
 
 logger = logging.get_logger(__name__)
 
+_HEAD = "fused head"
 _MATMULS = {"frozen": "2 matmuls, frozen", "forecast": "3 matmuls, gradients come with the forward"}
 PACKAGES = ("trl-fused-grpo", "trl", "transformers", "torch", "accelerate", "peft", "liger-kernel", "triton", "vllm")
 _IN_SHORT = ("trl", "transformers", "torch")
@@ -159,8 +160,9 @@ def summary_of(engine: LogpsEngine) -> Summary:
         parts, check = list(lines.all()), list(lines.check())
     is_on = WHAT_IS_DONE[findings.level]
     if findings.level >= Level.ROWS:
-        is_on = ", ".join(part.name for part in parts if part.reason is None)
-        off = [part.name for part in parts if part.reason is not None]
+        # The head is fused without a forecast too
+        is_on = ", ".join(part.name for part in parts if part.reason is None or part.name == _HEAD)
+        off = ["forecast of the head" if part.name == _HEAD else part.name for part in parts if part.reason is not None]
         if engine.options.fused_memory is None and why_no_memory_budget(trainer) is None:
             off.append("fused_memory")  # off by default, and would act here
         is_on += f"; off: {', '.join(off)}" if off else ""
@@ -211,7 +213,7 @@ class _Lines:
             yield self.reference()
 
     def head(self) -> SummaryLine:
-        name, asked, no_forecast = "fused head", self.options.fused_backward, why_no_forecast(self.trainer)
+        name, asked, no_forecast = _HEAD, self.options.fused_backward, why_no_forecast(self.trainer)
         is_trained = any(parameter.requires_grad for parameter in output_projection(self.causal_lm).parameters())
         forecast: Any = object() if no_forecast is None else None
         mode = choose_backward(is_trained, forecast, trl_compat.has_entropy_bonus(self.trainer))
