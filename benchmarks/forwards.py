@@ -56,7 +56,7 @@ class Counter:
                 self.tokens[torch.is_grad_enabled()] += hidden_states.shape[0] * hidden_states.shape[1]
             return forward(layer, hidden_states, *args, **kwargs)
 
-        Qwen3DecoderLayer.forward = counted  # ty: ignore[invalid-assignment]
+        Qwen3DecoderLayer.forward = counted
         return self
 
     def __exit__(self, *exc_info: object) -> None:
