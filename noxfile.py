@@ -57,6 +57,7 @@ def trl(session: nox.Session, trl: str) -> None:
         session.run(*HARNESS, "--random", "20" if is_short else "300", "--seed", "1")
     if not is_short:
         session.run(*HARNESS, "--customised")
+        session.run(*HARNESS, "--census")
         session.run(*HARNESS, "--customised", "--random", "100", "--seed", "1")
         run_tests(session, f"{ONE_PROCESS} and not any_trl")
     elif trl != newest:
@@ -90,7 +91,13 @@ def newest(session: nox.Session) -> None:
     install(session, None)
     session.run("python", "-m", "pip", "freeze")  # what to pin, and what to look at when something fails
     today = ("--random", "100", "--seed", str(date.today().toordinal()))
-    for command in (PARITY, (*PARITY, "--models"), (*HARNESS, *today), (*HARNESS, "--customised", *today)):
+    for command in (
+        PARITY,
+        (*PARITY, "--models"),
+        (*HARNESS, "--census"),
+        (*HARNESS, *today),
+        (*HARNESS, "--customised", *today),
+    ):
         session.run(*command)
     run_tests(session, ONE_PROCESS)
 

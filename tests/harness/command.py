@@ -24,10 +24,12 @@ from trl_fused_grpo.cli.parity import (
 from trl_fused_grpo.parity import Result, Settings, report
 
 from .cases import CUSTOMISED_CASES
+from .census import models
 from .fuzz import drawn_names, print_failures, print_summary, run_named
-from .random_cases import PREFIX, random_case
+from .random_cases import PREFIX, name_of, random_case
 
 
+_OF_CENSUS = {"old": "far", "repeated_prompts": True}
 WRITTEN_EVERY = 50  # cases of `--random`: a run of hours may be killed
 app = typer.Typer(add_completion=False)
 
@@ -53,6 +55,9 @@ def harness(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of the cases that --random draws; 0 if left out.")] = None,
+    census: Annotated[
+        bool, typer.Option("--census", help="A step of each causal model of transformers that `parity --models` lacks.")
+    ] = False,
     minutes: Annotated[float | None, typer.Option("--minutes", help="Stop --random after so long.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="List the customised cases and stop.")] = False,
     device: DeviceOption = Device.auto,
@@ -66,18 +71,20 @@ def harness(
     Exits with 1 when anything is out of tolerance.
     """
     check_folders(json_file)
-    if random is not None and (case or list_cases):
-        raise typer.BadParameter("--random draws its cases: --case and --list do not go with it.")
+    if random is not None and (case or list_cases or census):
+        raise typer.BadParameter("--random draws its cases: --case, --census and --list do not go with it.")
     if random is None and (seed is not None or minutes is not None):
         raise typer.BadParameter(
             "--seed and --minutes go with --random alone; a drawn case is named random:SEED:INDEX."
         )
-    if not (customised or case or random or list_cases):
-        raise typer.BadParameter("choose --customised, --random or --case.")
+    if not (customised or case or random or census or list_cases):
+        raise typer.BadParameter("choose --customised, --random, --census or --case.")
     if list_cases:
         print_cases(CUSTOMISED_CASES, make_console())
         return
     is_drawn = random is not None
+    if census:
+        case = [*(case or ()), *(name_of({"model": model, **_OF_CENSUS}) for model in models())]
     names = drawn_names(random, seed or 0, customised) if is_drawn else _names(case or [])
     console = make_console()
     with comparing(device, dtype) as settings:

@@ -7,6 +7,7 @@ import torch
 
 from trl_fused_grpo.parity.judge import AGAIN, NO_ROW, Result, bfloat16_batches, float32_problems
 
+from . import census
 from .case import Customisation, DrawnCase
 from .steps import Outcome
 
@@ -76,7 +77,7 @@ def bfloat16_rounds(case: DrawnCase) -> list[int]:
 
 def row_problems(case: DrawnCase, stock: Outcome, fused: Outcome) -> list[str]:
     """Say if no row went through the fused function, where some had to."""
-    if case.customised != Customisation():
+    if case.customised != Customisation() or case.model.startswith(census.PREFIX):
         return []  # TRL's own method may have been left to compute
     may_be_empty = any(getattr(case.data, name, ()) for name in ("empty_rows", "empty_micro_batches", "truncated_rows"))
     return [NO_ROW] if case.mode == "train" and not fused.rows and stock.norm and not may_be_empty else []

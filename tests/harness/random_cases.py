@@ -17,6 +17,7 @@ from trl_fused_grpo.parity.case import LENGTHS, Batch, Case, Lengths, Rollout
 from trl_fused_grpo.parity.tiny.batches import GROUP, ROWS
 from trl_fused_grpo.parity.tiny.families import FAMILIES, VARIANTS
 
+from . import census
 from .case import UNEVEN_LENGTHS, Customisation, DrawnCase, Training
 from .drawing import Draw, Options, draw_last_options
 from .random_trainings import draw_training, training_of
@@ -262,7 +263,10 @@ def case_of(name: str, options: Mapping[str, Any]) -> DrawnCase | Training:
     given |= {"per_device_train_batch_size": rows, "num_generations": given.pop("group", GROUP)}
     of_case = take(*_OF_CASE)
     fused = take(*(name for name in given if name.startswith("fused_") or name == "kl_estimator"))
-    family = FAMILIES.get(model := of_case.get("model", Case.model))
+    model = of_case.get("model", Case.model)
+    if model.startswith(census.PREFIX):
+        census.add(model)
+    family = {**FAMILIES, **VARIANTS}.get(model)
     if trl_compat.RETURNS_AUX_LOSS:  # TRL's own default would ask models for it that have none
         given.setdefault("router_aux_loss_coef", 0.0)
     else:

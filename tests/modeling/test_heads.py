@@ -161,7 +161,12 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 @pytest.mark.parametrize(
     ("family", "layer"),
-    [("roberta", "lm_head.dense"), ("bert", "cls.predictions.transform.dense"), ("bert-generation", None)],
+    [
+        ("roberta", "lm_head.dense"),
+        ("bert", "cls.predictions.transform.dense"),
+        ("electra", "generator_predictions"),
+        ("bert-generation", None),
+    ],
 )
 def test_layers_between_hidden_states_and_head_are_found(family, layer):
     config = AutoConfig.for_model(family, vocab_size=64, is_decoder=True, **SMALL)

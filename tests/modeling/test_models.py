@@ -7,7 +7,9 @@ import torch
 import transformers
 from packaging.version import Version
 
+from tests import harness
 from tests.harness.models import model_config, tiny_model
+from tests.harness.random_cases import name_of, random_case
 from trl_fused_grpo import read_lm_head
 from trl_fused_grpo._compat.models import PADDING_MATTERS, TRANSFORMERS
 from trl_fused_grpo._compat.trl import LOGPS_FROM_LOGITS, RETURNS_AUX_LOSS
@@ -46,6 +48,15 @@ def built(name):
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_stocks(tmp_path, name):
     compared(CASES[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Electra", "Inkling", "ModernBertDecoder", "ProphetNet"])
+def test_logits_that_come_from_more_than_the_head_are_stocks(tmp_path, name):
+    """Before TRL 1.15 they are those of the model's own forward, afterwards those of its head alone."""
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip("this transformers has no such family")
+    case = random_case(name_of({"model": f"census:{name}ForCausalLM", "old": "far"}))
+    assert harness.compare(case, Settings(tmp_path)).verdict == "equal"
 
 
 @pytest.mark.parametrize("name", ["apertus-1.5", "dory", "lara-mini"])

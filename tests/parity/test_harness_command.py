@@ -10,7 +10,7 @@ import pytest
         (("--random", "1", "--case", "control"), "--random draws its cases"),
         (("--case", "control", "--seed", "1"), "--seed and --minutes go with --random alone"),
         (("--customised", "--minutes", "1"), "--seed and --minutes go with --random alone"),
-        ((), "choose --customised, --random or --case"),
+        ((), "choose --customised, --random, --census or --case"),
         (("--case", "contol"), "unknown case contol: did you mean control"),
     ],
 )

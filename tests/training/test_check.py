@@ -19,7 +19,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.head import fused_forward
 from trl_fused_grpo.parity.tiny import tiny_model
-from trl_fused_grpo.training import checks, engine
+from trl_fused_grpo.training import checks
 from trl_fused_grpo.training.findings import Findings, Level
 
 from .sampler import use_sampler
@@ -180,36 +180,35 @@ def off_by(difference):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [0, 1], ids=["first step", "fused_verify"])
-def test_wrong_log_probs_are_told_with_numbers_and_rows_keep_their_padding_from_then_on(
+def test_wrong_log_probs_are_told_with_numbers_and_trls_own_path_trains_from_then_on(
     tmp_path, told, monkeypatch, every
 ):
-    layouts, original = [], engine.compute_logps
-
-    def compute_logps(request, options, *args):
-        if torch.is_grad_enabled():
-            layouts.append((options.packed, len(args[0].input_ids)))
-        return original(request, options, *args)
-
-    monkeypatch.setattr(engine, "compute_logps", compute_logps)
+    expected, _ = train(tmp_path, cls=GRPOTrainer)
     monkeypatch.setattr(fused_forward, "fused_linear_logps", off_by(0.01))
     trainer, log = train(tmp_path, fused_max_tokens_per_forward=10_000, fused_verify=every)
-    assert trainer._fused.ladder.level == Level.HEAD
-    assert layouts == [(False, 4)] * 12  # from the first step on: it is compared before it is trained on
-    told_levels = [line for line in told() if line.startswith("Level head")]
-    assert "in optimizer step 0" in told_levels[0] and "by 1.0e-02 nats" in told_levels[0]
-    assert "float32" in told_levels[0] and "(1e-04)" in told_levels[0]
-    assert len(told_levels) == (3 if every else 1)
+    assert trainer._fused.ladder.level == Level.STOCK
+    weights = dict(expected.model.named_parameters())
+    for name, weight in trainer.model.named_parameters():  # the first step is compared before it is trained on
+        torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-6)
+    (told_level,) = [line for line in told() if line.startswith("Level stock")]
+    assert "in optimizer step 0" in told_level and "by 1.0e-02 nats" in told_level
+    assert "float32" in told_level and "(1e-04)" in told_level
     if every:
-        assert [entry[ERROR] for entry in log] == pytest.approx([0.01] * 3, rel=1e-2)
+        assert log[0][ERROR] == pytest.approx(0.01, rel=1e-2)
     trainer.train()  # it stays so for good
-    assert layouts == [(False, 4)] * 24
+    assert trainer._fused.ladder.level == Level.STOCK
 
 
 def test_log_probs_that_are_not_numbers_are_told(tmp_path, told, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(trl_compat, "call_trl_logps", lambda *args, **kwargs: (torch.full((4, 8), torch.nan), None, None))
-        trainer, _ = train(tmp_path, max_steps=1)
-    assert trainer._fused.ladder.level == Level.HEAD
+    original = trl_compat.call_trl_logps
+
+    def call_trl(*args, **kwargs):
+        logps, *others = original(*args, **kwargs)
+        return logps if torch.is_grad_enabled() else torch.full_like(logps, torch.nan), *others
+
+    monkeypatch.setattr(trl_compat, "call_trl_logps", call_trl)
+    trainer, _ = train(tmp_path, max_steps=1)
+    assert trainer._fused.ladder.level == Level.STOCK
     assert "by nan nats" in told()[0]
 
 

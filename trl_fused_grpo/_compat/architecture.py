@@ -26,6 +26,15 @@ _STATE_CLASSES = ("LightningAttention", "LinearAttention", "DeltaNet", "GatedDel
 # are modules
 DROPOUTS_OF_OTHER_HEADS = ("classifier_dropout", "summary_first_dropout")
 
+# Families whose logits are not those of the hidden states, scaled and capped by options that are read: ProphetNet has a
+# stream of them for predictions, Inkling divides them and leaves out the end of the vocabulary, or caps in a module
+_OTHER_LOGITS = ("prophetnet", "inkling_text", "inkling2_text", "inkling2_loop_text")
+
+
+def has_other_logits(causal_lm: PreTrainedModel) -> bool:
+    """Return `True` if the logits of a model are not those of its hidden states and its output projection alone."""
+    return causal_lm.config.get_text_config().model_type in _OTHER_LOGITS
+
 
 def is_composite(causal_lm: PreTrainedModel) -> bool:
     """Return `True` if a model holds a text model beside others, such as a vision tower."""

@@ -270,7 +270,7 @@ class Check:
         return difference.square().mean().sqrt().item() if len(difference) else -1.0
 
     def _tell(self, error: float) -> None:
-        """Log the largest error of any process; beyond what rounding explains, leave the faster rows."""
+        """Log the largest error of any process; beyond what rounding explains, TRL's own path runs from now on."""
         accelerator, metrics = self.trainer.accelerator, trl_compat.metrics_of(self.trainer)
         mine = torch.tensor([error], device=accelerator.device, dtype=torch.float32)
         error = accelerator.gather(mine).amax().item()  # NaN if any is
@@ -284,7 +284,7 @@ class Check:
                 f"in optimizer step {self._last_step} log-probs differ from those of TRL's own path by {error:.1e} "
                 f"nats, more than rounding in {precision} explains ({bound:.0e}): please report it"
             )
-            self.ladder.fall(Reason(Level.HEAD, reason))
+            self.ladder.fall(Reason(Level.STOCK, reason))
 
     def _precision(self, causal_lm: PreTrainedModel) -> tuple[str, float]:
         """In what the products of both paths are computed, in words, and the bound for it."""

@@ -308,6 +308,8 @@ def replaced_around_head(model: nn.Module, causal_lm: PreTrainedModel) -> str | 
             return f"{type(wrapper).__name__}, which holds an earlier forward of {type(bound_to).__name__},"
     if trl_compat.LOGPS_FROM_LOGITS:
         wrappers_of_head, layer = wrappers, layer_before_head(causal_lm)
+        if architecture.has_other_logits(causal_lm):
+            return f"{type(causal_lm).__name__}, whose logits come from more than its output projection,"
         if layer is not None:
             return f"{layer}, which stands between the model's hidden states and its output projection,"
         if (replaced := torch_compat.replaced_in_linear() or trl_compat.replaced_in_logps()) is not None:

@@ -118,17 +118,19 @@ def output_projection(causal_lm: PreTrainedModel) -> nn.Module:
 def layer_before_head(causal_lm: PreTrainedModel) -> str | None:
     """
     The name of a layer that a model runs between its backbone and its output projection, as BERT's relatives do, or
-    `None`. Found by its parameters, which stand beside those of the projection.
+    `None`. Found by its parameters, which are neither's.
     """
-    head = causal_lm.get_output_embeddings()
+    head, backbone = causal_lm.get_output_embeddings(), architecture.backbone(causal_lm)
     if any(child is head for child in causal_lm.children()):  # nearly always, and without a walk over all modules
-        return None
+        others = (name for name, child in causal_lm.named_children() if child is not head and child is not backbone)
+        return next((name for name in others if any(True for _ in getattr(causal_lm, name).parameters())), None)
     name = next((name for name, module in causal_lm.named_modules() if module is head), "")
     beside: Any = causal_lm.get_submodule(name.rpartition(".")[0])
     if beside is causal_lm:
         return None
-    others = (architecture.backbone(causal_lm), architecture.text_model(causal_lm), head)
-    known = {id(parameter) for module in others for parameter in module.parameters()}
+    known = {
+        id(weight) for part in (backbone, architecture.text_model(causal_lm), head) for weight in part.parameters()
+    }
     unknown = (part for part, parameter in beside.named_parameters() if id(parameter) not in known)
     # A bias of its own may be the projection's
     layer = next((part.rpartition(".")[0] for part in unknown if "." in part), None)
