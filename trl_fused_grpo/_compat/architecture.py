@@ -76,6 +76,11 @@ def takes_any_argument(causal_lm: PreTrainedModel) -> bool:
     return any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
 
 
+def knows_caches(causal_lm: PreTrainedModel) -> bool:
+    """Return `True` if the backbone of a model can be told to keep no cache. GPT-1's has none (transformers < 5)."""
+    return takes_any_argument(causal_lm) or "use_cache" in _forward_arguments(type(backbone(causal_lm)))
+
+
 @functools.cache
 def _forward_arguments(cls: Any) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(cls.forward).parameters)

@@ -33,6 +33,8 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
     given = {name: value for name, value in model_inputs.items() if value is not None}
     if not architecture.takes_position_ids(causal_lm):
         given.pop("position_ids", None)
+    if architecture.knows_caches(causal_lm):
+        given["use_cache"] = False
     call = given.get("watched")
     # All of its layers that need to know of packed rows run unpacked then
     if not architecture.takes_any_argument(causal_lm):
@@ -42,7 +44,7 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
         unpacking(causal_lm, call),
         text_model_alone(causal_lm, PACKED_ARGUMENTS),
     ):
-        return backbone(**given, use_cache=False)
+        return backbone(**given)
 
 
 class FusedRequest:
