@@ -5,7 +5,8 @@ fused trainer. It adds to `trl_fused_grpo.parity`, whose named cases anybody can
 - `case` says what is compared: a [`Training`], a [`DrawnCase`], and a [`Customisation`] (what a user changes).
 - `cases/` lists the customised trainings, `customisations/` holds what they change. None of that is this package's own
   code: it counts as a user's.
-- `models` adds tiny models and adapters to `trl_fused_grpo.parity.tiny`, `serve` RLOO's completions.
+- `models` adds tiny models and adapters to `trl_fused_grpo.parity.tiny`, `census` one of every other architecture, and
+  `serve` RLOO's completions.
 - `run_training` takes a trainer through `train()`, `training_errors` says how far two trainings are apart.
 - `random_cases` draws cases (`drawing`: how, and what is drawn last), some with a customisation that `stepwise` names,
   and `random_trainings` whole trainings. `steps` takes a trainer through a drawn case; `judge` says what is wrong then,
