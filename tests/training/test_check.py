@@ -269,8 +269,6 @@ def test_a_training_goes_on_where_trls_own_path_has_no_memory(tmp_path, told, mo
     assert all(torch.equal(weights[name], weight) for name, weight in trainer.model.named_parameters())
     assert not [entry for entry in log if ERROR in entry]
     assert call_trl.call_count == 1
-    # Before TRL 1.15 its own path makes all logits of the rows that it computes at once
-    assert call_trl.call_args.kwargs["batch_size"] == (1 if trl_compat.LOGPS_FROM_LOGITS else None)
     line = "fused_verify=1 has no effect, because there is no memory for TRL's own path."
     assert told() == ([line] if every else [])
     assert trainer._fused.ladder.level == Level.WINDOW

@@ -239,7 +239,8 @@ class Check:
             return
         call = replace(call, compute_entropy=False, compute_aux_loss=False)
         try:
-            self._tell(self._logps_error(inputs, call, trl_method))
+            while self._falls(self._logps_error(inputs, call, trl_method)):
+                pass  # the rows that are left are compared too
         except torch.OutOfMemoryError:
             if trainer.accelerator.num_processes > 1:  # which would wait for one another
                 raise
@@ -258,10 +259,7 @@ class Check:
         devices = [call.input_ids.device] if call.input_ids.is_cuda else []
         with torch.random.fork_rng(devices), temporary_mode(in_training, False):
             try:
-                # Logits of one row at a time, but not of a row without images among others that have some
-                alone = trl_compat.LOGPS_FROM_LOGITS and not call.multimodal
-                rows = 1 if alone else call.batch_size
-                expected, *_ = trl_compat.call_trl_logps(trl_method, **vars(replace(call, batch_size=rows)))
+                expected, *_ = trl_compat.call_trl_logps(trl_method, **vars(call))
                 trl_compat.forget_order_of_modules(call.model)  # which the next forward would take for complete
                 result = self.engine.compute(self.build_request(inputs), call, trl_method)
             finally:
@@ -269,22 +267,29 @@ class Check:
         difference = (result.logps - expected)[trl_compat.loss_mask(trainer, inputs).bool()].double()
         return difference.square().mean().sqrt().item() if len(difference) else -1.0
 
-    def _tell(self, error: float) -> None:
-        """Log the largest error of any process; beyond what rounding explains, TRL's own path runs from now on."""
+    def _falls(self, error: float) -> bool:
+        """
+        Log the largest error of any process. Beyond what rounding explains leave the faster rows, or where rows have
+        TRL's padding the head. Return `True` if the head is left to compare.
+        """
         accelerator, metrics = self.trainer.accelerator, trl_compat.metrics_of(self.trainer)
         mine = torch.tensor([error], device=accelerator.device, dtype=torch.float32)
         error = accelerator.gather(mine).amax().item()  # NaN if any is
         if error < 0:
-            return
+            return False
         if self._is_asked_for:
             metrics["fused/verify_logps"].append(error)
         precision, bound = self._precision(self.engine.causal_lm(self.trainer.model))
-        if not error <= bound:
-            reason = (
-                f"in optimizer step {self._last_step} log-probs differ from those of TRL's own path by {error:.1e} "
-                f"nats, more than rounding in {precision} explains ({bound:.0e}): please report it"
-            )
-            self.ladder.fall(Reason(Level.STOCK, reason))
+        if error <= bound:
+            return False
+        has_padding = self.ladder.level <= Level.HEAD
+        rows = " in TRL's padding" if has_padding else ""
+        reason = (
+            f"in optimizer step {self._last_step} log-probs differ from those of TRL's own path by {error:.1e} nats"
+            f"{rows}, more than rounding in {precision} explains ({bound:.0e}): please report it"
+        )
+        self.ladder.fall(Reason(Level.STOCK if has_padding else Level.HEAD, reason))
+        return not has_padding
 
     def _precision(self, causal_lm: PreTrainedModel) -> tuple[str, float]:
         """In what the products of both paths are computed, in words, and the bound for it."""
