@@ -3,6 +3,7 @@ One micro-batch of a training is compared with TRL's own path, and with `fused_v
 what is wrong, tells it and leaves the faster rows, and it changes nothing.
 """
 
+import dataclasses
 import multiprocessing
 import random
 from unittest import mock
@@ -19,7 +20,7 @@ from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo.modeling.head import fused_forward
 from trl_fused_grpo.parity.tiny import tiny_model
-from trl_fused_grpo.training import checks
+from trl_fused_grpo.training import checks, engine
 from trl_fused_grpo.training.findings import Findings, Level
 
 from .sampler import use_sampler
@@ -197,6 +198,22 @@ def test_wrong_log_probs_are_told_with_numbers_and_trls_own_path_trains_from_the
         assert log[0][ERROR] == pytest.approx(0.01, rel=1e-2)
     trainer.train()  # it stays so for good
     assert trainer._fused.ladder.level == Level.STOCK
+
+
+def test_rows_that_are_wrong_without_padding_alone_keep_it_and_the_fused_head(tmp_path, told, monkeypatch):
+    layouts, original = [], engine.compute_logps
+
+    def compute_logps(request, options, *args):
+        if torch.is_grad_enabled():
+            layouts.append((options.packed, len(args[0].input_ids)))
+        result = original(request, options, *args)
+        return dataclasses.replace(result, logps=result.logps + 0.01) if options.packed else result
+
+    monkeypatch.setattr(engine, "compute_logps", compute_logps)
+    trainer, _ = train(tmp_path, fused_max_tokens_per_forward=10_000)
+    assert trainer._fused.ladder.level == Level.HEAD
+    assert layouts == [(False, 4)] * 12  # from the first step on: it is compared before it is trained on
+    assert [line.split(" ")[1] for line in told() if line.startswith("Level")] == ["head"]
 
 
 def test_log_probs_that_are_not_numbers_are_told(tmp_path, told, monkeypatch):

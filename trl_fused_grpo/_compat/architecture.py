@@ -26,8 +26,8 @@ _STATE_CLASSES = ("LightningAttention", "LinearAttention", "DeltaNet", "GatedDel
 # are modules
 DROPOUTS_OF_OTHER_HEADS = ("classifier_dropout", "summary_first_dropout")
 
-# Families whose logits are not those of the hidden states, scaled and capped by options that are read: ProphetNet has a
-# stream of them for predictions, Inkling divides them and leaves out the end of the vocabulary, or caps in a module
+# Families whose logits are not those of the hidden states, scaled and capped by options that are read: ProphetNet has
+# hidden states of its own for predictions, Inkling leaves out the end of the vocabulary, and Inkling 2 caps in a module
 _OTHER_LOGITS = ("prophetnet", "inkling_text", "inkling2_text", "inkling2_loop_text")
 
 
