@@ -243,3 +243,20 @@ def test_attention_as_the_compiler_sees_it_has_the_gradients_of_float64(shares, 
     )
     found = gradients(lambda *leaves: function(*leaves, options), torch.float32)
     assert all(relative_error(mine.double(), other) < 1e-5 for mine, other in zip(found, truth, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("width", [64, 129, 1024])
+@pytest.mark.parametrize("rows", [41, 4099, 40_961])
+def test_sums_count_the_rows_that_there_are(rows, width):
+    """A sum over each row and one over all rows, as of a norm's backward, of a number of rows that is no multiple."""
+
+    def sums(x):
+        y = x * 2 + 0.25
+        return y.sum(1), y.sum(0)
+
+    x = torch.randn(rows, width, device="cuda")
+    compiled = torch.compile(sums, dynamic=True, fullgraph=True, backend=torch_compat.inductor)
+    for found, expected in zip(compiled(x), sums(x.double()), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-2)

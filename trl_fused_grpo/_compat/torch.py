@@ -154,9 +154,10 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
-    # Else whether kernels are fused depends on the number of tokens, and each side of a limit is compiled by itself
-    by_size = "mix_order_reduction_non_strict_mode"
-    patches = {f"triton.{by_size}": True} if hasattr(inductor_config.triton, by_size) else None
+    # A kernel of sums over rows and over columns counts rows behind the last (pytorch#195845): gradients of norms were
+    # NaN. Whether there is one depends on the number of tokens, too, and each side of a limit is compiled by itself
+    mixed = "mix_order_reduction"
+    patches = {f"triton.{mixed}": False} if hasattr(inductor_config.triton, mixed) else None
     # A graph out of the cache may have been compiled to overwrite them. Kernels are cached all the same
     with config.patch(donated_buffer=False, enable_autograd_cache=False):
         compiled = compile_fx(graph, example_inputs, config_patches=patches)
