@@ -216,7 +216,9 @@ def draw_end_to_end(names: list[str]) -> plt.Figure:
     axes.margins(y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    figure.text(0.99, 0.01, f"{source(records[0])}, vLLM {records[0]['versions']['vllm']}", ha="right", fontsize=7)
+    commits = {record["commit"] for record in records[1:]} - {records[0]["commit"]}
+    about = " and ".join([source(records[0]), *sorted(commits)]) + f", vLLM {records[0]['versions']['vllm']}"
+    figure.text(0.99, 0.01, about, ha="right", fontsize=7)
     return figure
 
 

@@ -251,9 +251,10 @@ def test_attention_as_the_compiler_sees_it_has_the_gradients_of_float64(shares, 
 @pytest.mark.parametrize("rows", [41, 4099, 40_961])
 def test_sums_count_the_rows_that_there_are(rows, width):
     """A sum over each row and one over all rows, as of a norm's backward, of a number of rows that is no multiple."""
+    weight = nn.Parameter(torch.ones(width, device="cuda"))  # a width that torch's compiler takes for fixed
 
     def sums(x):
-        y = x * 2 + 0.25
+        y = x * weight + 0.25
         return y.sum(1), y.sum(0)
 
     x = torch.randn(rows, width, device="cuda")
