@@ -154,10 +154,11 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
+    patches: dict[str, Any] = {"joint_custom_pre_pass": _refusing_random_numbers()}
     # A kernel of sums over rows and over columns counts rows behind the last (pytorch#195845): gradients of norms were
     # NaN. Whether there is one depends on the number of tokens, too, and each side of a limit is compiled by itself
-    mixed = "mix_order_reduction"
-    patches = {f"triton.{mixed}": False} if hasattr(inductor_config.triton, mixed) else None
+    if hasattr(inductor_config.triton, mixed := "mix_order_reduction"):
+        patches[f"triton.{mixed}"] = False
     # A graph out of the cache may have been compiled to overwrite them. Kernels are cached all the same
     with config.patch(donated_buffer=False, enable_autograd_cache=False):
         compiled = compile_fx(graph, example_inputs, config_patches=patches)
@@ -166,6 +167,29 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
     if metadata is not None:
         metadata.bw_donated_idxs = []  # `None`, which is there now, counts as some that are overwritten
     return compiled
+
+
+@functools.cache
+def _refusing_random_numbers() -> Any:
+    """
+    A pass of Inductor's that raises for a layer with dropout that is computed again in backward: it would drop others
+    there (pytorch#190758).
+    """
+    from torch._functorch import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class RefusingRandomNumbers(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            has_backward = any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+            if has_backward and config.activation_memory_budget < 1:
+                operations = {node.target for node in graph.nodes} - {flash_attention}  # called without dropout
+                if any(torch.Tag.nondeterministic_seeded in getattr(one, "tags", ()) for one in operations):
+                    raise RuntimeError("it draws random numbers, which its backward would draw anew")
+
+        def uuid(self) -> str:
+            return "trl_fused_grpo.RefusingRandomNumbers"
+
+    return RefusingRandomNumbers()
 
 
 # Kinds of tensors, adapters and modes of gradients for which a layer is compiled; those that come later are not
