@@ -184,7 +184,8 @@ def _refusing_random_numbers() -> Any:
             if has_backward and config.activation_memory_budget < 1:
                 operations = {node.target for node in graph.nodes} - {flash_attention}  # called without dropout
                 if any(torch.Tag.nondeterministic_seeded in getattr(one, "tags", ()) for one in operations):
-                    raise RuntimeError("it draws random numbers, which its backward would draw anew")
+                    change = "set dropout to zero, or gradient_checkpointing=False"
+                    raise RuntimeError(f"it draws random numbers, which its backward would draw anew: {change}")
 
         def uuid(self) -> str:
             return "trl_fused_grpo.RefusingRandomNumbers"

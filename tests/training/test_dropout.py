@@ -1,0 +1,43 @@
+"""Gradients under dropout: those of the loss that was computed, with what it dropped."""
+
+import pytest
+import torch
+
+from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
+
+
+peft = pytest.importorskip("peft")
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("checkpoints", [True, False], ids=["checkpointed", "everything-kept"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fused_layout": "padded"}, {"fused_backward": "recompute"}, {"fused_compile": True}],
+    ids=lambda options: "".join(options) or "default",
+)
+def test_gradients_of_adapters_with_dropout_are_the_slope_of_the_loss(tmp_path, options, checkpoints):
+    """Along one direction, where the same seed drops the same. Off-policy, as the loss on-policy is constant."""
+    lora = {"target_modules": ["q_proj", "down_proj", "lm_head"], "lora_dropout": 0.3, "init_lora_weights": False}
+    peft_config = peft.LoraConfig(task_type="CAUSAL_LM", **lora)
+    trainer = make_trainer(tmp_path, peft_config=peft_config, epsilon=1000.0, **options)
+    trainer.model.double().train()
+    if checkpoints:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = make_inputs(4, 12)
+    inputs["old_per_token_logps"] = torch.full_like(inputs["completion_mask"], -7.0, dtype=torch.float64)
+    weights = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    direction = {name: torch.randn_like(weight) for name, weight in weights.items()}
+
+    def at(distance):
+        torch.manual_seed(7)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.add_(direction[name], alpha=distance)
+        return loss_and_gradients(trainer, inputs)
+
+    _, gradients = at(0.0)
+    slope = sum((gradients[name] * direction[name]).sum() for name in weights)
+    (ahead, _), (behind, _) = at(1e-3), at(-2e-3)
+    assert slope.abs() > 0.1
+    torch.testing.assert_close((ahead - behind).to(slope) / 2e-3, slope, rtol=0.02, atol=0.0)
