@@ -75,7 +75,7 @@ def add(model: str) -> None:
     if model not in VARIANTS:
         name = model.removeprefix(PREFIX)
         config = _config_class(name)()
-        VARIANTS[model] = Family(_config_class(name).__name__, _tiny_options(name, config), flat=_FLAT)
+        VARIANTS[model] = Family(type(config).__name__, _tiny_options(name, config), flat=_FLAT)
 
 
 def _config_class(name: str) -> Any:

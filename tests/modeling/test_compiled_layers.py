@@ -132,7 +132,7 @@ def test_a_checkpointed_layer_keeps_less_for_backward(tmp_path):
 
 
 def test_layers_with_dropout_run_as_they_are(tmp_path):
-    """Computed again in backward without checkpointing's care for random numbers, they would drop others there."""
+    """Their backward would compute them again and drop other numbers, where torch's checkpointing drops the same."""
     peft = pytest.importorskip("peft")
     options = {"target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.5, "init_lora_weights": False}
     trainer, plain = pair(tmp_path, peft_config=peft.LoraConfig(task_type="CAUSAL_LM", **options))
@@ -279,7 +279,7 @@ def test_attention_as_the_compiler_sees_it_has_the_gradients_of_float64(shares, 
 @pytest.mark.parametrize("width", [64, 129, 1024])
 @pytest.mark.parametrize("rows", [41, 4099, 40_961])
 def test_sums_count_the_rows_that_there_are(rows, width):
-    """A sum over each row and one over all rows, as of a norm's backward, of a number of rows that is no multiple."""
+    """A sum over each row and one over all rows, as in a norm's backward, where the last block of rows is not full."""
     weight = nn.Parameter(torch.ones(width, device="cuda"))  # a width that torch's compiler takes for fixed
 
     def sums(x):

@@ -157,8 +157,8 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
     patches: dict[str, Any] = {"joint_custom_pre_pass": _refusing_random_numbers()}
     # A kernel of sums over rows and over columns counts rows behind the last (pytorch#195845): gradients of norms were
     # NaN. Whether there is one depends on the number of tokens, too, and each side of a limit is compiled by itself
-    if hasattr(inductor_config.triton, mixed := "mix_order_reduction"):
-        patches[f"triton.{mixed}"] = False
+    if hasattr(inductor_config.triton, "mix_order_reduction"):  # older torch has none
+        patches["triton.mix_order_reduction"] = False
     # A graph out of the cache may have been compiled to overwrite them. Kernels are cached all the same
     with config.patch(donated_buffer=False, enable_autograd_cache=False):
         compiled = compile_fx(graph, example_inputs, config_patches=patches)
@@ -172,8 +172,8 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
 @functools.cache
 def _refusing_random_numbers() -> Any:
     """
-    A pass of Inductor's that raises for a layer with dropout that is computed again in backward: it would drop others
-    there (pytorch#190758).
+    A pass of Inductor's that raises for a layer with dropout that is computed again in backward: it would drop other
+    numbers there (pytorch#190758).
     """
     from torch._functorch import config
     from torch._inductor.custom_graph_pass import CustomGraphPass

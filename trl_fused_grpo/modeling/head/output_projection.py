@@ -122,8 +122,8 @@ def layer_before_head(causal_lm: PreTrainedModel) -> str | None:
     """
     head, backbone = causal_lm.get_output_embeddings(), architecture.backbone(causal_lm)
     if any(child is head for child in causal_lm.children()):  # nearly always, and without a walk over all modules
-        others = (name for name, child in causal_lm.named_children() if child is not head and child is not backbone)
-        return next((name for name in others if any(True for _ in getattr(causal_lm, name).parameters())), None)
+        others = {name: child for name, child in causal_lm.named_children() if child not in (head, backbone)}
+        return next((name for name, child in others.items() if next(child.parameters(), None) is not None), None)
     name = next((name for name, module in causal_lm.named_modules() if module is head), "")
     beside: Any = causal_lm.get_submodule(name.rpartition(".")[0])
     if beside is causal_lm:
