@@ -27,6 +27,7 @@ class Case:
         micro_batch (`int`): sequences in a micro-batch.
         options (`dict`): options of both trainers.
         lora (`bool`): train adapters on all linear layers instead of the weights.
+        lora_dropout (`float`): of the adapters; TRL's `ModelConfig` has 0.05.
         dtype (`torch.dtype`): of the weights.
         vllm (`bool`): whether completions count as vLLM's, with its log-probs.
         engine (`str`, *optional*): `"ddp"` or `"fsdp2"`, under torchrun.
@@ -42,6 +43,7 @@ class Case:
     micro_batch: int = 4
     options: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    lora_dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     vllm: bool = True
     engine: str | None = None
@@ -63,6 +65,7 @@ CASES = {
     "1.7b-liger-layers": Case("1.7b", options={"use_liger_kernel": True}),
     "1.7b-lora-beta": Case("1.7b", 0.11, 0.90, options={"beta": 0.04}, lora=True),
     "1.7b-lora-bf16": Case("1.7b", 0.09, 0.90, lora=True, dtype=torch.bfloat16),
+    "1.7b-lora-dropout": Case("1.7b", lora=True, lora_dropout=0.05, dtype=torch.bfloat16),
     "1.7b-16k": Case("1.7b", 0.11, 0.90, LONG, counts_first_of_stock=True),
     "0.6b-32k": Case("0.6b", 0.18, 0.90, VERY_LONG, micro_batch=1, counts_first_of_stock=True),
     "4b": Case("4b", 0.090),

@@ -127,8 +127,9 @@ def make_trainer(case: Case, fused: bool, rollout: Rollout, device: str, steps: 
     if case.engine == "fsdp2":
         options |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     trainer_class: Any = FusedGRPOTrainer if fused else GRPOTrainer
+    lora = {**ALL_LINEAR, "lora_dropout": case.lora_dropout} if case.lora else None
     trainer = trainer_class(
-        model=make_model(case.model, device, case.dtype, ALL_LINEAR if case.lora else None),
+        model=make_model(case.model, device, case.dtype, lora),
         reward_funcs=reward,
         args=(FusedGRPOConfig if fused else GRPOConfig)(**options),
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * ROWS * _world_size()}),

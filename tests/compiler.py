@@ -43,5 +43,6 @@ def traced_layers(backend: str = "aot_eager") -> Generator[Counter[str], None, N
         mock.patch.object(compiled_layers, "_without_checkpointing", counted_eager),
         mock.patch.dict(compiled_layers._compiled, clear=True),
         mock.patch.dict(compiled_layers._refused, clear=True),
+        mock.patch.object(compiled_layers, "_drawing", set()),
     ):
         yield counts

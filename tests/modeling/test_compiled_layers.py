@@ -131,33 +131,19 @@ def test_a_checkpointed_layer_keeps_less_for_backward(tmp_path):
     assert kept[0] < 0.7 * kept[1]
 
 
-def test_layers_with_dropout_run_as_they_are(tmp_path):
-    """Their backward would compute them again and drop other numbers, where torch's checkpointing drops the same."""
+@pytest.mark.parametrize("is_reentrant", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_layers_with_dropout_are_compiled_within_checkpointing(tmp_path, is_reentrant):
+    """Their own backward would compute them again and drop other numbers; torch's checkpointing drops the same."""
     peft = pytest.importorskip("peft")
     options = {"target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.5, "init_lora_weights": False}
-    trainer, plain = pair(tmp_path, peft_config=peft.LoraConfig(task_type="CAUSAL_LM", **options))
-    plain.model.load_state_dict(trainer.model.state_dict())
-    inputs, found = make_inputs(), []
+    trainer = make_trainer(tmp_path, fused_compile=True, peft_config=peft.LoraConfig("CAUSAL_LM", **options))
+    trainer.model.train().gradient_checkpointing_enable({"use_reentrant": is_reentrant})
     with traced_layers("inductor") as counts:
-        for one in (trainer, plain):
-            torch.manual_seed(0)
-            found.append(loss_and_gradients(one, inputs))
-        assert largest_error(*found) < 1e-6
-        assert counts["eager"] > 0
-        assert "it draws random numbers" in layers_to_compile(trainer.model)[1]
-
-
-@pytest.mark.nightly
-def test_a_layer_with_dropout_that_keeps_everything_is_compiled(tmp_path):
-    """A linear layer's gradient, multiplied by its input, adds up to its output if both drop the same."""
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Dropout(0.5), nn.Linear(16, 16, bias=False))
-    x = torch.randn(64, 16, requires_grad=True)
-    compiled = torch.compile(lambda x: layer(x), dynamic=True, fullgraph=True, backend=torch_compat.inductor)
-    with torch_compat.compiled_with(1.0):
-        total = compiled(x).sum()
-        total.backward()
-    torch.testing.assert_close((x.grad * x).sum(), total)
+        loss_and_gradients(trainer, make_inputs())
+        found = counts["graphs"]
+        for rows, length in ((3, 30), (5, 9)):
+            loss_and_gradients(trainer, make_inputs(rows, length))
+    assert counts["eager"] == 0 and counts["graphs"] == found
 
 
 def test_nothing_stays_in_the_model(tmp_path):

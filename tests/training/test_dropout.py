@@ -17,14 +17,26 @@ peft = pytest.importorskip("peft")
     ids=lambda options: "".join(options) or "default",
 )
 def test_gradients_of_adapters_with_dropout_are_the_slope_of_the_loss(tmp_path, options, checkpoints):
+    assert_gradients_are_the_slope(tmp_path, checkpoints, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("checkpoints", [True, False], ids=["checkpointed", "everything-kept"])
+def test_gradients_of_compiled_adapters_are_the_slope_on_a_gpu(tmp_path, checkpoints):
+    assert_gradients_are_the_slope(tmp_path, checkpoints, use_cpu=False)
+
+
+def assert_gradients_are_the_slope(folder, checkpoints, **options):
     """Along one direction, where the same seed drops the same. Off-policy, as the loss on-policy is constant."""
     lora = {"target_modules": ["q_proj", "down_proj", "lm_head"], "lora_dropout": 0.3, "init_lora_weights": False}
     peft_config = peft.LoraConfig(task_type="CAUSAL_LM", **lora)
-    trainer = make_trainer(tmp_path, peft_config=peft_config, epsilon=1000.0, **options)
-    trainer.model.double().train()
+    trainer = make_trainer(folder, peft_config=peft_config, epsilon=1000.0, **options)
+    device = trainer.accelerator.device
+    trainer.model.double().train().to(device)
     if checkpoints:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    inputs = make_inputs(4, 12)
+    inputs = {name: value.to(device) for name, value in make_inputs(4, 12).items()}
     inputs["old_per_token_logps"] = torch.full_like(inputs["completion_mask"], -7.0, dtype=torch.float64)
     weights = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     direction = {name: torch.randn_like(weight) for name, weight in weights.items()}

@@ -169,6 +169,10 @@ def inductor(graph: Any, example_inputs: Any) -> Any:
     return compiled
 
 
+class _DrawsRandomNumbersError(RuntimeError):
+    pass
+
+
 @functools.cache
 def _refusing_random_numbers() -> Any:
     """
@@ -184,8 +188,7 @@ def _refusing_random_numbers() -> Any:
             if has_backward and config.activation_memory_budget < 1:
                 operations = {node.target for node in graph.nodes} - {flash_attention}  # called without dropout
                 if any(torch.Tag.nondeterministic_seeded in getattr(one, "tags", ()) for one in operations):
-                    change = "set dropout to zero, or gradient_checkpointing=False"
-                    raise RuntimeError(f"it draws random numbers, which its backward would draw anew: {change}")
+                    raise _DrawsRandomNumbersError
 
         def uuid(self) -> str:
             return "trl_fused_grpo.RefusingRandomNumbers"
@@ -225,6 +228,11 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     # torch < 2.7 has another name for too many compilations of one function
     too_many = [vars(exc)[name] for name in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit") if name in vars(exc)]
     return exc.TorchDynamoException, *too_many
+
+
+def draws_random_numbers(error: Exception) -> bool:
+    """Return `True` if a layer was not compiled because its backward would draw its random numbers anew."""
+    return isinstance(getattr(error, "inner_exception", error), _DrawsRandomNumbersError)
 
 
 def compiler_is_off() -> bool:

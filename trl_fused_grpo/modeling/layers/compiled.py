@@ -18,7 +18,7 @@ from transformers.utils import logging
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo._utils import temporary_attr, temporary_value
+from trl_fused_grpo._utils import temporary_attr, temporary_value, walks_once
 from trl_fused_grpo.modeling.attention.varlen import chunked
 from trl_fused_grpo.modeling.attention.watch import Chunk, WatchedCall
 from trl_fused_grpo.ops.kernels import why_not_triton
@@ -44,6 +44,8 @@ class _Kind(NamedTuple):
 _compiled: dict[_Kind, Callable] = {}
 # Classes that torch could not compile, with the reason
 _refused: dict[type, str] = {}
+# Those that draw random numbers, which torch's checkpointing draws again as they were
+_drawing: set[type] = set()
 
 
 # Those that run compiled, each with its number in the model
@@ -64,6 +66,7 @@ def why_not_compiled(asked: bool | None, device: torch.device) -> str | None:
     return None if asked else why_not_triton(device)
 
 
+@walks_once
 def layers_to_compile(model: nn.Module) -> tuple[list[tuple[int, Any]], str | None]:
     """
     The decoder layers of a model that can run compiled, each with its number, and where there are none the reason.
@@ -140,23 +143,31 @@ class _CompiledLayer:
     """The forward of a layer on one packed row."""
 
     def __init__(self, layer: Any, place: Any, call: WatchedCall, budget: float):
-        self.layer, self.place, self.call = layer, place, call
-        self.kind, self.is_checkpointed = _Kind(type(layer), budget), budget < 1
+        self.layer, self.place, self.call, self.cls, self.budget = layer, place, call, type(layer), budget
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        cls = self.kind.cls
         # Checkpointing makes the first layer's input require gradients. Where none are computed, that layer would have
         # a compiled code of its own
-        args = (hidden_states if torch.is_grad_enabled() else hidden_states.detach(), *args)
-        if cls not in _refused:
+        hidden_states = hidden_states if torch.is_grad_enabled() else hidden_states.detach()
+        if self.cls not in _refused:
             try:
-                return _compiled_for(self.kind)(self.layer, *args, **self._packed(kwargs))
+                return self._compiled(hidden_states, *args, **self._packed(kwargs))
             except torch_compat.compiler_errors() as error:
+                if torch_compat.draws_random_numbers(error):
+                    _drawing.add(self.cls)
+                    return self(hidden_states, *args, **kwargs)
                 reason = " ".join(str(error).split("\n")[:2])
-                _refused[cls] = f"torch cannot compile {cls.__name__}: {reason}"
-                logger.warning_once(f"Decoder layers run as they are, because {_refused[cls]}.")
-        forward = partial(_without_checkpointing, self.layer, **kwargs)
-        if self.is_checkpointed and torch.is_grad_enabled():
+                _refused[self.cls] = f"torch cannot compile {self.cls.__name__}: {reason}"
+                logger.warning_once(f"Decoder layers run as they are, because {_refused[self.cls]}.")
+        return self._checkpointed(partial(_without_checkpointing, self.layer, **kwargs), hidden_states, *args)
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        if self.cls not in _drawing:
+            return _compiled_for(_Kind(self.cls, self.budget))(self.layer, *args, **kwargs)
+        return self._checkpointed(partial(_keeping_all, self.layer, **kwargs), *args)
+
+    def _checkpointed(self, forward: Callable, *args: Any) -> Any:
+        if self.budget < 1 and torch.is_grad_enabled():
             return getattr(self.layer, model_compat.CHECKPOINT_FUNCTION)(forward, *args)
         return forward(*args)
 
@@ -176,6 +187,12 @@ def _without_checkpointing(layer: Any, *args: Any, **kwargs: Any) -> Any:
     """The layer as it is, also when it is computed again."""
     with temporary_attr(layer, "gradient_checkpointing", False):
         return type(layer).forward(layer, *args, **kwargs)
+
+
+def _keeping_all(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The compiled layer without a memory budget, also when it is computed again."""
+    with temporary_attr(layer, "gradient_checkpointing", False), torch_compat.compiled_with(1.0):
+        return _compiled_for(_Kind(type(layer), 1.0))(layer, *args, **kwargs)
 
 
 def _compiled_for(kind: _Kind) -> Callable:
