@@ -58,10 +58,14 @@ _walks: ContextVar[dict[Any, Any] | None] = ContextVar("_walks", default=None)
 
 
 @contextmanager
-def modules_as_they_are() -> Generator[None, None, None]:
-    """While it lasts, nobody replaces a module: what [`walks_once`] decorates walks each model once."""
-    before = _walks.get()
-    with temporary_value(_walks, {} if before is None else before):
+def modules_as_they_are(walks: dict[Any, Any] | None = None) -> Generator[None, None, None]:
+    """
+    While it lasts, nobody replaces a module: what [`walks_once`] decorates walks each model once. With the `walks` of a
+    time before, nobody has since then.
+    """
+    if walks is None:
+        walks = before if (before := _walks.get()) is not None else {}
+    with temporary_value(_walks, walks):
         yield
 
 

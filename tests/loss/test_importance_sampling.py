@@ -60,17 +60,17 @@ def test_a_token_without_a_sampling_log_prob_has_ratio_one_or_none():
     assert as_before[0, 0].isnan()
 
 
-def gathered(*processes: SamplingMetrics) -> dict[str, float]:
+def gathered(correction, *processes: SamplingMetrics) -> dict[str, float]:
     """The metrics of several processes."""
     tables: list[torch.Tensor] = []
     for metrics in processes:
-        metrics.gathered(SimpleNamespace(gather=lambda table: tables.append(table) or table))
-    return processes[0].gathered(SimpleNamespace(gather=lambda _: torch.cat(tables)))
+        metrics.gathered(SimpleNamespace(gather=lambda table: tables.append(table) or table), correction)
+    return processes[0].gathered(SimpleNamespace(gather=lambda _: torch.cat(tables)), correction)
 
 
 def metrics_of(correction, logps, sampling, mask) -> SamplingMetrics:
     metrics = SamplingMetrics()
-    metrics.add(0, correction, logps, sampling, mask, correction.ratio(logps, sampling, mask))
+    metrics.add(0, logps, sampling, mask, correction.ratio(logps, sampling, mask))
     return metrics
 
 
@@ -83,8 +83,8 @@ def test_metrics_are_means_greatest_and_least_over_what_counts(mode):
     ratio = correction.ratio(logps, sampling, MASK)
     metrics = SamplingMetrics()
     for place, rows in enumerate((slice(0, 2), slice(2, 3))):
-        metrics.add(place, correction, logps[rows], sampling[rows], MASK[rows], ratio[rows])
-    found = gathered(metrics)
+        metrics.add(place, logps[rows], sampling[rows], MASK[rows], ratio[rows])
+    found = gathered(correction, metrics)
     differences = [0.1, 0.5, 0.2, 0.7, 0.3, 0.1]
     ratios = ratio[:, 0].tolist() if mode.startswith("sequence") else ratio[MASK.bool()].tolist()
     expected = [sum(differences) / 6, 0.7, min(ratios), sum(ratios) / len(ratios), max(ratios)]
@@ -97,7 +97,7 @@ def test_a_process_without_tokens_that_count_adds_zeros_as_in_trl():
     logps = torch.full((3, 3), -2.0)
     mask = MASK * torch.tensor([[1], [0], [0]])
     sampling, rows_of = logps - LOG_RATIOS, (slice(0, 1), slice(1, 3))
-    found = gathered(*(metrics_of(correction, logps[rows], sampling[rows], mask[rows]) for rows in rows_of))
+    found = gathered(correction, *(metrics_of(correction, logps[rows], sampling[rows], mask[rows]) for rows in rows_of))
     ratios = [math.exp(0.1), math.exp(0.5)]
     expected = [0.3 / 2, 0.5, 0.0, sum(ratios) / 2 / 2, max(ratios)]
     assert list(found.values()) == [pytest.approx(value, rel=1e-5) for value in expected]
@@ -108,7 +108,7 @@ def test_ratios_that_are_no_numbers_on_one_process_leave_those_of_the_others():
     logps = torch.full((2, 3), -2.0)
     sampling, rows_of = logps - LOG_RATIOS[:2], (slice(0, 1), slice(1, 2))
     sampling[1] = NAN
-    found = gathered(*(metrics_of(correction, logps[rows], sampling[rows], MASK[rows]) for rows in rows_of))
+    found = gathered(correction, *(metrics_of(correction, logps[rows], sampling[rows], MASK[rows]) for rows in rows_of))
     ratios = [math.exp(0.1), math.exp(0.5)]
     differences, greatest, *of_ratios = found.values()
     assert math.isnan(differences)
@@ -126,6 +126,6 @@ def test_sequences_that_are_left_out_do_not_count(mode):
     found = []
     for rows, left_out in ((slice(None), torch.tensor([False, True, False])), ([0, 2], None)):
         metrics = SamplingMetrics()
-        metrics.add(0, correction, *(tensor[rows] for tensor in tensors), left_out)
-        found.append(gathered(metrics))
+        metrics.add(0, *(tensor[rows] for tensor in tensors), left_out)
+        found.append(gathered(correction, metrics))
     assert found[0] == found[1]

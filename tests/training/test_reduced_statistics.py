@@ -39,10 +39,10 @@ def test_metrics_of_the_sampler_are_those_of_all_processes():
     for process, sampling in sampled.items():
         metrics[process] = SamplingMetrics()
         ratio = correction.ratio(logps, sampling, mask)
-        metrics[process].add(0, correction, logps, sampling, mask, ratio)
+        metrics[process].add(0, logps, sampling, mask, ratio)
     others = []
-    metrics[1].gathered(SimpleNamespace(gather=lambda mine: others.append(mine) or mine))
-    values = metrics[0].gathered(SimpleNamespace(gather=lambda mine: torch.cat([mine, *others])))
+    metrics[1].gathered(SimpleNamespace(gather=lambda mine: others.append(mine) or mine), correction)
+    values = metrics[0].gathered(SimpleNamespace(gather=lambda mine: torch.cat([mine, *others])), correction)
     differences = [(logps - sampling).abs() for sampling in sampled.values()]
     ratios = [correction.ratio(logps, sampling, mask) for sampling in sampled.values()]
     expected = [

@@ -16,6 +16,8 @@ from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._utils import temporary_attr
 from trl_fused_grpo.loss.forecast import BatchForecast
+from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
+from trl_fused_grpo.training.forward import AccumulationWindow
 from trl_fused_grpo.training.plan import Forward, Plan
 from trl_fused_grpo.training.requests import build_loss_request
 
@@ -193,6 +195,25 @@ def test_a_loop_of_the_users_own_finds_the_model_in_training_after_each_step(tmp
 
     accumulate_two(trainer, leave_evaluation)
     assert all(module.training for module in trainer.model.modules())  # stock's steps begin with `train()`
+
+
+def test_the_next_forward_of_a_window_is_launched_before_trainer_waits_for_the_loss(tmp_path):
+    calls, step_ends, fused = [], AccumulationWindow.step_ends, FusedRequest.__call__
+
+    def count_step(self):
+        calls.append("step")
+        step_ends(self)
+
+    def count_forward(self, causal_lm, **model_inputs):
+        calls.append("forward")
+        return fused(self, causal_lm, **model_inputs)
+
+    with (
+        mock.patch.object(AccumulationWindow, "step_ends", count_step),
+        mock.patch.object(FusedRequest, "__call__", count_forward),
+    ):
+        train(tmp_path, fused_max_tokens_per_forward=0)
+    assert calls == ["forward", *(["forward", "step"] * 3), "step"] * 2
 
 
 def test_nothing_waits_from_a_training_that_was_interrupted(tmp_path):

@@ -59,17 +59,17 @@ class SamplingCorrection:
 @dataclass
 class SamplingMetrics:
     """
-    Collects the sampling metrics of one generation batch, one micro-batch after the other, until they are logged.
+    Keeps what the sampling metrics of one generation batch are made of, one micro-batch after the other, until they are
+    logged.
 
-    They are stored by the micro-batch's number in the generation batch, because an interrupted step adds its own again.
+    It is stored by the micro-batch's number in the generation batch, because an interrupted step adds its own again.
     """
 
-    sequences: dict[int, Tensor] = field(default_factory=dict)
+    parts: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def add(
         self,
         number: int,
-        correction: SamplingCorrection,
         logps: Tensor,
         sampling_logps: Tensor,
         mask: Tensor,
@@ -77,39 +77,27 @@ class SamplingMetrics:
         left_out: Tensor | None = None,
     ) -> None:
         """
-        Store the values of a micro-batch, by its `number`; shapes as in [`SamplingCorrection.ratio`]. Sequences of
+        Keep the values of a micro-batch, by its `number`; shapes as in [`SamplingCorrection.ratio`]. Sequences of
         `left_out` `[B]`, bool, do not count.
         """
-        difference, counts = (logps - sampling_logps).abs(), mask.bool()
-        has_ratio = torch.ones_like(ratio, dtype=torch.bool) if correction.is_per_sequence else counts
-        if left_out is not None:
-            counts, has_ratio = (those & ~left_out.unsqueeze(1) for those in (counts, has_ratio))
-        is_known = counts & ~difference.isnan() if correction.nan_ratio_is_one else counts
-        columns = [*_summary(difference, is_known), *_summary(ratio, has_ratio), _greatest(-ratio, has_ratio)]
-        self.sequences[number] = torch.stack(columns, dim=1)
+        kept = torch.ones_like(mask[:, :1], dtype=torch.bool) if left_out is None else ~left_out.unsqueeze(1)
+        self.parts[number] = logps, sampling_logps, mask, kept, ratio
 
-    def gathered(self, accelerator) -> dict[str, float]:
+    def gathered(self, accelerator, correction: SamplingCorrection) -> dict[str, float]:
         """The metrics of the generation batch over all processes, which must all call this, under TRL's names."""
-        mine = _of_process(torch.cat([*self.sequences.values()]).double())  # [5]
-        rows = accelerator.gather(mine.unsqueeze(0)).cpu()  # [processes, 5]
+        rows = accelerator.gather(self._of_process(correction).unsqueeze(0)).cpu()  # [processes, 5]
         low = torch.where(rows[:, 2].isnan(), float("inf"), rows[:, 2]).min()
         high = torch.where(rows[:, 4].isnan(), -float("inf"), rows[:, 4]).max()
         means = [rows[:, 0].mean(), rows[:, 1].max(), low, rows[:, 3].nanmean(), high]
         return dict(zip(SAMPLING_METRICS, torch.stack(means).tolist(), strict=True))
 
-
-def _summary(values: Tensor, counts: Tensor) -> list[Tensor]:
-    """Sum, number and greatest of the values `[B, T]` of each sequence that count."""
-    return [values.where(counts, 0.0).sum(1), counts.sum(1).to(values), _greatest(values, counts)]
-
-
-def _greatest(values: Tensor, counts: Tensor) -> Tensor:
-    return values.where(counts, -float("inf")).amax(1)
-
-
-def _of_process(sequences: Tensor) -> Tensor:
-    """Mean and greatest difference, least, mean and greatest ratio of sequences; zero where there is none."""
-    total, number, greatest, ratios, with_ratio, greatest_ratio, least_ratio = sequences.T
-    difference = [total.sum() / number.sum(), greatest.max()] if number.any() else [number.sum()] * 2
-    ratio = [-least_ratio.max(), ratios.sum() / with_ratio.sum(), greatest_ratio.max()]
-    return torch.stack([*difference, *(ratio if with_ratio.any() else [with_ratio.sum()] * 3)])
+    def _of_process(self, correction: SamplingCorrection) -> Tensor:
+        """Mean and greatest difference, least, mean and greatest ratio `[5]` of this process; zero of none."""
+        logps, sampling_logps, mask, kept, ratio = map(torch.cat, zip(*self.parts.values(), strict=True))
+        counts = mask.bool() & kept
+        difference = (logps - sampling_logps).abs()[counts]
+        ratio = ratio[kept if correction.is_per_sequence else counts]
+        if correction.nan_ratio_is_one:
+            difference = difference[~difference.isnan()]
+        difference, ratio = (x.double() if len(x) else x.new_zeros(1).double() for x in (difference, ratio))
+        return torch.stack([difference.mean(), difference.max(), ratio.min(), ratio.mean(), ratio.max()])

@@ -15,6 +15,7 @@ What unknown code does is not tried out. The lowest level of all findings counts
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -102,11 +103,16 @@ class Ladder:
         self._for_good: list[Reason] = []
         self._elsewhere: list[Reason] = []  # what another process had found when all looked
         self._told: set[str] = set()
+        self._walks: dict[Any, Any] = {}
 
     @property
     def level(self) -> Level:
         """The level that counts now."""
         return self.findings.level
+
+    def as_found(self) -> AbstractContextManager[None]:
+        """While it lasts, modules are known to be those of the last look, if nobody's code has run since."""
+        return modules_as_they_are(self._walks) if self.level == Level.WINDOW else nullcontext()
 
     def fall(self, reason: Reason) -> None:
         """From now on, for the whole training, at most the level of a reason counts."""
@@ -117,7 +123,8 @@ class Ladder:
     def look(self, engine: Any, *more: Reason, is_in_train: bool = False, together: bool = False) -> Findings:
         """Gather the findings anew."""
         trainer = self.trainer
-        with modules_as_they_are():
+        self._walks = {}
+        with modules_as_they_are(self._walks):
             reasons = [*reasons_of_trainer(trainer, is_in_train), *more, *self._for_good]
             for model in {id(m): m for m in (trainer.model_wrapped, trainer.ref_model) if m is not None}.values():
                 reasons += reasons_of_model(model, engine.causal_lm(model), engine.options.forces_rows)

@@ -200,6 +200,15 @@ class SharedForwards:
             "tokens may (0 runs each alone), and fused_memory how much memory is taken."
         )
 
+    def next_micro_batch(self) -> dict[str, Any] | None:
+        """The micro-batch that this training step comes to, if a forward of the plan that it follows begins there."""
+        is_planned = self._place > 0 and self.plan.forward_at(self._place) is not None
+        return self.plan.micro_batch(self._place) if is_planned else None
+
+    def keep_logps(self, logps: PerTokenLogps) -> None:
+        """Keep the log-probs of the micro-batch that this training step comes to."""
+        self._logps[self._place] = logps
+
     def take_logps(self, micro_batch: dict[str, Any]) -> PerTokenLogps | None:
         """Remove and return the log-probs that an earlier forward left for a micro-batch, or `None`."""
         place = self._place_of(micro_batch)

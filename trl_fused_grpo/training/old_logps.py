@@ -21,7 +21,7 @@ from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._utils import modules_as_they_are, on_any_process
+from trl_fused_grpo._utils import on_any_process
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 
@@ -86,7 +86,7 @@ class DeferredLogps:
         if is_planned and (reason := why_generation_is_out_of_turn(trainer)) is not None:
             logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {reason}.")
             is_planned = False
-        with modules_as_they_are():
+        with self.ladder.as_found():
             self._defers_old = is_planned and may_leave_out_old and why_old_logps_are_needed(trainer, findings) is None
             self._defers_reference = is_planned and why_reference_is_not_regrouped(trainer, findings, packed) is None
             self._policy_state = peft_compat.adapter_state(trainer.model)
@@ -292,13 +292,13 @@ class OldLogps:
         values = logps, inputs["sampling_per_token_logps"], trl_compat.loss_mask(self.trainer, inputs)
         ratio = self.correction.ratio(*values)
         if number is not None:
-            self._metrics.add(number, self.correction, *values, ratio, left_out)
+            self._metrics.add(number, *values, ratio, left_out)
         return ratio
 
     def _log_when_complete(self) -> None:
-        if len(self._metrics.sequences) < trl_compat.steps_per_generation(self.trainer):
+        if len(self._metrics.parts) < trl_compat.steps_per_generation(self.trainer):
             return
-        for name, value in self._metrics.gathered(self.trainer.accelerator).items():
+        for name, value in self._metrics.gathered(self.trainer.accelerator, self.correction).items():
             trl_compat.metrics_of(self.trainer)[name].append(value)
         self._metrics = SamplingMetrics()
 

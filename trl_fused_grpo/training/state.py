@@ -21,7 +21,7 @@ from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.models import forget_repeated_hooks
 from trl_fused_grpo._compat.peft import base_weights_kept
-from trl_fused_grpo._utils import modules_as_they_are, of_all_processes, on_any_process, temporary_attr
+from trl_fused_grpo._utils import of_all_processes, on_any_process, temporary_attr
 from trl_fused_grpo.modeling.attention.packed import cudnn_attention_off, uninstall_attention
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 from trl_fused_grpo.options import FusedOptions
@@ -65,6 +65,7 @@ class FusedState:
         self.window = AccumulationWindow(trainer)
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
+        self._last_call: tuple[LogpsArgs, Callable] | None = None  # for the loss of a training step
         self.is_in_train = self._has_summary_to_tell = False
         self._has_asked_for_logps = False  # TRL, in any training step
 
@@ -123,6 +124,7 @@ class FusedState:
         finally:  # an exception leaves losses that wait: their graphs keep memory, and attention replaced
             self.window.begin()
             self.forwards.reset()
+            self._last_call = None
 
     def begin_accumulation(self, epoch: Any) -> None:
         """TRL takes the micro-batches of a new accumulation window from the iterator of an epoch."""
@@ -147,8 +149,8 @@ class FusedState:
 
     def plan(self, batches: list[dict[str, Any]]) -> None:
         """Prepare the micro-batches of a new generation batch."""
-        with modules_as_they_are():
-            self.look(together=True)  # reward functions are the user's
+        self.look(together=True)  # reward functions are the user's
+        with self.ladder.as_found():
             plan = self._plan_of(batches)
         self.forwards.follow(plan)
         self.deferred.compute_reference(plan, self.request_of)
@@ -207,6 +209,8 @@ class FusedState:
             elif self.ladder.level < Level.WINDOW:  # whoever sees a micro-batch may hook or replace something
                 self.look()
             yield
+            if not self.window.is_last and not self.forwards.is_waiting:
+                self._run_ahead(self.window.steps_left - 1)
         if not self._has_asked_for_logps:
             checks.log_that_nothing_is_fused(self.trainer)
         self.window.step_ends()
@@ -249,7 +253,8 @@ class FusedState:
         if reason is not None:
             result = PerTokenLogps(*trl_compat.call_trl_logps(trl_method, **vars(call)))
         elif loss_call is not None:
-            result = self._logps_of_loss(loss_call, call, trl_method)
+            with self.ladder.as_found():
+                result = self._logps_of_loss(loss_call, call, trl_method)
         else:
             result = self._logps_of_call(call, trl_method, findings)
         if loss_call is not None:
@@ -278,8 +283,33 @@ class FusedState:
         micro_batch = loss_call.micro_batch
         if not torch.is_grad_enabled():
             return self.engine.compute(self.request_of(micro_batch), call, trl_method)
-        if (kept := self.forwards.take_logps(micro_batch)) is not None:
-            return kept
+        result = self.forwards.take_logps(micro_batch)
+        if result is None:
+            steps_left = 1 if self.window.is_stopped else self.window.steps_left
+            result = self._run_forward(loss_call, call, trl_method, steps_left)
+        self.window.keep_stats(result.stats)
+        self._last_call = call, trl_method
+        return result
+
+    def _run_ahead(self, steps_left: int) -> None:
+        """
+        Launch the window's next forward, if it has one, behind the backward that the device has begun: Trainer waits
+        for the loss after each step, and the device would then wait until the forward is laid out.
+        """
+        micro_batch = self.forwards.next_micro_batch()
+        if micro_batch is None or steps_left < 1 or self._last_call is None or self.ladder.level < Level.WINDOW:
+            return
+        call, trl_method = self._last_call
+        if images_of(micro_batch).keys() == call.multimodal.keys():
+            loss_call = LossCall(micro_batch, micro_batch, trainers.beta_of_loss(self.trainer))
+            with temporary_attr(self, "_loss", loss_call), self.ladder.as_found():
+                call = call.with_batches([micro_batch])
+                self.forwards.keep_logps(self._run_forward(loss_call, call, trl_method, steps_left))
+
+    def _run_forward(
+        self, loss_call: LossCall, call: LogpsArgs, trl_method: Callable, steps_left: int
+    ) -> PerTokenLogps:
+        """Run the forward that begins with a micro-batch, where `steps_left` are until the weights move."""
 
         def may_share() -> bool:
             # Since the plan, the model may have refused packed rows, or the user may have replaced something
@@ -290,13 +320,11 @@ class FusedState:
         def compute(sharing: list[dict[str, Any]]) -> PerTokenLogps:
             logps_request = LogpsRequest.joined([self.request_of(batch) for batch in sharing])
             joined = call if len(sharing) == 1 else call.with_batches(sharing)
-            with reducing_gradients(call.model) if 1 < len(sharing) == self.window.steps_left else nullcontext():
+            is_reduced_later = len(sharing) == steps_left and self.window.steps_left > 1
+            with reducing_gradients(call.model) if is_reduced_later else nullcontext():
                 return self.engine.compute(logps_request, joined, trl_method)
 
-        steps_left = 1 if self.window.is_stopped else self.window.steps_left
-        result = self.forwards.run(self.forwards.sharing(micro_batch, steps_left, may_share), compute)
-        self.window.keep_stats(result.stats)
-        return result
+        return self.forwards.run(self.forwards.sharing(loss_call.micro_batch, steps_left, may_share), compute)
 
     def request_of(self, inputs: dict[str, Any]) -> LogpsRequest:
         """Which positions of a micro-batch its loss asks for, and the gradients that it expects back."""
