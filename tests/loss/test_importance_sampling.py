@@ -114,6 +114,8 @@ def test_ratios_that_are_no_numbers_on_one_process_leave_those_of_the_others():
     assert math.isnan(differences)
     assert math.isnan(greatest)
     assert of_ratios == [pytest.approx(value, rel=1e-5) for value in (min(ratios), sum(ratios) / 2, max(ratios))]
+    none_is = gathered(correction, metrics_of(correction, logps[1:], sampling[1:], MASK[1:2]))
+    assert all(math.isnan(value) for value in none_is.values())
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])

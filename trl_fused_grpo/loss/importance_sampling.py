@@ -86,8 +86,7 @@ class SamplingMetrics:
     def gathered(self, accelerator, correction: SamplingCorrection) -> dict[str, float]:
         """The metrics of the generation batch over all processes, which must all call this, under TRL's names."""
         rows = accelerator.gather(self._of_process(correction).unsqueeze(0)).cpu()  # [processes, 5]
-        low = torch.where(rows[:, 2].isnan(), float("inf"), rows[:, 2]).min()
-        high = torch.where(rows[:, 4].isnan(), -float("inf"), rows[:, 4]).max()
+        low, high = _known(rows[:, 2]).min(), _known(rows[:, 4]).max()
         means = [rows[:, 0].mean(), rows[:, 1].max(), low, rows[:, 3].nanmean(), high]
         return dict(zip(SAMPLING_METRICS, torch.stack(means).tolist(), strict=True))
 
@@ -101,3 +100,9 @@ class SamplingMetrics:
             difference = difference[~difference.isnan()]
         difference, ratio = (x.double() if len(x) else x.new_zeros(1).double() for x in (difference, ratio))
         return torch.stack([difference.mean(), difference.max(), ratio.min(), ratio.mean(), ratio.max()])
+
+
+def _known(values: Tensor) -> Tensor:
+    """The values that are numbers, all if none is."""
+    is_nan = values.isnan()
+    return values if is_nan.all() else values[~is_nan]

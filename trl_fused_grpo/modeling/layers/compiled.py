@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,21 +33,12 @@ logger = logging.get_logger(__name__)
 # with checkpointing. More gains little for its memory (`benchmarks/NOTES.md`)
 CHECKPOINTED_BUDGET = 0.0
 
-
-class _Kind(NamedTuple):
-    """What layers have in common that share a compiled code."""
-
-    cls: type  # their class
-    budget: float  # the share of what they would keep for backward that they may
-
-
-_compiled: dict[_Kind, Callable] = {}
+# By class of layers, and the share of what they would keep for backward that they may
+_compiled: dict[tuple[type, float], Callable] = {}
 # Classes that torch could not compile, with the reason
 _refused: dict[type, str] = {}
 # Those that draw random numbers, which torch's checkpointing draws again as they were
 _drawing: set[type] = set()
-
-
 # Those that run compiled, each with its number in the model
 _layers_on: ContextVar[Sequence[tuple[int, Any]]] = ContextVar("_layers_on", default=())
 
@@ -163,7 +154,7 @@ class _CompiledLayer:
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         if self.cls not in _drawing:
-            return _compiled_for(_Kind(self.cls, self.budget))(self.layer, *args, **kwargs)
+            return _compiled_for(self.cls, self.budget)(self.layer, *args, **kwargs)
         return self._checkpointed(partial(_keeping_all, self.layer, **kwargs), *args)
 
     def _checkpointed(self, forward: Callable, *args: Any) -> Any:
@@ -192,17 +183,18 @@ def _without_checkpointing(layer: Any, *args: Any, **kwargs: Any) -> Any:
 def _keeping_all(layer: Any, *args: Any, **kwargs: Any) -> Any:
     """The compiled layer without a memory budget, also when it is computed again."""
     with temporary_attr(layer, "gradient_checkpointing", False), torch_compat.compiled_with(1.0):
-        return _compiled_for(_Kind(type(layer), 1.0))(layer, *args, **kwargs)
+        return _compiled_for(type(layer), 1.0)(layer, *args, **kwargs)
 
 
-def _compiled_for(kind: _Kind) -> Callable:
+def _compiled_for(cls: type, budget: float) -> Callable:
+    kind = cls, budget
     if kind not in _compiled:
 
         def compiled(layer: Any, *args: Any, **kwargs: Any) -> Any:
             return type(layer).forward(layer, *args, **kwargs)
 
         # With a code object of its own: what torch compiles is kept by code
-        code = compiled.__code__.replace(co_name=f"fused_{kind.cls.__name__}_{len(_compiled)}")
+        code = compiled.__code__.replace(co_name=f"fused_{cls.__name__}_{len(_compiled)}")
         function = FunctionType(code, compiled.__globals__, code.co_name, None, compiled.__closure__)
         _compiled[kind] = torch.compile(function, dynamic=True, fullgraph=True, backend=torch_compat.inductor)
     return _compiled[kind]
