@@ -197,6 +197,21 @@ def test_a_loop_of_the_users_own_finds_the_model_in_training_after_each_step(tmp
     assert all(module.training for module in trainer.model.modules())  # stock's steps begin with `train()`
 
 
+def test_in_a_loop_of_the_users_own_weights_may_move_between_micro_batches(tmp_path):
+    found = []
+    for cls, options in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"fused_max_tokens_per_forward": 0})):
+        trainer = make_trainer(tmp_path, cls, gradient_accumulation_steps=2, **options)
+
+        def move(head=trainer.model.lm_head):
+            with torch.no_grad():
+                head.weight.mul_(1.1)
+
+        found.append(accumulate_two(trainer, move))
+    (losses, gradients), (expected_losses, expected) = found
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
+    assert max(relative_error(mine, other) for mine, other in zip(gradients, expected, strict=True)) < 1e-5
+
+
 def test_the_next_forward_of_a_window_is_launched_before_trainer_waits_for_the_loss(tmp_path):
     calls, step_ends, fused = [], AccumulationWindow.step_ends, FusedRequest.__call__
 

@@ -103,7 +103,7 @@ class Ladder:
         self._for_good: list[Reason] = []
         self._elsewhere: list[Reason] = []  # what another process had found when all looked
         self._told: set[str] = set()
-        self._walks: dict[Any, Any] = {}
+        self.walks: dict[Any, Any] | None = None  # over modules, while TRL trains: they would keep a model
 
     @property
     def level(self) -> Level:
@@ -112,7 +112,7 @@ class Ladder:
 
     def as_found(self) -> AbstractContextManager[None]:
         """While it lasts, modules are known to be those of the last look, if nobody's code has run since."""
-        return modules_as_they_are(self._walks) if self.level == Level.WINDOW else nullcontext()
+        return modules_as_they_are(self.walks) if self.level == Level.WINDOW else nullcontext()
 
     def fall(self, reason: Reason) -> None:
         """From now on, for the whole training, at most the level of a reason counts."""
@@ -123,8 +123,8 @@ class Ladder:
     def look(self, engine: Any, *more: Reason, is_in_train: bool = False, together: bool = False) -> Findings:
         """Gather the findings anew."""
         trainer = self.trainer
-        self._walks = {}
-        with modules_as_they_are(self._walks):
+        self.walks = {} if is_in_train else None
+        with modules_as_they_are(self.walks):
             reasons = [*reasons_of_trainer(trainer, is_in_train), *more, *self._for_good]
             for model in {id(m): m for m in (trainer.model_wrapped, trainer.ref_model) if m is not None}.values():
                 reasons += reasons_of_model(model, engine.causal_lm(model), engine.options.forces_rows)

@@ -115,7 +115,7 @@ class SharedForwards:
     def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.engine = engine
-        self._has_run_out_of_memory = False
+        self._has_run_out_of_memory, self.steps_ahead = False, 0
         self.reset()
 
     def reset(self) -> None:
@@ -200,13 +200,13 @@ class SharedForwards:
             "tokens may (0 runs each alone), and fused_memory how much memory is taken."
         )
 
-    def next_micro_batch(self) -> dict[str, Any] | None:
-        """The micro-batch that this training step comes to, if a forward of the plan that it follows begins there."""
+    def planned_micro_batch(self) -> dict[str, Any] | None:
+        """The micro-batch of this training step, if a forward of the plan that it follows begins there."""
         is_planned = self._place > 0 and self.plan.forward_at(self._place) is not None
         return self.plan.micro_batch(self._place) if is_planned else None
 
     def keep_logps(self, logps: PerTokenLogps) -> None:
-        """Keep the log-probs of the micro-batch that this training step comes to."""
+        """Keep the log-probs of the micro-batch of this training step."""
         self._logps[self._place] = logps
 
     def take_logps(self, micro_batch: dict[str, Any]) -> PerTokenLogps | None:
@@ -247,7 +247,8 @@ class SharedForwards:
     @property
     def _place(self) -> int:
         """The place of this training step in the plan."""
-        return trl_compat.step_of(self.trainer) % trl_compat.steps_of_generation_batch(self.trainer)
+        step = trl_compat.step_of(self.trainer) + self.steps_ahead
+        return step % trl_compat.steps_of_generation_batch(self.trainer)
 
     def _place_of(self, micro_batch: dict[str, Any]) -> int | None:
         """The place in the plan of what TRL trains on; `None` for other inputs, such as a copy."""

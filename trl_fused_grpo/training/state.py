@@ -124,7 +124,7 @@ class FusedState:
         finally:  # an exception leaves losses that wait: their graphs keep memory, and attention replaced
             self.window.begin()
             self.forwards.reset()
-            self._last_call = None
+            self._last_call = self.ladder.walks = None
 
     def begin_accumulation(self, epoch: Any) -> None:
         """TRL takes the micro-batches of a new accumulation window from the iterator of an epoch."""
@@ -193,6 +193,10 @@ class FusedState:
             with cudnn_attention_off() if is_off else nullcontext():
                 run = partial(backward, **options)
                 self.forwards.backward(loss, self.micro_batch, self.window.is_last, run)
+            # In a loop of the user's own weights may move before the next step
+            if self.is_in_train and not (self.window.is_last or self.forwards.is_waiting):
+                with temporary_attr(self.forwards, "steps_ahead", 1):
+                    self._run_ahead(self.window.steps_left - 1)
 
         if not self.forwards.is_waiting:  # else the step goes on with the forward of the one before
             self.window.stats = []
@@ -209,8 +213,6 @@ class FusedState:
             elif self.ladder.level < Level.WINDOW:  # whoever sees a micro-batch may hook or replace something
                 self.look()
             yield
-            if not self.window.is_last and not self.forwards.is_waiting:
-                self._run_ahead(self.window.steps_left - 1)
         if not self._has_asked_for_logps:
             checks.log_that_nothing_is_fused(self.trainer)
         self.window.step_ends()
@@ -296,7 +298,7 @@ class FusedState:
         Launch the window's next forward, if it has one, behind the backward that the device has begun: Trainer waits
         for the loss after each step, and the device would then wait until the forward is laid out.
         """
-        micro_batch = self.forwards.next_micro_batch()
+        micro_batch = self.forwards.planned_micro_batch()
         if micro_batch is None or steps_left < 1 or self._last_call is None or self.ladder.level < Level.WINDOW:
             return
         call, trl_method = self._last_call
@@ -320,7 +322,7 @@ class FusedState:
         def compute(sharing: list[dict[str, Any]]) -> PerTokenLogps:
             logps_request = LogpsRequest.joined([self.request_of(batch) for batch in sharing])
             joined = call if len(sharing) == 1 else call.with_batches(sharing)
-            is_reduced_later = len(sharing) == steps_left and self.window.steps_left > 1
+            is_reduced_later = len(sharing) == steps_left and self.window.steps_left > 1 and not self.window.is_stopped
             with reducing_gradients(call.model) if is_reduced_later else nullcontext():
                 return self.engine.compute(logps_request, joined, trl_method)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -150,17 +151,17 @@ class _CompiledLayer:
                 reason = " ".join(str(error).split("\n")[:2])
                 _refused[self.cls] = f"torch cannot compile {self.cls.__name__}: {reason}"
                 logger.warning_once(f"Decoder layers run as they are, because {_refused[self.cls]}.")
-        return self._checkpointed(partial(_without_checkpointing, self.layer, **kwargs), hidden_states, *args)
+        forward = partial(_without_checkpointing, self.layer, **kwargs)
+        if self.budget < 1 and torch.is_grad_enabled():
+            return getattr(self.layer, model_compat.CHECKPOINT_FUNCTION)(forward, hidden_states, *args)
+        return forward(hidden_states, *args)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         if self.cls not in _drawing:
             return _compiled_for(self.cls, self.budget)(self.layer, *args, **kwargs)
-        return self._checkpointed(partial(_keeping_all, self.layer, **kwargs), *args)
-
-    def _checkpointed(self, forward: Callable, *args: Any) -> Any:
         if self.budget < 1 and torch.is_grad_enabled():
-            return getattr(self.layer, model_compat.CHECKPOINT_FUNCTION)(forward, *args)
-        return forward(*args)
+            return checkpoint(_keeping_all, self.layer, *args, use_reentrant=False, **kwargs)
+        return _keeping_all(self.layer, *args, **kwargs)
 
     def _packed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments that are tensors and numbers, with the window of the layer's mask."""
