@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -170,8 +171,7 @@ def test_without_a_compiler_the_layers_run_as_they_are_which_is_told_once(tmp_pa
     def no_compiler(graph, example_inputs):
         raise RuntimeError("no C++ compiler")
 
-    with traced_layers() as counts:
-        monkeypatch.setattr(torch_compat, "inductor", no_compiler)
+    with traced_layers() as counts, mock.patch.object(torch_compat, "inductor", no_compiler):
         found = loss_and_gradients(trainer, inputs)
         assert largest_error(found, expected) < 1e-6
         assert counts["eager"] > len(trainer.model.model.layers)  # checkpointed, and so computed again
