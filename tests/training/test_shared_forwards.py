@@ -1,5 +1,6 @@
 """Micro-batches that share a forward: nothing but the number of forwards changes."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -112,7 +113,8 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
         for step, batch in enumerate(batches):
             fused._fused.window._steps_done = fused._step = step
             fused.accelerator.gradient_state._set_sync_gradients(step == 2)
-            with temporary_attr(fused._fused.window, "is_in_step", True):  # as within `training_step`
+            window = fused._fused.window  # as within the training step of a training
+            with temporary_attr(window, "is_in_step", True), temporary_attr(window, "is_in_train", True):
                 total = total + fused.compute_loss(fused.model, batch)
         return total
 
@@ -152,7 +154,7 @@ def test_the_last_accumulation_window_of_an_epoch_may_be_short(tmp_path):
     assert_same_training(train(tmp_path, fused_max_tokens_per_forward=PLENTY, **options), stock)
 
 
-def accumulate_two(trainer, between=lambda: None):
+def accumulate_two(trainer, between):
     """Losses and gradients of an accumulation window of two micro-batches. `between` is called between them."""
     trainer.model.zero_grad()
     trainer.current_gradient_accumulation_steps = 2
@@ -167,46 +169,37 @@ def accumulate_two(trainer, between=lambda: None):
     return torch.stack(losses), [parameter.grad.clone() for parameter in trainer.model.parameters()]
 
 
-def test_each_micro_batch_has_its_loss_in_its_own_step_whatever_happens_between(tmp_path):
-    options = {"gradient_accumulation_steps": 2, "fused_max_tokens_per_forward": PLENTY}
-    expected_losses, expected = accumulate_two(make_trainer(tmp_path, GRPOTrainer, gradient_accumulation_steps=2))
-    trainer = make_trainer(tmp_path, **options)
-
-    def evaluate():
-        assert trainer._fused.forwards.is_waiting
-        state = torch.get_rng_state()
-        trainer.evaluate()
-        torch.set_rng_state(state)
-        assert trainer._fused.forwards.is_waiting
-
-    losses, gradients = accumulate_two(trainer, evaluate)
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)  # each in its own step
-    assert not trainer._fused.forwards.is_waiting
-    for gradient, other in zip(gradients, expected, strict=True):
-        assert relative_error(gradient, other) < 1e-5
+def move_weights(trainer):
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(1.1)
 
 
-def test_a_loop_of_the_users_own_finds_the_model_in_training_after_each_step(tmp_path):
-    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, fused_max_tokens_per_forward=PLENTY)
-
-    def leave_evaluation():
-        assert trainer._fused.forwards.is_waiting
-        trainer.model.eval()
-
-    accumulate_two(trainer, leave_evaluation)
-    assert all(module.training for module in trainer.model.modules())  # stock's steps begin with `train()`
+def halve_gradients(trainer):
+    for parameter in trainer.model.parameters():
+        parameter.grad.mul_(0.5)
 
 
-def test_in_a_loop_of_the_users_own_weights_may_move_between_micro_batches(tmp_path):
+def add_hook(trainer):
+    trainer.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def evaluate(trainer):
+    state = torch.get_rng_state()
+    trainer.evaluate()
+    torch.set_rng_state(state)
+
+
+def leave_evaluation(trainer):
+    trainer.model.eval()
+
+
+@pytest.mark.parametrize("between", [move_weights, halve_gradients, add_hook, evaluate, leave_evaluation])
+def test_in_a_loop_of_the_users_own_anything_may_happen_between_micro_batches(tmp_path, between):
     found = []
-    for cls, options in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"fused_max_tokens_per_forward": 0})):
+    for cls, options in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"fused_max_tokens_per_forward": PLENTY})):
         trainer = make_trainer(tmp_path, cls, gradient_accumulation_steps=2, **options)
-
-        def move(head=trainer.model.lm_head):
-            with torch.no_grad():
-                head.weight.mul_(1.1)
-
-        found.append(accumulate_two(trainer, move))
+        found.append(accumulate_two(trainer, partial(between, trainer)))
+        assert all(module.training for module in trainer.model.modules())
     (losses, gradients), (expected_losses, expected) = found
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
     assert max(relative_error(mine, other) for mine, other in zip(gradients, expected, strict=True)) < 1e-5

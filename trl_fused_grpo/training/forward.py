@@ -32,7 +32,7 @@ class AccumulationWindow:
 
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
-        self.is_in_step = False
+        self.is_in_train = self.is_in_step = False
         self.stats: list[FusedStats] = []  # of the last training step's forwards with gradients, for each sub-batch
         self._epoch: Any = None  # its iterator
         self.begin()
@@ -53,30 +53,25 @@ class AccumulationWindow:
         return self.is_in_step and self._steps_done == 0
 
     @property
-    def is_stopped(self) -> bool:
-        """
-        Return `True` if the training step that runs is the last one of an epoch or a training that somebody has
-        stopped. Gradients stay then, and those of the next epoch are added.
-        """
-        return self.trainer.control.should_epoch_stop or self.trainer.control.should_training_stop
-
-    @property
     def is_last(self) -> bool:
         """
-        Return `True` if what waits has its backward in this training step: the weights move after it, or it is stopped.
+        Return `True` if what waits has its backward in this training step: the weights move after it, or it is the last
+        of an epoch or a training that somebody has stopped. Gradients stay then, and those of the next are added.
         """
-        return self.trainer.accelerator.sync_gradients or self.is_stopped
+        control = self.trainer.control
+        is_stopped = control.should_epoch_stop or control.should_training_stop
+        return self.trainer.accelerator.sync_gradients or is_stopped
 
     @property
     def steps_left(self) -> int:
         """
-        Micro-batches until the weights move, the current one included, or one where that is not known. Zero outside a
-        training step: a loop of the user's own may move them at any time.
+        Micro-batches until the weights move, the current one included, or one where that is not known: a loop of the
+        user's own may move them behind each, or change gradients. Zero outside a training step.
         """
         if not self.is_in_step:
             return 0
         is_other = self._accumulation not in (None, self.trainer.args.gradient_accumulation_steps)
-        if self.trainer.accelerator.sync_gradients or is_other:
+        if not self.is_in_train or self.is_last or is_other:
             return 1
         return max(self.trainer.current_gradient_accumulation_steps - self._steps_done, 1)
 

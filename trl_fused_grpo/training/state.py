@@ -66,7 +66,7 @@ class FusedState:
         self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
         self._last_call: tuple[LogpsArgs, Callable] | None = None  # for the loss of a training step
-        self.is_in_train = self._has_summary_to_tell = False
+        self._has_summary_to_tell = False
         self._has_asked_for_logps = False  # TRL, in any training step
 
     def attach(self, layer_kernels: bool) -> None:
@@ -101,7 +101,7 @@ class FusedState:
         """Gather the findings anew; `together` with the other processes, see [`Ladder.look`]."""
         left = "a generation has left the model in evaluation, until the training step behind it"
         more = [Reason(Level.ROWS, left)] if self.deferred.leaves_evaluation else []
-        return self.ladder.look(self.engine, *more, is_in_train=self.is_in_train, together=together)
+        return self.ladder.look(self.engine, *more, is_in_train=self.window.is_in_train, together=together)
 
     def detach(self) -> None:
         """Undo what was done to models and to transformers' attention. Idempotent."""
@@ -119,7 +119,7 @@ class FusedState:
         self.window.begin()
         self.forwards.reset()
         try:
-            with temporary_attr(self, "is_in_train", True):
+            with temporary_attr(self.window, "is_in_train", True):
                 yield
         finally:  # an exception leaves losses that wait: their graphs keep memory, and attention replaced
             self.window.begin()
@@ -193,8 +193,7 @@ class FusedState:
             with cudnn_attention_off() if is_off else nullcontext():
                 run = partial(backward, **options)
                 self.forwards.backward(loss, self.micro_batch, self.window.is_last, run)
-            # In a loop of the user's own weights may move before the next step
-            if self.is_in_train and not (self.window.is_last or self.forwards.is_waiting):
+            if not (self.window.is_last or self.forwards.is_waiting):
                 with temporary_attr(self.forwards, "steps_ahead", 1):
                     self._run_ahead(self.window.steps_left - 1)
 
@@ -202,7 +201,7 @@ class FusedState:
             self.window.stats = []
         # Trainer calls `train()` on all modules in each step, with adapters for 8 ms in which the GPU waits. The step
         # that ran this one's forward did so, and within `trainer.train()` only libraries' code has run since
-        is_in_training = self.is_in_train and self.forwards.has_logps_of_step
+        is_in_training = self.window.is_in_train and self.forwards.has_logps_of_step
         with (
             temporary_attr(accelerator, "backward", backward_of_forward),
             temporary_attr(self.window, "is_in_step", True),
@@ -210,7 +209,8 @@ class FusedState:
         ):
             if self.window.begins:
                 self.look(together=True)
-            elif self.ladder.level < Level.WINDOW:  # whoever sees a micro-batch may hook or replace something
+            # Whoever sees a micro-batch may hook or replace something
+            elif self.ladder.level < Level.WINDOW or not self.window.is_in_train:
                 self.look()
             yield
         if not self._has_asked_for_logps:
@@ -287,8 +287,7 @@ class FusedState:
             return self.engine.compute(self.request_of(micro_batch), call, trl_method)
         result = self.forwards.take_logps(micro_batch)
         if result is None:
-            steps_left = 1 if self.window.is_stopped else self.window.steps_left
-            result = self._run_forward(loss_call, call, trl_method, steps_left)
+            result = self._run_forward(loss_call, call, trl_method, self.window.steps_left)
         self.window.keep_stats(result.stats)
         self._last_call = call, trl_method
         return result
@@ -322,7 +321,7 @@ class FusedState:
         def compute(sharing: list[dict[str, Any]]) -> PerTokenLogps:
             logps_request = LogpsRequest.joined([self.request_of(batch) for batch in sharing])
             joined = call if len(sharing) == 1 else call.with_batches(sharing)
-            is_reduced_later = len(sharing) == steps_left and self.window.steps_left > 1 and not self.window.is_stopped
+            is_reduced_later = len(sharing) == steps_left and self.window.steps_left > 1
             with reducing_gradients(call.model) if is_reduced_later else nullcontext():
                 return self.engine.compute(logps_request, joined, trl_method)
 
