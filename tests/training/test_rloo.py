@@ -168,6 +168,7 @@ def test_on_policy_without_a_penalty_no_old_logps_are_computed(tmp_path, uncheck
 def test_a_training_that_goes_on_computes_the_old_logps_that_were_left_out(tmp_path):
     trainer = make_trainer(tmp_path, FusedRLOOTrainer, config=FusedRLOOConfig, beta=0.0, **STEPS)
     window = trainer._fused.window
+    window.begin(epoch=object())
     window.is_in_step = window.is_in_train = True
     trainer.current_gradient_accumulation_steps = 2
     trainer.accelerator.gradient_state._set_sync_gradients(False)

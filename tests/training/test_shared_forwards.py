@@ -108,6 +108,7 @@ def test_a_shared_forward_has_the_gradients_of_its_micro_batches_whatever_the_le
         return sum(stock.compute_loss(stock.model, dict(batch)) for batch in batches)
 
     def merged_loss():
+        fused._fused.window.begin(epoch=object())
         fused._fused.forwards.follow(Plan(tuple(batches), (Forward(range(3)),)))
         total = 0.0
         for step, batch in enumerate(batches):
@@ -189,11 +190,11 @@ def evaluate(trainer):
     torch.set_rng_state(state)
 
 
-def leave_evaluation(trainer):
+def leave_in_evaluation(trainer):
     trainer.model.eval()
 
 
-@pytest.mark.parametrize("between", [move_weights, halve_gradients, add_hook, evaluate, leave_evaluation])
+@pytest.mark.parametrize("between", [move_weights, halve_gradients, add_hook, evaluate, leave_in_evaluation])
 def test_in_a_loop_of_the_users_own_anything_may_happen_between_micro_batches(tmp_path, between):
     found = []
     for cls, options in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"fused_max_tokens_per_forward": PLENTY})):

@@ -44,7 +44,8 @@ class AccumulationWindow:
             return
         self._epoch = epoch
         self._recomputed: list[tuple[int, int]] = []  # rows whose gradients were not as forecast, and all, by forward
-        # That of the epoch. Where a callback changes it, windows end elsewhere until the next epoch
+        # That of the epoch, `None` where it is not known. Where a callback changes it, windows end elsewhere until the
+        # next epoch
         self._accumulation = None if epoch is None else self.trainer.args.gradient_accumulation_steps
 
     @property
@@ -56,7 +57,8 @@ class AccumulationWindow:
     def is_last(self) -> bool:
         """
         Return `True` if what waits has its backward in this training step: the weights move after it, or it is the last
-        of an epoch or a training that somebody has stopped. Gradients stay then, and those of the next are added.
+        one of an epoch or a training that somebody has stopped. Gradients stay then, and those of the next epoch are
+        added.
         """
         control = self.trainer.control
         is_stopped = control.should_epoch_stop or control.should_training_stop
@@ -65,13 +67,13 @@ class AccumulationWindow:
     @property
     def steps_left(self) -> int:
         """
-        Micro-batches until the weights move, the current one included, or one where that is not known: a loop of the
-        user's own may move them behind each, or change gradients. Zero outside a training step.
+        Micro-batches until the weights move, the current one included. One where that is not known, as in a loop of the
+        user's own, which may move them after each micro-batch or change gradients. Zero outside a training step.
         """
         if not self.is_in_step:
             return 0
-        is_other = self._accumulation not in (None, self.trainer.args.gradient_accumulation_steps)
-        if not self.is_in_train or self.is_last or is_other:
+        is_known = self.is_in_train and self._accumulation == self.trainer.args.gradient_accumulation_steps
+        if self.is_last or not is_known:
             return 1
         return max(self.trainer.current_gradient_accumulation_steps - self._steps_done, 1)
 
@@ -85,7 +87,7 @@ class AccumulationWindow:
         if moved and self._epoch is None:
             self._steps_done = 0
         elif moved and self._steps_done != self.trainer.current_gradient_accumulation_steps:
-            self._accumulation = 0  # nobody's: until the next epoch it is not known where windows end
+            self._accumulation = None  # until the next epoch
 
     def count(self) -> None:
         """Count the rows of a training step's forwards, whose backward is done."""

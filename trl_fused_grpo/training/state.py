@@ -193,15 +193,15 @@ class FusedState:
             with cudnn_attention_off() if is_off else nullcontext():
                 run = partial(backward, **options)
                 self.forwards.backward(loss, self.micro_batch, self.window.is_last, run)
-            if not (self.window.is_last or self.forwards.is_waiting):
+            if not self.forwards.is_waiting:
                 with temporary_attr(self.forwards, "steps_ahead", 1):
                     self._run_ahead(self.window.steps_left - 1)
 
         if not self.forwards.is_waiting:  # else the step goes on with the forward of the one before
             self.window.stats = []
         # Trainer calls `train()` on all modules in each step, with adapters for 8 ms in which the GPU waits. The step
-        # that ran this one's forward did so, and within `trainer.train()` only libraries' code has run since
-        is_in_training = self.window.is_in_train and self.forwards.has_logps_of_step
+        # that ran this one's forward did so, within `trainer.train()`, and only libraries' code has run since
+        is_in_training = self.forwards.has_logps_of_step
         with (
             temporary_attr(accelerator, "backward", backward_of_forward),
             temporary_attr(self.window, "is_in_step", True),
@@ -209,9 +209,8 @@ class FusedState:
         ):
             if self.window.begins:
                 self.look(together=True)
-            # Whoever sees a micro-batch may hook or replace something
             elif self.ladder.level < Level.WINDOW or not self.window.is_in_train:
-                self.look()
+                self.look()  # whoever sees a micro-batch may hook or replace something
             yield
         if not self._has_asked_for_logps:
             checks.log_that_nothing_is_fused(self.trainer)
