@@ -63,9 +63,8 @@ def modules_as_they_are(walks: dict[Any, Any] | None = None) -> Generator[None, 
     While it lasts, nobody replaces a module: what [`walks_once`] decorates walks each model once. With the `walks` of a
     time before, nobody has since then.
     """
-    if walks is None:
-        walks = before if (before := _walks.get()) is not None else {}
-    with temporary_value(_walks, walks):
+    of_now = next(known for known in (walks, _walks.get(), {}) if known is not None)
+    with temporary_value(_walks, of_now):
         yield
 
 

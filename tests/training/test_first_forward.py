@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.gptj import modeling_gptj
 from trl import GRPOTrainer
 
@@ -43,10 +44,18 @@ def limits_of(trainer, padded, has_images=False):
 
 def test_more_tokens_fit_when_backward_begins_and_when_it_ends():
     gradients = GradientMemory(free=1000, inputs=6, working=4, working_of_trl=4)
-    assert gradients.tokens(padded=100) == 200  # of 10 bytes each, when it begins
-    assert gradients.tokens(padded=10) == 25  # when it ends they need 100 bytes, as TRL's 10 tokens with their inputs
-    assert replace(gradients, working_of_trl=6).tokens(padded=10) == 30  # of 120 bytes
-    assert replace(gradients, casts_of_trl=50).tokens(padded=10) == 27  # of 110 bytes
+    assert gradients.tokens(padded=100) == (200, 100)  # of 10 bytes each, when it begins
+    # When it ends they need 100 bytes, as TRL's 10 tokens with their inputs
+    assert gradients.tokens(padded=10) == (25, 10)
+    assert replace(gradients, working_of_trl=6).tokens(padded=10) == (30, 12)  # of 120 bytes
+    assert replace(gradients, casts_of_trl=50).tokens(padded=10) == (27, 11)  # of 110 bytes
+
+
+def test_forwards_behind_the_first_have_the_memory_of_casts_that_only_trl_keeps():
+    gradients = GradientMemory(free=1000, inputs=6, working=4, working_of_trl=4, casts_of_trl=200)
+    assert gradients.tokens(padded=10) == (65, 26)  # of 260 bytes
+    assert replace(gradients, casts=60).tokens(padded=10) == (65, 20)
+    assert replace(gradients, casts=60, working_of_head=14).tokens(padded=10) == (65, 10)  # 20 bytes each
 
 
 def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(tmp_path):
@@ -57,20 +66,24 @@ def test_a_token_takes_the_inputs_of_layers_and_what_the_widest_layer_computes(t
     ends = 2 * (hidden + heads[0]) + 2 * (hidden + heads[1]) + 3 * (hidden + inner)
     weights = 4 * sum(parameter.numel() for parameter in trainer.model.parameters())
     inputs, working = 4 * config.num_hidden_layers * hidden, int(memory._WITHOUT_CASTS * 4 * ends)
-    assert memory_of(trainer) == GradientMemory(weights, inputs, working, working)
+    plain = GradientMemory(weights, inputs, working, working, working_of_head=(6 * 4 + 48) * hidden)
+    assert memory_of(trainer) == plain
     head, embedding = trainer.model.lm_head.weight.nbytes, trainer.model.model.embed_tokens.weight.nbytes
     with mock.patch.object(trainer.accelerator.state, "_mixed_precision", "bf16"):
         working, of_trl = (int(of_byte * 2 * ends) for of_byte in (memory._COMPILED, memory._OF_TRL))
-        expected = GradientMemory(weights, inputs, working, of_trl, (weights - embedding - 2 * head) // 2)
+        of_both = replace(plain, working=working, working_of_trl=of_trl)
+        of_layers = weights - embedding - head
+        expected = replace(of_both, casts_of_trl=(of_layers - head) // 2, casts=head // 2)
         assert memory_of(trainer, compiled=True) == expected
+        assert memory_of(trainer).casts == of_layers // 2
         assert memory_of(trainer).working == memory_of(trainer).working_of_trl == int(memory._AS_IT_IS * 2 * ends)
         trainer.is_fsdp_enabled, is_fsdp = True, trainer.is_fsdp_enabled
         working = int(memory._WITHOUT_CASTS * 2 * ends)
-        assert memory_of(trainer, compiled=True) == GradientMemory(weights, inputs, working, working)
+        assert memory_of(trainer, compiled=True) == replace(plain, working=working, working_of_trl=working)
         trainer.is_fsdp_enabled = is_fsdp
         frozen = trainer.model.model.norm.weight.requires_grad_(False)
         working = int(memory._AS_IT_IS * 2 * ends)
-        expected = GradientMemory(weights - frozen.nbytes, inputs, working, working)
+        expected = replace(plain, free=weights - frozen.nbytes, working=working, working_of_trl=working)
         assert memory_of(trainer, compiled=True) == expected  # as with adapters
 
 
@@ -87,19 +100,33 @@ def test_only_gradients_that_will_come_count(tmp_path):
 
 def test_the_first_forward_gets_more_tokens_up_to_a_limit(tmp_path):
     trainer = begun(tmp_path)
-    tokens, most = memory_of(trainer).tokens, memory.MAX_TOKENS
-    assert tokens(1000) > 1050
-    assert limits_of(trainer, 1000) == (tokens(1000), 1000)
-    assert limits_of(trainer, most - 1) == (tokens(most - 1), most - 1)
-    assert limits_of(trainer, 10 * most) == (memory.MOST_OF_FIRST, most)
+    (first, _), most = memory_of(trainer).tokens(1000), memory.MOST_TOKENS
+    assert first > 1050
+    assert limits_of(trainer, 1000) == (first, 1000)
+    assert limits_of(trainer, most - 1) == (most, most - 1)
+    assert limits_of(trainer, 10 * most) == (most, most)
     assert limits_of(trainer, 1000, has_images=True) == (1000, 1000)
-    assert limits_of(begun(tmp_path, fused_memory=None, gradient_checkpointing=False), 10 * most) == (most, most)
+    not_checkpointed = begun(tmp_path, fused_memory=None, gradient_checkpointing=False)
+    assert limits_of(not_checkpointed, 1000) == (1000, 1000)
+    assert limits_of(not_checkpointed, 10 * most) == (most, most)
+
+
+def test_small_micro_batches_share_forwards_behind_the_first_where_layers_are_compiled(tmp_path):
+    config = Qwen3Config(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=12, head_dim=32)
+    limits = []
+    for fused_compile in (True, False):
+        trainer = begun(tmp_path, model=Qwen3ForCausalLM(config), fused_compile=fused_compile)
+        with mock.patch.object(trainer.accelerator.state, "_mixed_precision", "bf16"):
+            limits.append(limits_of(trainer, 20))
+    (_, of_compiled), (_, of_others) = limits
+    assert of_compiled > 40
+    assert of_others == 20
 
 
 def test_weights_of_any_size_do_not_lift_the_limit(tmp_path, monkeypatch):
     trainer = begun(tmp_path)
     monkeypatch.setattr(memory, "gradient_memory", lambda *_: GradientMemory(2**50, 2**20, 1))
-    assert limits_of(trainer, 50) == (memory.MOST_OF_FIRST, 50)
+    assert limits_of(trainer, 50) == (memory.MOST_TOKENS, 50)
 
 
 def test_a_limit_of_the_user_s_holds_for_all(tmp_path):

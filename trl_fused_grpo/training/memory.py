@@ -2,7 +2,8 @@
 The tokens of shared forwards: in the memory that TRL's padding and gradients would take, or in that of `fused_memory`.
 
 The first forward of an accumulation window finds no gradients. TRL's padded micro-batches behind its first one have
-those of all weights beside them. In the same memory it may have more tokens.
+those of all weights beside them. In the same memory it may have more tokens. So may the others where micro-batches are
+small: TRL's forward keeps casts of all weights until it ends, and compiled layers keep none.
 """
 
 import gc
@@ -23,25 +24,26 @@ from trl_fused_grpo._compat.architecture import text_model
 from trl_fused_grpo._utils import of_all_processes
 from trl_fused_grpo.modeling.layers.memo import LayerMemo, layers_of
 from trl_fused_grpo.modeling.layers.unpacked import unpacked_layers
+from trl_fused_grpo.ops.chunk_size import default_group_mib
 
 
 logger = logging.get_logger(__name__)
 
 GIB = 2**30
-# More tokens at once gain little on one H200 (`benchmarks/NOTES.md`)
-MAX_TOKENS = 16_384
+# More tokens at once were not measured
+MOST_TOKENS = 32_768
 # The optimizer's states exist after the first step, and the second one shows what a step takes
 LEARNED_AT_STEP = 2
 # A forward of so many times the tokens of those before shows anew what it takes
 MOST_GROWTH = 1.1
 # Of the budget: the allocator cannot use every gap
 USABLE = 0.95
-# More tokens at once were not measured
-MOST_OF_FIRST = 32_768
 # What a layer takes while it is computed again and its backward runs, for each byte of the inputs and outputs of its
 # products. Where float32 weights are cast for them, Qwen3 takes 1.7 compiled and 3.1 to 3.5 as in TRL's forward
 _COMPILED, _AS_IT_IS, _OF_TRL = 1.75, 3.5, 2.5
 _WITHOUT_CASTS = 2.0
+# Hidden states of a token at the head: four in the norm before it, those that it takes, and their gradients
+_STATES_AT_HEAD = 6
 
 
 class MemoryBudget:
@@ -98,44 +100,52 @@ class GradientMemory:
     working: int = 1  # what a layer takes for a token while it is computed again
     working_of_trl: int = 1  # the same in TRL's forward
     casts_of_trl: int = 0  # what TRL's forward takes for casts of weights when it ends, and no layer is computed
+    casts: int = 0  # what they take here, most at once
+    working_of_head: int = 1  # what the norm before the head, and the head, take for a token
 
-    def tokens(self, padded: int) -> int:
+    def tokens(self, padded: int) -> tuple[int, int]:
         """
-        How many tokens a forward may have where TRL's has `padded`. There is room for them when backward begins, and
-        still when it ends: then no inputs are kept, and the gradients are there.
+        How many tokens the first forward may have where TRL's has `padded`, and those behind it. There is room for them
+        when backward begins, and still when it ends: then no inputs are kept, and the gradients are there.
         """
         of_trl = padded * self.inputs + max(padded * self.working_of_trl, self.casts_of_trl)
-        return min((self.free + of_trl) // (self.inputs + self.working), of_trl // self.working)
+        first = min((self.free + of_trl) // (self.inputs + self.working), of_trl // self.working)
+        return first, (of_trl - self.casts) // (self.inputs + max(self.working, self.working_of_head))
 
 
 def gradient_memory(trainer: Any, causal_lm: PreTrainedModel, compiled: bool) -> GradientMemory:
     """The memory of the gradients of a trainer's policy, if the first forward of an accumulation window may take it."""
     if why_not_in_memory_of_gradients(trainer, causal_lm) is not None:
         return GradientMemory()
-    width = _width_of_products(causal_lm)
     text, device = text_model(causal_lm), trainer.accelerator.device.type
+    hidden_size = causal_lm.config.get_text_config().hidden_size
+    embedding: Any = causal_lm.get_input_embeddings()
+    output = [*filter(None, [causal_lm.get_output_embeddings()])]
     # Not those of a vision tower: without images it gets none
-    parts = [text, *filter(None, [causal_lm.get_output_embeddings()])]
-    weights = {parameter for part in parts for parameter in torch_compat.parameters_of(part)}
+    weights = {parameter for part in (text, *output) for parameter in torch_compat.parameters_of(part)}
     trained = [weight for weight in weights if weight.requires_grad and weight.device.type == device]
     free = sum(map(torch_compat.local_bytes, trained))
-    embedding: Any = causal_lm.get_input_embeddings()
     size = embedding.weight.element_size()
     is_mixed = trainer.accelerator.mixed_precision in ("bf16", "fp16")
-    size_of_products, working, of_trl, casts = 2 if is_mixed else size, _WITHOUT_CASTS, _WITHOUT_CASTS, 0
+    products = _width_of_products(causal_lm) * (2 if is_mixed else size)
+    working, of_trl, casts_of_trl, casts = _WITHOUT_CASTS, _WITHOUT_CASTS, 0, 0
     if is_mixed and size == 4 and not trainer.is_fsdp_enabled:  # FSDP casts weights as it gathers them
         working = of_trl = _AS_IT_IS
         if len(trained) == len(weights):  # autocast keeps the casts of trained weights, not of frozen ones
             working, of_trl = (_COMPILED, _OF_TRL) if compiled else (working, of_trl)
-            output: Any = causal_lm.get_output_embeddings()  # its gradient is there when backward begins, no cast of it
-            ends = sum(map(torch_compat.local_bytes, {embedding.weight, *output.parameters()}))
-            casts = (free - ends - sum(map(torch_compat.local_bytes, output.parameters()))) // 2
+            head = {parameter for part in output for parameter in torch_compat.parameters_of(part)}
+            of_head = sum(map(torch_compat.local_bytes, head))
+            of_layers = free - sum(map(torch_compat.local_bytes, {embedding.weight, *head}))
+            # The gradient of the head is there when backward begins, no cast of it
+            casts_of_trl, casts = (of_layers - of_head) // 2, (of_head if compiled else of_layers) // 2
     return GradientMemory(
         free=free,
-        inputs=len(layers_of(text)) * causal_lm.config.get_text_config().hidden_size * size,
-        working=int(working * width * size_of_products),
-        working_of_trl=int(of_trl * width * size_of_products),
-        casts_of_trl=casts,
+        inputs=len(layers_of(text)) * hidden_size * size,
+        working=int(working * products),
+        working_of_trl=int(of_trl * products),
+        casts_of_trl=casts_of_trl,
+        casts=casts,
+        working_of_head=_STATES_AT_HEAD * hidden_size * size + int(default_group_mib(hidden_size, 1) * 2**20),
     )
 
 
@@ -191,9 +201,8 @@ def _width_of_matrices(layer: nn.Module) -> int:
 
 def why_no_memory_budget(trainer: GRPOTrainer) -> str | None:
     """Why `fused_memory` cannot act, or `None`."""
-    if trainer.accelerator.device.type != "cuda":
-        return f"the model is on {trainer.accelerator.device.type}, whose memory is not measured"
-    return None
+    device_type = trainer.accelerator.device.type
+    return None if device_type == "cuda" else f"the model is on {device_type}, whose memory is not measured"
 
 
 def memory_budget(trainer: GRPOTrainer, fraction: float | None) -> MemoryBudget | None:
@@ -216,11 +225,9 @@ def token_limits(engine: Any, has_images: bool, padded: int) -> tuple[int, int]:
         layers, _ = engine.layers_to_compile(engine.unwrapped(trainer.model))
         gradients = gradient_memory(trainer, engine.causal_lm(trainer.model), bool(layers))
     free = int(of_all_processes(trainer.accelerator, "free memory", [gradients.free]).amin())
-    first = others = min(padded, MAX_TOKENS)
-    if free:
-        first = min(max(padded, replace(gradients, free=free).tokens(padded)), MOST_OF_FIRST)
+    first, behind = (max(padded, tokens) for tokens in replace(gradients, free=free).tokens(padded))
     in_budget = 0 if engine.memory is None else engine.memory.most_tokens(trainer.model.parameters())
-    return max(first, in_budget), max(others, in_budget)
+    return max(min(first, MOST_TOKENS), in_budget), max(min(behind, MOST_TOKENS), in_budget)
 
 
 def free_memory() -> None:
