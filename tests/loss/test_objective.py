@@ -108,12 +108,12 @@ def test_the_forecast_is_the_gradient_up_to_one_factor_and_zero_grad_rows_come_l
     is_tokenwise = objective.is_tokenwise(batch.old_per_token_logps is not None)
     assert (groups_of(rows) is None) == is_tokenwise
     # As in two chunks; sequences are kept whole where a token's gradient depends on its sequence
-    count, middle = (len(positions), len(positions) // 2) if is_tokenwise else (grad_rows, rows.groups.ends[1])
-    halves = [slice(0, middle), slice(middle, count)]
+    middle = grad_rows // 2 if is_tokenwise else rows.groups.ends[1]
+    halves = [slice(0, middle), slice(middle, grad_rows)]
     chunks = [rows(half, LOGPS.flatten()[positions[half]], None) for half in halves]
     _, *truths = truth(options, batch)
     for forecasts, gradient in zip(zip(*chunks, strict=True), truths, strict=True):
-        gradient = gradient.flatten()[positions[:count]]
+        gradient = gradient.flatten()[positions[:grad_rows]]
         if forecasts[0] is None:
             assert not gradient.any()
             continue

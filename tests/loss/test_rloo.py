@@ -85,4 +85,4 @@ def test_a_forecast_of_sequences_needs_their_old_log_probs():
     forecast = rloo_forecast(rloo_objective(0.2, 0.2), MASK, ADVANTAGES, old_sums)
     without = replace(forecast, batch=replace(forecast.batch, old_per_token_logps=None))
     with pytest.raises(AssertionError, match=r"^without old log-probs each token has its gradient$"):
-        without.gradients(torch.tensor([0]), torch.tensor([0]), torch.zeros(1))
+        without.gradients(torch.tensor([0]), torch.zeros(1))

@@ -8,10 +8,9 @@ import torch
 
 from tests.oracle import relative_error
 from trl_fused_grpo.loss.batch import GRPOBatch
-from trl_fused_grpo.loss.forecast import forecast
+from trl_fused_grpo.loss.forecast import BatchForecast, forecast
 from trl_fused_grpo.loss.importance_sampling import SamplingCorrection
 from trl_fused_grpo.loss.objective import GRPOObjective, token_terms
-from trl_fused_grpo.loss.sequence_forecast import SampledForecast, SequenceForecast
 
 from .test_objective import LOGPS, MASK, OLD, REF, randn
 
@@ -30,7 +29,7 @@ def batch_of(rows=slice(None), **options):
 
 def forecast_of(objective, batch, weights=None, entropy_grads=None, correction=None):
     weights = batch.mask.float() / 7 if weights is None else weights
-    return SequenceForecast(objective, batch, weights, entropy_grads, ONE, correction)
+    return BatchForecast(objective, batch, ONE, weights, entropy_grads, correction=correction)
 
 
 def sequences_that_need_grad(forecast):
@@ -129,7 +128,7 @@ def test_a_sequence_s_ratio_multiplies_the_gradient_at_ratio_one(mode, loss_type
     sampling[0, 0] = float("nan")
     batch = GRPOBatch(MASK, advantages, sampling_per_token_logps=sampling, entropy_normalizer=torch.tensor(3.0))
     found = forecast(objective, batch, correction)
-    assert type(found) is SampledForecast
+    assert not found.by_token
     expected = gradients_by_autograd(objective, batch, correction, found.weights, None).flatten()
     index = MASK.flatten().nonzero().squeeze(1)
     rows = found.at(index, len(index))
@@ -141,15 +140,13 @@ def test_a_sequence_s_ratio_multiplies_the_gradient_at_ratio_one(mode, loss_type
         assert relative_error(grads, expected[index[begin:end]]) < 1e-6
         assert torch.equal(entropies, found.entropy_grads.flatten()[index[begin:end]])
         begin = end
-    with_kl = forecast(replace(objective, beta=0.1), replace(batch, ref_per_token_logps=REF), correction)
-    assert type(with_kl) is SequenceForecast
 
 
 def test_a_ratio_that_is_to_be_computed_needs_the_sampler_s_log_probs():
     correction = SamplingCorrection("sequence_mask", None, 3.0, nan_ratio_is_one=True)
     found = forecast_of(SEQUENCE_LEVEL, batch_of(), correction=correction)
     with pytest.raises(AssertionError, match=r"^the ratio needs the sampler's log-probabilities$"):
-        found.gradients(slice(0, 1), torch.tensor([0]), torch.zeros(1))
+        found.gradients(torch.tensor([0]), torch.zeros(1))
 
 
 @pytest.mark.parametrize("has_entropies", [False, True])
@@ -164,9 +161,10 @@ def test_parts_are_joined_with_all_that_they_have(has_entropies):
         entropy_grads = unit * MASK[rows] / 3 if has_entropies else None
         options = {"accumulation": unit, "normalizer": torch.tensor([3.0])}
         batch = batch_of(rows, sampling_per_token_logps=SAMPLING[rows], **options)
-        part = SequenceForecast(objective, batch, unit * MASK[rows] / 7, entropy_grads, torch.tensor(unit), its)
+        weights, unit = unit * MASK[rows] / 7, torch.tensor(unit)
+        part = BatchForecast(objective, batch, unit, weights, entropy_grads, correction=its)
         parts.append(part)
-    joined = SequenceForecast.joined(parts)
+    joined = BatchForecast.joined(parts)
     assert joined.unit.item() == 0.5
     assert joined.objective is parts[0].objective
     assert joined.correction is correction
@@ -206,10 +204,10 @@ def test_a_chunk_computes_the_gradients_of_its_own_sequences_alone():
     index = MASK.flatten().nonzero().squeeze(1)
     rows = found.at(index, len(index))
     ends = [0, *rows.groups.ends]
-    gradients = SequenceForecast.gradients
+    of = BatchForecast.of
     for first in range(B):
         for last in range(first + 1, B + 1):
             chunk = slice(ends[first], ends[last])
-            with mock.patch.object(SequenceForecast, "gradients", autospec=True, side_effect=gradients) as computed:
+            with mock.patch.object(BatchForecast, "of", autospec=True, side_effect=of) as computed:
                 rows(chunk, LOGPS.flatten()[index[chunk]], None)
             assert computed.call_args.args[1] == slice(first, last)

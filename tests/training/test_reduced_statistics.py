@@ -80,4 +80,4 @@ def test_the_forecast_has_the_normalizer_of_trl(tmp_path, accumulation, generati
     )
     (gradient,) = torch.autograd.grad(GRPOTrainer._compute_loss(stock, stock.model, dict(inputs)), leaf)
     forecast = build_loss_request(fused, dict(inputs), skip_zero_grad=False).forecast
-    assert relative_error(forecast.terms.on_policy / forecast.unit, gradient) < 1e-6
+    assert relative_error(forecast.on_policy / forecast.unit, gradient) < 1e-6

@@ -255,4 +255,4 @@ def test_joined_forecasts_keep_the_proportions_of_their_losses(tmp_path):
     assert forecasts[0].unit != forecasts[1].unit
     for number, (start, end) in enumerate([(0, 1), (1, 7)]):
         expected = true[number] * joined.unit
-        torch.testing.assert_close(joined.terms.on_policy[start:end], expected, rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(joined.on_policy[start:end], expected, rtol=1e-6, atol=0.0)

@@ -3,7 +3,7 @@ The GRPO objective, the forecast of its gradients, and a loss for training loops
 
 - `batch` has the tensors of a micro-batch, `objective` the options and the formula of each token's loss.
 - `reduction` weights the tokens and sums them up; `metrics` describes the result.
-- `forecast` says which gradient each token will receive; `sequence_forecast` where that depends on its sequence.
+- `forecast` says which gradient each token will receive.
 - `importance_sampling` computes vLLM's ratios from the training forward.
 - `rloo` has RLOO's loss in these terms, and its forecast.
 - `liger_loss` puts these together as `FusedLinearGRPOLoss`; `selected_logps` computes its log-probabilities.

@@ -14,8 +14,6 @@ from torch import Tensor
 from .batch import GRPOBatch, as_columns, put_at
 from .forecast import BatchForecast, forecast
 from .objective import GRPOObjective, policy_loss
-from .reduction import token_weights
-from .sequence_forecast import SequenceForecast, selected
 
 
 def rloo_objective(epsilon_low: float, epsilon_high: float) -> GRPOObjective:
@@ -24,34 +22,33 @@ def rloo_objective(epsilon_low: float, epsilon_high: float) -> GRPOObjective:
 
 
 @dataclass(frozen=True)
-class RLOOForecast(SequenceForecast):
-    """A [`SequenceForecast`] whose `batch.old_per_token_logps` is `[B, 1]`: the sum over each sequence, nats."""
+class RLOOForecast(BatchForecast):
+    """A [`BatchForecast`] whose `batch.old_per_token_logps` is `[B, 1]`: the sum over each sequence, nats."""
 
     @property
     def has_equal_grads(self) -> bool:
         return True
 
-    def gradients(self, sequences: slice, places: Tensor, logps: Tensor) -> Tensor:
-        batch, weights = selected(self.batch, sequences), self.weights[sequences]  # [k, T]
-        whole = put_at(places, logps, weights.shape)
+    def gradients(self, places: Tensor, logps: Tensor) -> Tensor:
+        batch = self.batch
+        whole = put_at(places, logps, self.weights.shape)  # [k, T]
         sums = (whole * batch.mask).sum(1, keepdim=True)  # [k, 1], added up as TRL does
         assert batch.old_per_token_logps is not None, "without old log-probs each token has its gradient"
         with torch.enable_grad():
             log_ratio = (sums - batch.old_per_token_logps).requires_grad_()
             loss = policy_loss(self.objective, batch.advantages, log_ratio, log_ratio).sum()
             (grads,) = torch.autograd.grad(loss, log_ratio)  # [k, 1]
-        return (grads * weights).flatten()[places]
+        return (grads * self.weights).flatten()[places]
 
 
 def rloo_forecast(
     objective: GRPOObjective, mask: Tensor, advantages: Tensor, old_logps: Tensor | None
-) -> BatchForecast | SequenceForecast:
+) -> BatchForecast:
     """Forecast the gradient of every position `[B, T]` up to one factor; `old_logps` `[B]` are sums over sequences."""
     batch = GRPOBatch(mask, as_columns(advantages.detach()).float())
     on_policy = forecast(objective, batch)
-    assert isinstance(on_policy, BatchForecast), "at ratio one each token has its gradient"
+    assert on_policy is not None, "at ratio one each token has its gradient"
     if old_logps is None:
         return on_policy
     batch = replace(batch, old_per_token_logps=as_columns(old_logps.detach()))
-    weights = token_weights(objective, batch) * on_policy.unit
-    return RLOOForecast(objective, batch, weights, entropy_grads=None, unit=on_policy.unit)
+    return RLOOForecast(objective, batch, on_policy.unit, on_policy.weights)

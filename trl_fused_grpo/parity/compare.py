@@ -209,9 +209,9 @@ def _wrong_forecasts() -> Generator[None, None, None]:
 
     def wrong_forecast(*args: Any) -> Any:
         forecast: Any = true_forecast(*args)
-        scale = forecast.terms.scale
-        factors = torch.linspace(-1.0, 2.0, scale.numel(), device=scale.device)
-        return replace(forecast, terms=replace(forecast.terms, scale=scale * factors.view_as(scale)))
+        weights = forecast.weights
+        factors = torch.linspace(-1.0, 2.0, weights.numel(), device=weights.device)
+        return replace(forecast, weights=weights * factors.view_as(weights))
 
     with mock.patch.object(requests, "forecast", wrong_forecast):
         yield

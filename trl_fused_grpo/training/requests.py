@@ -20,7 +20,6 @@ from trl_fused_grpo.loss.importance_sampling import SamplingCorrection
 from trl_fused_grpo.loss.objective import GRPOObjective, token_terms
 from trl_fused_grpo.loss.reduction import luspo_counts_padding, token_weights
 from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
-from trl_fused_grpo.loss.sequence_forecast import SequenceForecast
 from trl_fused_grpo.modeling.head.output_projection import LogitScaling
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
@@ -36,7 +35,7 @@ class LogpsRequest:
 
     mask: Tensor  # [B, T]: the positions whose log-probability is read
     fill: Tensor | None = None  # [B, T], nats: stands at all other positions. Zero by default
-    forecast: BatchForecast | SequenceForecast | None = None
+    forecast: BatchForecast | None = None
     entropy_grad: bool = False  # whether entropies will receive a gradient
     skippable: Tensor | None = None  # [B], bool
     reads_padding: bool = False  # whether TRL's objective reads padding, so that every row keeps it
