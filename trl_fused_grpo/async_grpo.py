@@ -20,7 +20,7 @@ from .modeling.attention.packed import uninstall_attention, watched_call
 from .modeling.attention.watch import WatchedCall, carry_arguments
 from .modeling.head.fused_forward import FusedRequest, as_complex
 from .modeling.head.output_projection import logit_scaling, output_projection
-from .modeling.layers.compiled import compiling, layers_to_compile, why_not_compiled
+from .modeling.layers.compiled import layers_to_compile, why_not_compiled
 from .modeling.layers.forward_override import override_forward, restore_forward
 from .modeling.layers.unpacked import install_unpacking, uninstall_unpacking
 from .modeling.rows.layout import of_trie
@@ -139,8 +139,8 @@ class _FusedCall:
         request = self._request(labels, row.places, bool(given.get("output_router_logits")))
         others = {name: given[name] for name in given if not name.startswith(("tree_", "shift_labels"))}
         is_compiled = why_not_compiled(self.options.fused_compile, labels.device) is None
-        layers = layers_to_compile(causal_lm)[0] if is_compiled else []
-        with compiling(layers), watched_call(WatchedCall(row.lengths), causal_lm) as call:
+        request.compiled = layers_to_compile(causal_lm)[0] if is_compiled else ()
+        with watched_call(WatchedCall(row.lengths), causal_lm) as call:
             model_inputs = {**others, **row.model_inputs, "watched": call}
             carry_arguments(model_inputs)
             results = request(causal_lm, **model_inputs)

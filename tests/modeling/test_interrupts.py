@@ -17,11 +17,9 @@ from trl_fused_grpo.modeling.layers import unpacked as unpacked_layers
 from .built import built
 
 
-@contextmanager
 def compiled(model):
-    call, (layers, _) = WatchedCall(lengths=[3, 4]), compiled_layers.layers_to_compile(model)
-    with compiled_layers.compiling(layers), compiled_layers.compiled_layers(model, call):
-        yield
+    layers, _ = compiled_layers.layers_to_compile(model)
+    return compiled_layers.compiled_layers(model, layers, WatchedCall(lengths=[3, 4]))
 
 
 REPLACE = {
@@ -31,7 +29,7 @@ REPLACE = {
     "walks": lambda _: _utils.modules_as_they_are(),
     "attribute": lambda model: temporary_attr(model, "forward", nullcontext),
 }
-VARIABLES = (running_call, compiled_layers._layers_on, _utils._walks)
+VARIABLES = (running_call, _utils._walks)
 
 
 def found_in(model):

@@ -98,10 +98,10 @@ def test_tokens_are_counted_as_the_model_runs_them(tmp_path, monkeypatch, device
 
     run_backbone = fused_forward.run_backbone
 
-    def count(causal_lm, model_inputs):
+    def count(causal_lm, model_inputs, compiled):
         if torch.is_grad_enabled():
             seen.append(model_inputs["input_ids"].numel())
-        return run_backbone(causal_lm, model_inputs)
+        return run_backbone(causal_lm, model_inputs, compiled)
 
     monkeypatch.setattr(fused_forward, "run_backbone", count)
     trainer.train()

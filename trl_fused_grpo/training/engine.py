@@ -4,7 +4,6 @@ TRL's padded batch to its log-probs: sub-batches, layout, the model's forward, a
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -28,7 +27,7 @@ from trl_fused_grpo.modeling.attention.padded import padded_call
 from trl_fused_grpo.modeling.attention.watch import WatchedCall, carry_arguments
 from trl_fused_grpo.modeling.head.fused_forward import FusedRequest, install_fused_forward
 from trl_fused_grpo.modeling.head.output_projection import LogitScaling, logit_scaling
-from trl_fused_grpo.modeling.layers.compiled import compiling, layers_to_compile, why_not_compiled
+from trl_fused_grpo.modeling.layers.compiled import layers_to_compile, why_not_compiled
 from trl_fused_grpo.modeling.layers.forward_override import restore_forward
 from trl_fused_grpo.modeling.layers.unpacked import install_unpacking, uninstall_unpacking
 from trl_fused_grpo.modeling.rows import layout as layouts
@@ -152,13 +151,11 @@ class LogpsEngine:
         self.install(unwrapped)
         images = multimodal_inputs(call, trl_method) if call.multimodal else None
         shape = widest_batch(accelerator, causal_lm, (len(call.input_ids), call.input_ids.shape[1]))
-        with ExitStack() as stack:
-            stack.enter_context(accelerator.autocast())
-            if findings.level >= Level.ROWS and findings.knows_model:
-                stack.enter_context(self._compiled_layers(unwrapped))
-                if self.memory is not None and torch.is_grad_enabled():
-                    tokens = self.tokens_of_forward(logps_request, call, findings)
-                    self.memory.begin(self.trainer.state.global_step, tokens, unwrapped.parameters())
+        with accelerator.autocast():
+            is_known = findings.level >= Level.ROWS and findings.knows_model
+            if is_known and self.memory is not None and torch.is_grad_enabled():
+                tokens = self.tokens_of_forward(logps_request, call, findings)
+                self.memory.begin(self.trainer.state.global_step, tokens, unwrapped.parameters())
             while True:
                 options = self._logps_options(logps_request, call, findings, shape)
                 if images is not None and causal_lm in self._unshared_with_images:
@@ -175,8 +172,6 @@ class LogpsEngine:
                     self._unshared_with_images.add(causal_lm)
                 except RowsRefusedError as error:
                     findings = self._refuse(findings, error)
-                    stack.close()  # no layer runs compiled
-                    stack.enter_context(accelerator.autocast())
                 before.restore()
 
     def tokens_of_forward(self, logps_request: LogpsRequest, call: LogpsArgs, findings: Findings) -> int:
@@ -192,12 +187,6 @@ class LogpsEngine:
         """The layers of a model that run compiled, each with its number, and where none do the reason."""
         reason = why_not_compiled(self.options.fused_compile, self.trainer.accelerator.device)
         return layers_to_compile(model) if reason is None else ([], reason)
-
-    def _compiled_layers(self, model: nn.Module) -> AbstractContextManager[None]:
-        """While it lasts, a model's layers run compiled, where they can."""
-        layers, reason = self.layers_to_compile(model)
-        log_no_effect("fused_compile=True" if self.options.fused_compile else None, reason)
-        return compiling(layers)
 
     def _refuse(self, findings: Findings, error: RowsRefusedError) -> Findings:
         """
@@ -221,6 +210,10 @@ class LogpsEngine:
         if packed and (reason := why_wide_rows_differ(causal_lm, *shape)) is not None:
             keep_padding(reason, self.options.forces_rows)
             packed = False
+        compiled: list[tuple[int, Any]] = []
+        if packed and findings.knows_model:
+            compiled, reason = self.layers_to_compile(self.unwrapped(call.model))
+            log_no_effect("fused_compile=True" if self.options.fused_compile else None, reason)
         now = self._head_options(causal_lm)
         scaling, temperature, fp32 = self._made_with.get(causal_lm, now)
         if trl_compat.LOGPS_FROM_LOGITS:
@@ -234,6 +227,7 @@ class LogpsEngine:
             logits_mib=self.options.fused_logits_mib,
             packed=packed,
             share_prompts=self.shares_prompts(call.model),
+            compiled=compiled,
             forces_rows=self.options.forces_rows,
             needs_last_column=needs_last_column,
             is_known=findings.knows_model,
@@ -345,6 +339,7 @@ def compute_logps(
             logit_positions=None if logit_positions is None else logit_positions.flatten()[sub_batch.positions],
             fp32=options.fp32,
             aux_loss=call.compute_aux_loss,
+            compiled=options.compiled,
             backward=options.backward,
             logits_mib=options.logits_mib,
             tokens=max(in_row, micro_batch * call.input_ids.shape[1]),

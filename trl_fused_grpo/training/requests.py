@@ -151,6 +151,7 @@ class LogpsOptions:
     logits_mib: float | None  # memory for one chunk of logits, in MiB
     packed: bool  # whether rows are packed; otherwise they have TRL's padding
     share_prompts: bool  # whether a prompt stands in a packed row once
+    compiled: list[tuple[int, Any]]  # the layers that run compiled, each with its number in the model
     forces_rows: bool = False  # whether packed rows were asked for, so that no padded ones may stand in for them
     needs_last_column: bool = False  # see [`layout_choice.Traits`]
     is_known: bool = True  # whether the model's code is a library's. Other code runs as in stock

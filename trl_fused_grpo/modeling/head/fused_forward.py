@@ -1,6 +1,6 @@
 """`model(..., fused=request)`: log-probabilities instead of logits, through every wrapper around the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -26,7 +26,7 @@ from .moe import load_balancing_loss
 from .output_projection import LogitScaling, head_parameter_modules, read_lm_head
 
 
-def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> Any:
+def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any], compiled: Sequence[tuple[int, Any]]) -> Any:
     """The outputs of a causal model's backbone, `last_hidden_state` `[B, L, H]` among them."""
     backbone = architecture.backbone(causal_lm)
     # PEFT passes the arguments it knows on, set or not; not every backbone knows them
@@ -40,7 +40,7 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any]) -> An
     if not architecture.takes_any_argument(causal_lm):
         given = {name: value for name, value in given.items() if name not in PACKED_ARGUMENTS}
     with (
-        compiled_layers(causal_lm, call),
+        compiled_layers(causal_lm, compiled, call),
         unpacking(causal_lm, call),
         text_model_alone(causal_lm, PACKED_ARGUMENTS),
     ):
@@ -64,13 +64,14 @@ class FusedRequest:
         logit_positions: Tensor | None = None,
         fp32: bool = False,  # Whether the head computes in float32 outside autocast
         aux_loss: bool = False,  # Whether to return the load-balancing loss of a Mixture-of-Experts model too
+        compiled: Sequence[tuple[int, Any]] = (),  # The layers that run compiled, each with its number in the model
         logits_mib: float | None = None,
         tokens: int = 0,  # Tokens in the model at a time: those of TRL's rows, with padding, or of this row if more
         **options: Any,  # of [`fused_linear_logps`]
     ):
         self.positions, self.completion_ids, self.logit_positions = positions, completion_ids, logit_positions
         self.temperature, self.scaling, self.forecast = temperature, scaling, forecast
-        self.fp32, self.aux_loss = fp32, aux_loss
+        self.fp32, self.aux_loss, self.compiled = fp32, aux_loss, compiled
         self.logits_mib, self.tokens, self.options = logits_mib, tokens, options
         self.stats = FusedStats()
 
@@ -79,7 +80,7 @@ class FusedRequest:
         asks_for_routers = self.aux_loss or getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
         if asks_for_routers:
             model_inputs["output_router_logits"] = True
-        outputs = run_backbone(causal_lm, model_inputs)
+        outputs = run_backbone(causal_lm, model_inputs, self.compiled)
         torch.clear_autocast_cache()  # copies of all weights, which the head has no use for
         logps, entropies = self._run_head(causal_lm, outputs.last_hidden_state)
         results = (logps,) if entropies is None else (logps, entropies)

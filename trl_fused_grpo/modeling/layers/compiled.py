@@ -5,7 +5,6 @@ backward, in place of checkpointing. A layer that torch cannot compile runs as i
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from transformers.utils import logging
 from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
-from trl_fused_grpo._utils import temporary_attr, temporary_value, walks_once
+from trl_fused_grpo._utils import temporary_attr, walks_once
 from trl_fused_grpo.modeling.attention.varlen import chunked
 from trl_fused_grpo.modeling.attention.watch import Chunk, WatchedCall
 from trl_fused_grpo.ops.kernels import why_not_triton
@@ -40,15 +39,6 @@ _compiled: dict[tuple[type, float], Callable] = {}
 _refused: dict[type, str] = {}
 # Those that draw random numbers, which torch's checkpointing draws again as they were
 _drawing: set[type] = set()
-# Those that run compiled, each with its number in the model
-_layers_on: ContextVar[Sequence[tuple[int, Any]]] = ContextVar("_layers_on", default=())
-
-
-@contextmanager
-def compiling(layers: Sequence[tuple[int, Any]]) -> Generator[None, None, None]:
-    """While it lasts, [`compiled_layers`] has these run compiled, as [`layers_to_compile`] gives them."""
-    with temporary_value(_layers_on, layers):
-        yield
 
 
 def why_not_compiled(asked: bool | None, device: torch.device) -> str | None:
@@ -104,11 +94,13 @@ def _why_as_it_is(layer: nn.Module, apart: set[nn.Module]) -> str | None:
 
 
 @contextmanager
-def compiled_layers(causal_lm: PreTrainedModel, call: WatchedCall | None) -> Generator[None, None, None]:
+def compiled_layers(
+    causal_lm: PreTrainedModel, layers: Sequence[tuple[int, Any]], call: WatchedCall | None
+) -> Generator[None, None, None]:
     """
-    While it lasts, the layers of a model that [`compiling`] names run compiled on the packed row that `call` watches.
+    While it lasts, these layers of a model, from [`layers_to_compile`], run compiled on the packed row that `call`
+    watches.
     """
-    layers = _layers_on.get()
     is_seen = torch_compat.operations_are_seen() or torch.is_inference_mode_enabled()
     if not layers or is_seen or call is None:
         yield
