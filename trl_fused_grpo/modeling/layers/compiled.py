@@ -4,7 +4,7 @@ backward, in place of checkpointing. A layer that torch cannot compile runs as i
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -105,22 +105,16 @@ def compiled_layers(
     if not layers or is_seen or call is None:
         yield
         return
-    config, placed = causal_lm.config.get_text_config(), list[tuple[Any, bool]]()
+    config = causal_lm.config.get_text_config()
     is_checkpointed = any(layer.gradient_checkpointing and layer.training for _, layer in layers)
     budget = CHECKPOINTED_BUDGET if is_checkpointed else 1.0
-    try:
+    with torch_compat.compiled_with(budget), ExitStack() as stack:
         for index, layer in layers:
-            placed.append((layer, layer.gradient_checkpointing))
             place = SimpleNamespace(config=config, layer_idx=index)
             torch_compat.let_share_code(layer)
-            layer.__dict__["forward"] = _CompiledLayer(layer, place, call, budget)
-            layer.gradient_checkpointing = False
-        with torch_compat.compiled_with(budget):
-            yield
-    finally:
-        for layer, is_checkpointed in placed:
-            layer.__dict__.pop("forward", None)
-            layer.gradient_checkpointing = is_checkpointed
+            stack.enter_context(temporary_attr(layer, "forward", _CompiledLayer(layer, place, call, budget)))
+            stack.enter_context(temporary_attr(layer, "gradient_checkpointing", False))
+        yield
 
 
 class _CompiledLayer:
