@@ -423,9 +423,8 @@ def run_model(model: nn.Module, layout: Layout, request: FusedRequest, options: 
     if layout.row is None and not options.is_known:
         results = model(**layout.model_inputs, fused=request)
     elif layout.row is None:
-        with padded_call(model, options.opens_masks) as padded:
+        with padded_call(model, options.opens_masks, request.stats):
             results = model(**layout.model_inputs, fused=request)
-        request.stats.leaves_cudnn_off = padded.leaves_cudnn_off
     else:
         row = layout.row
         with watched_call(WatchedCall(row.lengths, row.has_images, row.shares_prompts), model) as call:

@@ -22,7 +22,8 @@ from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.models import forget_repeated_hooks
 from trl_fused_grpo._compat.peft import base_weights_kept
 from trl_fused_grpo._utils import of_all_processes, on_any_process, temporary_attr
-from trl_fused_grpo.modeling.attention.packed import cudnn_attention_off, uninstall_attention
+from trl_fused_grpo.modeling.attention.packed import uninstall_attention
+from trl_fused_grpo.modeling.attention.padded import cudnn_attention_off
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 from trl_fused_grpo.options import FusedOptions
 

@@ -102,23 +102,6 @@ def text_model_alone(causal_lm: PreTrainedModel, arguments: Sequence[str]) -> Ge
         yield
 
 
-@contextmanager
-def cudnn_attention_off() -> Generator[None, None, None]:
-    """
-    While it lasts, SDPA does not take cuDNN's kernel, which returns NaN gradients for rows that are masked whole, as
-    left padding is. A backward that computes checkpointed layers again needs it too. Without CUDA nothing happens.
-    """
-    if not torch.cuda.is_initialized():
-        yield
-        return
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
 def why_replaced(causal_lm: nn.Module, implementation: str) -> str | None:
     """Why packed rows cannot stand for a model's attention, or `None`: a function of it is not transformers' own."""
     functions = {f"the {kind} function": table.get(implementation) for kind, table in _TABLES.items()}

@@ -15,6 +15,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from trl_fused_grpo.ops.linear_logps import FusedStats
+
 from .packed import watched_call
 from .watch import WatchedCall
 
@@ -23,37 +25,42 @@ from .watch import WatchedCall
 _MASKS_ARE_SEEN: WeakSet[nn.Module] = WeakSet()
 
 
-class PaddedCall:
-    """A forward over padded rows."""
-
-    leaves_cudnn_off = False
+@contextmanager
+def cudnn_attention_off() -> Generator[None, None, None]:
+    """
+    While it lasts, SDPA does not take cuDNN's kernel. A backward that computes checkpointed layers again needs it too.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @contextmanager
-def padded_call(model: nn.Module, opens_masks: bool) -> Generator[PaddedCall, None, None]:
+def padded_call(model: nn.Module, opens_masks: bool, stats: FusedStats) -> Generator[None, None, None]:
     """
-    While it lasts, a forward over padded rows is safe from NaN gradients. Without a gradient or CUDA nothing happens.
+    While it lasts, a forward over padded rows is safe from NaN gradients; its `stats` say what its backward must not
+    take. Without a gradient or CUDA nothing happens.
     """
-    call = PaddedCall()
     if not (torch.is_grad_enabled() and torch.cuda.is_initialized()):
-        yield call
+        yield
         return
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
 
     def open_mask(mask: Any) -> Any:
         torch.backends.cuda.enable_cudnn_sdp(enabled)  # masks are built before the first layer of text
         _MASKS_ARE_SEEN.add(model)
-        call.leaves_cudnn_off = False
+        stats.leaves_cudnn_off = False
         return opened(mask)
 
-    call.leaves_cudnn_off = not (opens_masks and model in _MASKS_ARE_SEEN)
-    try:
-        if call.leaves_cudnn_off:
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        with watched_call(WatchedCall(open_mask=open_mask)) if opens_masks else nullcontext():
-            yield call
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
+    stats.leaves_cudnn_off = not (opens_masks and model in _MASKS_ARE_SEEN)
+    with (
+        cudnn_attention_off() if stats.leaves_cudnn_off else nullcontext(),
+        watched_call(WatchedCall(open_mask=open_mask)) if opens_masks else nullcontext(),
+    ):
+        yield
 
 
 def opened(mask: Any) -> Any:
