@@ -135,11 +135,6 @@ def is_peft_model(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def without_adapter(model: Any) -> Any:
-    """The model inside PEFT's wrapper, or the model itself."""
-    return model.get_base_model() if is_peft_model(model) else model
-
-
 def causal_lm_of(model: Any) -> Any:
     """The causal language model inside wrappers of PEFT, DDP, DeepSpeed and `torch.compile`, or the model itself."""
     while not hasattr(type(model), "get_output_embeddings"):

@@ -16,7 +16,6 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from trl_fused_grpo._compat import models as model_compat
-from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.trl_images import multimodal_model_inputs
@@ -104,7 +103,7 @@ class LogpsEngine:
 
     def causal_lm(self, model: nn.Module) -> PreTrainedModel:
         """The causal language model inside its wrappers, looked up at every call: FSDP and PEFT replace it."""
-        return model_compat.without_adapter(torch_compat.without_compiler(self.unwrapped(model)))
+        return model_compat.causal_lm_of(model)
 
     def read_head_options(self, model: nn.Module) -> None:
         """Read what TRL reads of a model and the arguments when a trainer is made, if this TRL reads it then alone."""

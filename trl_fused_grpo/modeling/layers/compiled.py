@@ -53,7 +53,7 @@ def layers_to_compile(model: nn.Module) -> tuple[list[tuple[int, Any]], str | No
     """
     The decoder layers of a model that can run compiled, each with its number, and where there are none the reason.
     """
-    causal_lm = model_compat.without_adapter(torch_compat.without_compiler(model))
+    causal_lm = model_compat.causal_lm_of(model)
     layers = layers_of(architecture.text_model(causal_lm))
     reason = _why_left_alone(model, layers)
     if reason is not None:
