@@ -26,8 +26,8 @@ from trl_fused_grpo._utils import temporary_value
 
 from .eager import EagerLayer, eager_attention
 from .masks import are_sequence_masks, attend_with_masks, build_sequence_masks, mask_device
-from .varlen import chunked, gathered_keys, traced_attention, varlen_attention
-from .watch import PACKED_ARGUMENTS, Chunk, WatchedCall, running_call, with_carried_arguments
+from .varlen import gathered_keys, traced_attention, varlen_attention
+from .watch import PACKED_ARGUMENTS, WatchedCall, running_call, with_carried_arguments
 
 
 class InTable(NamedTuple):
@@ -185,48 +185,31 @@ def _modeling_files(model: nn.Module) -> list[ModuleType]:
     return _FILES[model]
 
 
-class _Layer(NamedTuple):
-    """One call of an attention layer over packed sequences: its watched call and the arguments after the mask."""
-
-    call: WatchedCall
-    module: nn.Module
-    options: dict[str, Any]
-
-    def masked(self) -> tuple[dict[str, Any], int | None]:
-        """The arguments, where chunks are sequences if the layer's mask has them, and its sliding window in tokens."""
-        window, memo = self.call.window(self.module, self.options.get("sliding_window")), self.call.memo
-        if not isinstance(window, Chunk):
-            return self.options, window
-        if window not in memo:  # the same in every layer
-            memo[window] = chunked(self.options, window.tokens)
-        return {**self.options, **memo[window]}, None
-
-
 @functools.cache
 def _watched_sdpa(original: Callable) -> Callable:
-    def packed(layer: _Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        options, window = layer.masked()
-        arguments: dict[str, Any] = {**options, "sliding_window": window}
-        return varlen_attention(layer.module, query, key, value, **arguments)
+    def packed(call: WatchedCall, module: nn.Module, options: dict[str, Any], *tensors: Any) -> Tensor:
+        options, window = call.masked(module, options)
+        return varlen_attention(module, *tensors, **{**options, "sliding_window": window})
 
     return _watched_attention(original, packed, traced_attention)
 
 
 @functools.cache
 def _watched_eager(original: Callable) -> Callable:
-    def packed(layer: _Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        options, window = layer.masked()
-        eager = EagerLayer(original, layer.module, options, window, layer.call.mask_dtype, layer.call.memo)
-        return eager_attention(eager, query, key, value)
+    def packed(call: WatchedCall, module: nn.Module, options: dict[str, Any], *tensors: Any) -> Tensor:
+        options, window = call.masked(module, options)
+        return eager_attention(EagerLayer(original, module, options, window, call.mask_dtype, call.memo), *tensors)
 
     return _watched_attention(original, packed)
 
 
 @functools.cache
 def _watched_flash(original: Callable) -> Callable:
-    def packed(layer: _Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = gathered_keys(key, value, layer.options.pop("shared_prefix_kv", None))
-        return original(layer.module, query, key, value, None, **layer.options)[0]
+    def packed(
+        _: WatchedCall, module: nn.Module, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        key, value = gathered_keys(key, value, options.pop("shared_prefix_kv", None))
+        return original(module, query, key, value, None, **options)[0]
 
     return _watched_attention(original, packed)
 
@@ -239,8 +222,9 @@ def _watched_attention(
     original: Callable, packed: Callable[..., Tensor], traced: Callable[..., Tensor] = _not_traced
 ) -> Callable:
     """
-    One of transformers' attention functions, watched, with another one for `packed` rows, which takes the [`_Layer`],
-    query, key and value, and returns `[1, S, heads, D]`, and the one that torch's compiler sees (`traced`).
+    One of transformers' attention functions, watched, with another one for `packed` rows, which takes the call, the
+    layer, its keyword arguments, query, key and value, and returns `[1, S, heads, D]`, and the one that torch's
+    compiler sees (`traced`).
     """
     names = list(inspect.signature(original).parameters)[5:]
 
@@ -260,7 +244,7 @@ def _watched_attention(
         if are_sequence_masks(attention_mask, watched.lengths):
             own = {name: option for name, option in options.items() if name not in PACKED_ARGUMENTS}
             return attend_with_masks(original, module, query, key, value, attention_mask, watched.lengths, own), None
-        return packed(_Layer(watched, module, options), query, key, value), None
+        return packed(watched, module, options, query, key, value), None
 
     return attention
 

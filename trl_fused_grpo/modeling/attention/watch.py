@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trl_fused_grpo._compat import models as model_compat
 
 from .masks import are_sequence_masks
+from .varlen import chunked
 
 
 # The keyword arguments that tell the layers of a model about packed sequences
@@ -132,6 +133,18 @@ class WatchedCall:
         for name in model_compat.FURTHER_SDPA_ARGUMENTS:
             if options.get(name) is not None:
                 self.refuse(f"its attention takes {name}")
+
+    def masked(self, module: Any, options: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+        """
+        The keyword arguments of a layer or its attention, where chunks are sequences if the layer's mask has them, and
+        its sliding window in tokens.
+        """
+        window = self.window(module, options.get("sliding_window"))
+        if not isinstance(window, Chunk):
+            return options, window
+        if window not in self.memo:  # the same in every layer
+            self.memo[window] = chunked(options, window.tokens)
+        return {**options, **self.memo[window]}, None
 
     def window(self, module: Any, passed: int | None) -> int | Chunk | None:
         """

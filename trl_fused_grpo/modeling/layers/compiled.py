@@ -19,8 +19,7 @@ from trl_fused_grpo._compat import architecture
 from trl_fused_grpo._compat import models as model_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._utils import temporary_attr, walks_once
-from trl_fused_grpo.modeling.attention.varlen import chunked
-from trl_fused_grpo.modeling.attention.watch import Chunk, WatchedCall
+from trl_fused_grpo.modeling.attention.watch import WatchedCall
 from trl_fused_grpo.ops.kernels import why_not_triton
 
 from .memo import layers_of
@@ -151,14 +150,8 @@ class _CompiledLayer:
 
     def _packed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments that are tensors and numbers, with the window of the layer's mask."""
-        kwargs = {name: value for name, value in kwargs.items() if name != "watched"}
-        window = self.call.window(self.place, None)
-        if isinstance(window, Chunk):
-            memo, key = self.call.memo, ("compiled", window)
-            if key not in memo:  # the same in every layer
-                memo[key] = chunked(kwargs, window.tokens)
-            kwargs, window = {**kwargs, **memo[key]}, None
-        return {**kwargs, "packed_window": window}
+        kwargs, window = self.call.masked(self.place, kwargs)
+        return {**{name: value for name, value in kwargs.items() if name != "watched"}, "packed_window": window}
 
 
 def _without_checkpointing(layer: Any, *args: Any, **kwargs: Any) -> Any:
