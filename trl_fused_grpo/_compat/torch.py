@@ -41,9 +41,8 @@ CAUSAL_FROM_THE_LAST_KEY = 2
 # Autograd calls it without the window of the forward
 efficient_attention_backward = torch.ops.aten._efficient_attention_backward.default
 
-# Flex attention: `None` where it does not return its log-sum-exp for an `AuxRequest` (torch < 2.9)
+# Flex attention: `None` where it was not tried (torch < 2.9)
 flex_attention: Any = flex.flex_attention if hasattr(flex, "AuxRequest") else None
-AuxRequest: Any = getattr(flex, "AuxRequest", None)
 BlockMask: Any = flex.BlockMask
 
 # The classes that torch's own dropouts and normalisations of all dimensions have in common

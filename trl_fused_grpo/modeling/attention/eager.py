@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .eager_formula import additive_mask, eager_formula, sinks_of
+from .eager_formula import EagerFormula, additive_mask, eager_formula, sinks_of
 from .flex import build_block_mask, flex_attention, why_no_flex
 from .kernels import Boundaries, autocast_dtype, flash_takes, kernels_take
 from .sinks import sink_attention
@@ -54,16 +54,15 @@ def eager_attention(
     """
     q, k, v = (tensor.to(autocast_dtype(tensor)) for tensor in (query, key, value))
     formula = eager_formula(layer.original, layer.module, layer.own_options) if _is_fast(q) else None
-    if formula is not None:
-        if not formula.caps and not formula.has_sinks:
-            options: dict[str, Any] = {**layer.options, "sliding_window": layer.window}
-            return varlen_attention(layer.module, q, k, v, **options)
-        if not formula.caps and flash_takes(q, v):
-            return _with_sinks(layer, q, k, v)
-        softcap = layer.options["softcap"] if formula.caps else None
-        reason = why_no_flex(q, k, v, layer.options["scaling"], softcap, formula.has_sinks)
+    if formula == EagerFormula(caps=False, has_sinks=False):
+        options: dict[str, Any] = {**layer.options, "sliding_window": layer.window}
+        return varlen_attention(layer.module, q, k, v, **options)
+    if formula == EagerFormula(caps=False, has_sinks=True) and flash_takes(q, v):
+        return _with_sinks(layer, q, k, v)
+    if formula == EagerFormula(caps=True, has_sinks=False):
+        reason = why_no_flex(q, k, v, layer.options["scaling"], layer.options["softcap"])
         if reason is None:
-            return _with_flex(layer, softcap, formula.has_sinks, q, k, v)
+            return _with_flex(layer, q, k, v)
         logger.warning_once(f"Attention runs for one sequence after the other, because {reason}.")
     return _sequence_by_sequence(layer, query, key, value)
 
@@ -79,19 +78,15 @@ def _with_sinks(layer: EagerLayer, query: Tensor, key: Tensor, value: Tensor) ->
     return sink_attention(*by_token(query, key, value), *arguments).unsqueeze(0)
 
 
-def _with_flex(
-    layer: EagerLayer, softcap: float | None, has_sinks: bool, query: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
+def _with_flex(layer: EagerLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     key, value = gathered_keys(key, value, layer.options.get("shared_prefix_kv"))
     boundaries = layer.boundaries
     made_for, block_mask = layer.memo.get(("flex", layer.window), (None, None))
     if made_for is not boundaries.cu_seq_lens_q:  # a layer of the same kind has not been here
         block_mask = build_block_mask(boundaries, query.shape[2], key.shape[2], layer.window)
         layer.memo["flex", layer.window] = boundaries.cu_seq_lens_q, block_mask
-    queries, keys, values = by_token(query, key, value)
-    sinks = sinks_of(layer.module, layer.options) if has_sinks else None
-    output = flex_attention(queries, keys, values, block_mask, layer.options["scaling"], softcap, sinks)
-    return output.unsqueeze(0)
+    arguments = block_mask, layer.options["scaling"], layer.options["softcap"]
+    return flex_attention(*by_token(query, key, value), *arguments).unsqueeze(0)
 
 
 def _sequence_by_sequence(layer: EagerLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

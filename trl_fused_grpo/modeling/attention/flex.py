@@ -16,9 +16,7 @@ from .kernels import Boundaries, own_keys
 _BLOCK = 128
 
 
-def why_no_flex(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None, has_sinks: bool
-) -> str | None:
+def why_no_flex(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float) -> str | None:
     """Why flex attention cannot stand in for a model's own function, or `None`. It is tried out once, on few tokens."""
     width = query.shape[-1]
     if torch_compat.flex_attention is None:
@@ -26,7 +24,7 @@ def why_no_flex(
     if width != value.shape[-1] or width < 16 or width & (width - 1):
         return f"flex attention takes no heads of {width} and {value.shape[-1]}"
     heads = query.shape[1], key.shape[1]
-    return _why_not_compiled(*heads, width, query.dtype, query.device, scaling, softcap, has_sinks)
+    return _why_not_compiled(*heads, width, query.dtype, query.device, scaling, softcap)
 
 
 @functools.cache
@@ -37,8 +35,7 @@ def _why_not_compiled(
     dtype: torch.dtype,
     device: torch.device,
     scaling: float | None,
-    softcap: float | None,
-    has_sinks: bool,
+    softcap: float,
 ) -> str | None:
     # Not a tensor of the trial is to be saved by the hooks of a checkpointed layer around
     no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -51,8 +48,7 @@ def _why_not_compiled(
             )
             cu_seqlens = torch.tensor([0, count], dtype=torch.int32, device=device)
             block_mask = build_block_mask(Boundaries(cu_seqlens, cu_seqlens, count, count), count, count, None)
-            sinks = torch.zeros(heads, device=device, requires_grad=True) if has_sinks else None
-            flex_attention(q, k, v, block_mask, scaling, softcap, sinks).sum().backward()
+            flex_attention(q, k, v, block_mask, scaling, softcap).sum().backward()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of torch's compiler, of Triton or of the C compiler that these call
@@ -67,13 +63,11 @@ def flex_attention(
     values: Tensor,  # [K, key heads, D]
     block_mask: Any,  # from [`build_block_mask`]
     scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,  # [heads]
+    softcap: float,
     attention: Callable | None = None,  # [`not_compiled`] or the like, by default compiled
 ) -> Tensor:
     """
-    Attention of each sequence to its own keys, its scores capped by `softcap * tanh(score / softcap)`, with or without
-    sinks.
+    Attention of each sequence to its own keys, its scores capped by `softcap * tanh(score / softcap)`.
 
     Returns:
         `Tensor`: `[S, heads, D]`.
@@ -81,17 +75,8 @@ def flex_attention(
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (queries, keys, values))  # [1, heads, S or K, D]
     scale = repr(float(q.shape[-1] ** -0.5 if scaling is None else scaling))
     options: dict[str, Any] = {"scale": scale, "block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
-    if softcap is not None:
-        options["score_mod"] = _soft_cap(repr(float(softcap)))
-    if sinks is not None:
-        options["return_aux"] = torch_compat.AuxRequest(lse=True)
-    attention = attention or _compiled(*_kind(q, k), scale, softcap, sinks is not None)
-    result = attention(q, k, v, **options)
-    if sinks is None:
-        return result.squeeze(0).transpose(0, 1)
-    output, aux = result
-    factor = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None]).unsqueeze(-1)  # lse: [1, heads, S]
-    return (output * factor).to(output.dtype).squeeze(0).transpose(0, 1)
+    attention = attention or _compiled(*_kind(q, k), scale, softcap)
+    return attention(q, k, v, score_mod=_soft_cap(repr(float(softcap))), **options).squeeze(0).transpose(0, 1)
 
 
 def not_compiled(query: Tensor, key: Tensor, value: Tensor, *, scale: str, **options: Any) -> Any:
