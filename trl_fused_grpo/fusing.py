@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from ._compat.dataclass_fields import is_generated
 from ._compat.trainers import CONFIGS, TRAINERS, is_async, is_config_class, trl_class
 from .config import FusedGRPOConfig, FusedOptions, OptionsOfConfig
 from .rloo import FusedRLOOTrainer
@@ -175,12 +176,6 @@ def fuse_config(config_class: Class) -> Class:
     return made[0] if made else _fused_config(config_class)
 
 
-def _is_generated(method: Any) -> bool:
-    """Return `True` if `dataclass` made a method: such a one has no source file."""
-    code = getattr(method, "__code__", None)
-    return code is not None and code.co_filename == "<string>"
-
-
 def _fused_config(config_class: Any) -> Any:
     own = {option.name for option in fields(config_class)}
     options = {option.name for option in fields(FusedOptions)}
@@ -189,7 +184,7 @@ def _fused_config(config_class: Any) -> Any:
         raise TypeError(
             f"{config_class.__name__} has a {clash[0]} of its own, which is the name of a fused option: rename it."
         )
-    if not _is_generated(config_class.__init__):
+    if not is_generated(config_class.__init__):
         raise TypeError(
             f"{config_class.__name__} has a constructor of its own, which the fused options would bypass: use a "
             "dataclass with __post_init__ instead."
@@ -201,7 +196,7 @@ def _fused_config(config_class: Any) -> Any:
     # A method of the user's own, in whose place `dataclass` would put one; that of a hash is `None` where it has none
     for method in ("__repr__", "__eq__", "__hash__"):
         own_method = getattr(config_class, method)
-        if own_method and not _is_generated(inspect.unwrap(own_method)):
+        if own_method and not is_generated(inspect.unwrap(own_method)):
             namespace[method] = own_method
     return make_dataclass(name, added, bases=(_FusedConfig, config_class), namespace=namespace)
 

@@ -9,6 +9,12 @@ from typing import Any
 _GENERATED = ("__init__", "__repr__", "__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__")
 
 
+def is_generated(method: Any) -> bool:
+    """Return `True` if `dataclass` made a method: such a one has no source file."""
+    code = getattr(method, "__code__", None)
+    return code is not None and code.co_filename == "<string>"
+
+
 def _regenerate(cls: type) -> None:
     """Apply `dataclass` to a class once more, in place, so that its methods know the fields that it has now."""
     own, params = vars(cls)["__dataclass_fields__"], vars(cls)["__dataclass_params__"]
@@ -16,12 +22,9 @@ def _regenerate(cls: type) -> None:
         if name in own and not isinstance(vars(cls).get(name), Field):
             setattr(cls, name, own[name])
     for name in _GENERATED:
-        method = vars(cls).get(name)
-        if name == "__repr__":
-            method = inspect.unwrap(method) if method else None  # `dataclass` wraps it in a guard against recursion
-        code = getattr(method, "__code__", None)
-        # A generated method has no source file. A hash of None was set by `dataclass`, which sets it again
-        if (code and code.co_filename == "<string>") or (name == "__hash__" and name in vars(cls) and method is None):
+        method: Any = vars(cls).get(name)
+        # `dataclass` wraps a `__repr__` in a guard against recursion
+        if is_generated(inspect.unwrap(method) if name == "__repr__" else method):
             delattr(cls, name)
     dataclass(**{name: getattr(params, name) for name in ("init", "repr", "eq", "order", "unsafe_hash")})(cls)
 
