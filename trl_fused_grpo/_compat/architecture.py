@@ -16,7 +16,7 @@ from .required import TRANSFORMERS
 
 
 # transformers < 5: vision-language models keep their language backbone in `model`
-_TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
+TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 
 # Classes that carry a state without a convolution, and so are not known by their parts. The census has
 # looked at all families
@@ -54,7 +54,7 @@ def may_take_images(causal_lm: PreTrainedModel) -> bool:
 
 def backbone(causal_lm: PreTrainedModel) -> nn.Module:
     """The part of a causal language model that ends in hidden states."""
-    module = causal_lm.model if _TRANSFORMERS_4 and is_composite(causal_lm) else causal_lm.base_model
+    module = causal_lm.model if TRANSFORMERS_4 and is_composite(causal_lm) else causal_lm.base_model
     if module is causal_lm:  # Llama 4, and Gemma 3 before transformers 5, name a prefix that they do not have
         module = getattr(causal_lm, "model", causal_lm)
     if module is causal_lm:
@@ -117,11 +117,9 @@ def carries_state(module: nn.Module) -> bool:
 
 def takes_attention_interface(text_model: nn.Module) -> bool:
     """
-    Return `True` if modules of a text model may look their attention up in transformers' table: the model says so, or
-    the files of their classes know the table (most families before they were declared to, and hybrids to this day).
+    Return `True` if modules of a text model may look their attention up in transformers' table: the files of their
+    classes know it.
     """
-    if getattr(text_model, "_supports_attention_backend", False):
-        return True
     return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in _files(text_model))
 
 

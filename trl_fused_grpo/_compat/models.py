@@ -17,13 +17,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .architecture import TRANSFORMERS_4
 from .libraries import is_library_function
 from .required import TRANSFORMERS as TRANSFORMERS
 from .required import names_in
 from .torch import modules_of
 
-
-_TRANSFORMERS_4 = Version("5.0.0") > TRANSFORMERS
 
 # transformers < 5.21: the state of Zamba2 and Nemotron-H depends on which tokens lie in one chunk of columns (5.13 is
 # known to, 5.21 not to; what lies between is laid out like the former)
@@ -35,7 +34,7 @@ _CHUNKS_MATTER = Version("5.21.0") > TRANSFORMERS
 # (transformers < 5.8)
 PADDING_MATTERS = {
     *("opt", "recurrent_gemma"),
-    *(("lfm2", "phimoe", "glm4v_text", "glm4v_moe_text", "Glm4vMoe_text") if _TRANSFORMERS_4 else ()),
+    *(("lfm2", "phimoe", "glm4v_text", "glm4v_moe_text", "Glm4vMoe_text") if TRANSFORMERS_4 else ()),
     *(("zamba2", "nemotron_h") if _CHUNKS_MATTER else ()),
     *(("ministral3",) if Version("5.8.0") > TRANSFORMERS else ()),
 }

@@ -14,7 +14,7 @@ from .required import TRL
 
 
 # The trainers of TRL whose methods the fused trainers override, and the classes of their arguments
-TRAINERS: tuple[type, ...] = (GRPOTrainer, RLOOTrainer)
+TRAINERS: tuple[Any, ...] = (GRPOTrainer, RLOOTrainer)
 CONFIGS: tuple[type, ...] = (GRPOConfig, RLOOConfig)
 
 # The methods of a trainer that run between a generation and the moment when the weights move: with what they are given

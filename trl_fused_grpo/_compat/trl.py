@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_decorator as profiling_decorator
 from trl.trainer import utils
 
@@ -27,6 +27,7 @@ from .libraries import is_own_module, replaced_name
 from .required import SAMPLING_CLIP_MAX as SAMPLING_CLIP_MAX
 from .required import TRANSFORMERS, names_in
 from .required import TRL as TRL
+from .trainers import TRAINERS
 
 
 logger = logging.get_logger(__name__)
@@ -40,8 +41,7 @@ LOGPS_ARGUMENTS = tuple(p.name for p in _LOGPS_PARAMETERS if p.kind is p.POSITIO
 if "input_ids" not in LOGPS_ARGUMENTS:
     LOGPS_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")  # RLOO's has names
 
-_TRAINERS: tuple[Any, ...] = (GRPOTrainer, RLOOTrainer)
-_GENERATION_CODES = [inspect.unwrap(cls._generate_and_score_completions).__code__ for cls in _TRAINERS]
+_GENERATION_CODES = [inspect.unwrap(cls._generate_and_score_completions).__code__ for cls in TRAINERS]
 
 
 def is_asked_by_generation() -> bool:
@@ -162,14 +162,14 @@ _LOGPS_UTILITIES = ("selective_log_softmax", "entropy_from_logits")
 
 @functools.cache
 def _called_for_logps() -> set[str]:
-    methods = [cls._get_per_token_logps_and_entropies for cls in _TRAINERS]
+    methods = [cls._get_per_token_logps_and_entropies for cls in TRAINERS]
     functions = [vars(utils)[name] for name in _LOGPS_UTILITIES if name in vars(utils)]
     return {*_LOGPS_UTILITIES}.union(*(names_in(inspect.unwrap(one).__code__) for one in (*methods, *functions)))
 
 
 def replaced_in_logps() -> str | None:
     """A function that TRL's own log-prob method calls and that somebody has replaced, in words, or `None`."""
-    files = [utils, *(sys.modules[cls.__module__] for cls in _TRAINERS), torch, torch.nn.functional, torch.Tensor]
+    files = [utils, *(sys.modules[cls.__module__] for cls in TRAINERS), torch, torch.nn.functional, torch.Tensor]
     for file in files:
         name = replaced_name(vars(file), _called_for_logps() & vars(file).keys())
         if name is not None:
@@ -265,7 +265,7 @@ def adapter_on_head_allowed() -> Generator[None, None, None]:
     would leave the adapter out, the fused ones do not.
     """
     with ExitStack() as stack:
-        for cls in _TRAINERS if REFUSES_ADAPTER_ON_HEAD else ():
+        for cls in TRAINERS if REFUSES_ADAPTER_ON_HEAD else ():
             # Nothing is an instance of it
             stack.enter_context(temporary_attr(sys.modules[cls.__module__], "BaseTunerLayer", ()))
         yield

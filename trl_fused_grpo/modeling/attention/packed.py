@@ -9,7 +9,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -80,23 +80,22 @@ def watched_call(call: WatchedCall, model: nn.Module | None = None) -> Generator
 
 
 @contextmanager
-def text_model_alone(causal_lm: PreTrainedModel, arguments: Sequence[str]) -> Generator[None, None, None]:
+def text_model_alone(causal_lm: PreTrainedModel) -> Generator[None, None, None]:
     """
     While it lasts, the parts of a composite model beside its text model, such as a vision tower, run as they always do:
-    they are not watched, and do not get these keyword `arguments`, which describe rows of text.
+    they are not watched, and do not get the [`PACKED_ARGUMENTS`], which describe rows of text.
     """
     tokens = []
 
     def enter(module, args, kwargs):
         tokens.append(running_call.set(None))
-        return args, {name: value for name, value in kwargs.items() if name not in arguments}
+        return args, {name: value for name, value in kwargs.items() if name not in PACKED_ARGUMENTS}
 
     def leave(*_):
         running_call.reset(tokens.pop())
 
-    parts = architecture.modules_beside_text(causal_lm) if architecture.is_composite(causal_lm) else []
     with ExitStack() as hooks:
-        for part in parts:
+        for part in architecture.modules_beside_text(causal_lm):  # none where the text model is the backbone
             hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             hooks.enter_context(part.register_forward_hook(leave, always_call=True))
         yield

@@ -39,11 +39,7 @@ def run_backbone(causal_lm: PreTrainedModel, model_inputs: dict[str, Any], compi
     # All of its layers that need to know of packed rows run unpacked then
     if not architecture.takes_any_argument(causal_lm):
         given = {name: value for name, value in given.items() if name not in PACKED_ARGUMENTS}
-    with (
-        compiled_layers(causal_lm, compiled, call),
-        unpacking(causal_lm, call),
-        text_model_alone(causal_lm, PACKED_ARGUMENTS),
-    ):
+    with compiled_layers(causal_lm, compiled, call), unpacking(causal_lm, call), text_model_alone(causal_lm):
         return backbone(**given)
 
 
