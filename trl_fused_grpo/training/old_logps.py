@@ -276,10 +276,8 @@ class OldLogps:
         Compute what was left to a training that was interrupted. The weights must still be those that generated, as
         they are when the next training begins.
         """
-        batches = self._unused_micro_batches()
-        first = trl_compat.steps_per_generation(self.trainer) - len(batches)
-        for number, batch in enumerate(batches, first):
-            if DEFERRED in batch:
+        for number, batch in enumerate(trl_compat.buffered_micro_batches(self.trainer)):
+            if DEFERRED in batch:  # none that was trained on
                 self.take(batch, number, self._logps_of(batch))
 
     def _ratio(
@@ -301,17 +299,6 @@ class OldLogps:
         for name, value in self._metrics.gathered(self.trainer.accelerator, self.correction).items():
             trl_compat.metrics_of(self.trainer)[name].append(value)
         self._metrics = SamplingMetrics()
-
-    def _unused_micro_batches(self) -> list[dict[str, Any]]:
-        """
-        The micro-batches of the last generation batch that the training has not come to yet. All, where its first step
-        was interrupted: TRL generates anew then, but logs the metrics of the first generation too.
-        """
-        trainer = self.trainer
-        batches: list[dict[str, Any]] = trl_compat.buffered_micro_batches(trainer)
-        steps = trl_compat.steps_per_generation(trainer)
-        iteration, number = divmod(trl_compat.step_of(trainer) % (steps * trainer.num_iterations), steps)
-        return batches if iteration < trainer.num_iterations - 1 else batches[number:]
 
     @torch.no_grad()
     def _logps_of(self, inputs: dict[str, Any]) -> Tensor:
