@@ -217,6 +217,8 @@ class OldLogps:
     ratios, and logs the metrics that TRL logs of them.
     """
 
+    name = "old_per_token_logps"  # of what a micro-batch gets
+
     def __init__(self, trainer: GRPOTrainer):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self._metrics = SamplingMetrics()
@@ -230,7 +232,7 @@ class OldLogps:
     def mark(self, output: dict[str, Any], correction: SamplingCorrection | None = None) -> None:
         """Mark a generation batch whose old log-probs and ratios the training will compute."""
         self._correction = correction
-        del output["old_per_token_logps"]
+        del output[self.name]
         output[DEFERRED] = torch.tensor(True)
         if not trainers.corrects_sampling(self.trainer):
             return
@@ -245,31 +247,40 @@ class OldLogps:
 
     def fill(self, loss_call: LossCall, result: PerTokenLogps) -> None:
         """
-        Put vLLM's ratio, if there is one, into what TRL reads of a marked micro-batch, before TRL reads it. To TRL it
-        has no old log-probs yet, so that they are those of the training. From then on the micro-batch is one that TRL
-        made, with old log-probs, for the case that the weights move before it is used again.
+        Give a marked micro-batch the log-probs of its own loss. What its loss cannot do without is put into what TRL
+        reads, before TRL reads it. To `GRPOTrainer` it has no old log-probs yet: they are those of the training then.
         """
-        inputs, micro_batch, logps = loss_call.inputs, loss_call.micro_batch, result.logps.detach()
-        if DEFERRED not in inputs:
+        micro_batch = loss_call.micro_batch
+        if DEFERRED not in micro_batch:
             return
-        counts = DEFERRED in micro_batch  # not at a second call for the same loss
-        number = trl_compat.step_of(self.trainer) % trl_compat.steps_per_generation(self.trainer) if counts else None
-        ratio = {}
-        if trainers.corrects_sampling(self.trainer):
-            ratio["importance_sampling_ratio"] = self._ratio(inputs, logps, number, result.left_out)
-        inputs |= ratio
-        if counts:
-            micro_batch |= {**ratio, "old_per_token_logps": logps}
-            del micro_batch[DEFERRED]
-            self._log_when_complete()
+        number = trl_compat.step_of(self.trainer) % trl_compat.steps_per_generation(self.trainer)
+        self.take(micro_batch, number, result.logps.detach(), result.left_out)
+        needed = ("importance_sampling_ratio", "old_logps")
+        loss_call.inputs |= {name: micro_batch[name] for name in needed if name in micro_batch}
 
-    def take(self, micro_batch: dict[str, Any], number: int, logps: Tensor) -> None:
-        """Give a marked micro-batch its old log-probs, and what follows from them."""
+    def take(self, micro_batch: dict[str, Any], number: int, logps: Tensor, left_out: Tensor | None = None) -> None:
+        """
+        Give a marked micro-batch its old log-probs, and what follows from them, as if TRL had made it so. By its
+        `number` in the generation batch it counts in the metrics, but for sequences that were left out `[B]`, whose
+        log-probs are not known.
+        """
         if trainers.corrects_sampling(self.trainer):
-            micro_batch["importance_sampling_ratio"] = self._ratio(micro_batch, logps, number)
-        micro_batch["old_per_token_logps"] = logps
+            values = logps, micro_batch["sampling_per_token_logps"], trl_compat.loss_mask(self.trainer, micro_batch)
+            ratio = self.correction.ratio(*values)
+            micro_batch["importance_sampling_ratio"] = ratio
+            self._metrics.add(number, *values, ratio, left_out)
+        micro_batch[self.name] = self._of_batch(micro_batch, logps)
         del micro_batch[DEFERRED]
-        self._log_when_complete()
+        if len(self._metrics.parts) == trl_compat.steps_per_generation(self.trainer):
+            self._log_metrics()
+
+    def _of_batch(self, micro_batch: dict[str, Any], logps: Tensor) -> Tensor:
+        return logps
+
+    def _log_metrics(self) -> None:
+        metrics, self._metrics = self._metrics, SamplingMetrics()
+        for name, value in metrics.gathered(self.trainer.accelerator, self.correction).items():
+            trl_compat.metrics_of(self.trainer)[name].append(value)
 
     def resolve(self) -> None:
         """
@@ -280,26 +291,6 @@ class OldLogps:
             if DEFERRED in batch:  # none that was trained on
                 self.take(batch, number, self._logps_of(batch))
 
-    def _ratio(
-        self, inputs: dict[str, Any], logps: Tensor, number: int | None, left_out: Tensor | None = None
-    ) -> Tensor:
-        """
-        The ratio `[B, T]` or `[B, 1]`. With a `number` in the generation batch it counts in the metrics, but for
-        sequences that were left out `[B]`, whose log-probs are not known.
-        """
-        values = logps, inputs["sampling_per_token_logps"], trl_compat.loss_mask(self.trainer, inputs)
-        ratio = self.correction.ratio(*values)
-        if number is not None:
-            self._metrics.add(number, *values, ratio, left_out)
-        return ratio
-
-    def _log_when_complete(self) -> None:
-        if len(self._metrics.parts) < trl_compat.steps_per_generation(self.trainer):
-            return
-        for name, value in self._metrics.gathered(self.trainer.accelerator, self.correction).items():
-            trl_compat.metrics_of(self.trainer)[name].append(value)
-        self._metrics = SamplingMetrics()
-
     @torch.no_grad()
     def _logps_of(self, inputs: dict[str, Any]) -> Tensor:
         """Log-probs `[B, T]` of a micro-batch, through the trainer's own method."""
@@ -309,21 +300,9 @@ class OldLogps:
 
 
 class RLOOOldLogps(OldLogps):
-    """RLOO's old log-probs in the place of the importance ratios of [`OldLogps`]: no metric is made of them."""
+    """RLOO's old log-probs, one for each sequence. It corrects no sampling."""
 
-    def mark(self, output: dict[str, Any], correction: Any = None) -> None:
-        del output["old_logps"]
-        output[DEFERRED] = torch.tensor(True)
+    name = "old_logps"
 
-    def fill(self, loss_call: LossCall, result: PerTokenLogps) -> None:
-        if DEFERRED in loss_call.inputs:
-            self._fill(loss_call.inputs, result.logps)
-            if DEFERRED in loss_call.micro_batch:
-                self._fill(loss_call.micro_batch, result.logps)
-
-    def take(self, micro_batch: dict[str, Any], number: int, logps: Tensor) -> None:
-        self._fill(micro_batch, logps)
-
-    def _fill(self, batch: dict[str, Any], logps: Tensor) -> None:
-        batch["old_logps"] = (logps.detach() * batch["completion_mask"]).sum(1)
-        del batch[DEFERRED]
+    def _of_batch(self, micro_batch: dict[str, Any], logps: Tensor) -> Tensor:
+        return (logps * micro_batch["completion_mask"]).sum(1)
