@@ -21,7 +21,7 @@ from trl_fused_grpo._compat import peft as peft_compat
 from trl_fused_grpo._compat import torch as torch_compat
 from trl_fused_grpo._compat import trainers
 from trl_fused_grpo._compat import trl as trl_compat
-from trl_fused_grpo._utils import on_any_process
+from trl_fused_grpo._utils import on_any_process, temporary_attr
 from trl_fused_grpo.loss.importance_sampling import SAMPLING_METRICS, SamplingCorrection, SamplingMetrics
 from trl_fused_grpo.modeling.head.output_projection import output_projection
 
@@ -69,20 +69,21 @@ class DeferredLogps:
 
     @property
     def has_deferred_old_logps(self) -> bool:
-        """Return `True` if the generation that runs, or that is not planned yet, did not get its old log-probs."""
-        return self._old is not None
+        """Return `True` if the generation that runs did not get its old log-probs."""
+        return self._defers_old and self._old is not None
 
     @contextmanager
     def generation(self, steps_left: int) -> Generator[None, None, None]:
         """While it lasts, TRL generates and asks for log-probs; [`leaves_out`] says which of them it does not get."""
-        trainer = self.trainer
-        is_training, findings, options = trainer.model.training, self.ladder.findings, self.engine.options
-        packed, may_skip_old = self.engine.packs(trainer.model, findings), options.fused_skip_old_logps is not False
-        before, is_nested = dict(vars(self)), self.is_generating  # a reward function may generate too
-        self.is_generating = True
-        # Outside a training step, and for a reward function, nothing computes them afterwards
-        is_planned = is_training and steps_left > 0 and not is_nested
+        if self.is_generating:  # a reward function generates too: nothing computes its log-probs afterwards
+            with temporary_attr(self, "_defers_old", False), temporary_attr(self, "_defers_reference", False):
+                yield
+            return
+        trainer, findings = self.trainer, self.ladder.findings
+        packed = self.engine.packs(trainer.model, findings)
+        may_skip_old = self.engine.options.fused_skip_old_logps is not False
         may_leave_out_old = may_skip_old or packed  # in TRL's padding micro-batches have one shape
+        is_planned = trainer.model.training and steps_left > 0  # else nothing computes them afterwards
         if is_planned and (reason := why_generation_is_out_of_turn(trainer)) is not None:
             logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {reason}.")
             is_planned = False
@@ -93,15 +94,10 @@ class DeferredLogps:
             in_training = [module for module in torch_compat.modules_of(trainer.model) if module.training]
         self._from_training = steps_left if may_skip_old else 0
         self._old = self._reference = None
-        try:
+        with temporary_attr(self, "is_generating", True):
             yield
-            self._look_for_moved_weights()
-            self.leaves_evaluation = not all(module.training for module in in_training)
-        finally:
-            if is_nested:
-                vars(self).update(before)
-            else:
-                self.is_generating = self._defers_old = self._defers_reference = False
+        self._look_for_moved_weights()
+        self.leaves_evaluation = not all(module.training for module in in_training)
 
     def _look_for_moved_weights(self) -> None:
         """Leave no log-probs out any more where something that runs after them in a generation has moved weights."""
@@ -120,15 +116,16 @@ class DeferredLogps:
         # A reward function may call the method too, and uses the result
         if not self.is_generating or not trl_compat.is_asked_by_generation():
             return False
-        trainer = self.trainer
-        left_out = _LeftOut(call, peft_compat.adapter_state(call.model), trl_method, _times_written(call.model))
-        if call.model is not trainer.ref_model and left_out.adapters == self._policy_state:
-            leaves_out = self._defers_old
-            self._old = left_out if leaves_out else None
+        adapters = peft_compat.adapter_state(call.model)
+        is_policy = call.model is not self.trainer.ref_model and adapters == self._policy_state
+        if not (self._defers_old if is_policy else self._defers_reference):
+            return False
+        left_out = _LeftOut(call, adapters, trl_method, _times_written(call.model))
+        if is_policy:
+            self._old = left_out
         else:
-            leaves_out = self._defers_reference
-            self._reference = left_out if leaves_out else None
-        return leaves_out
+            self._reference = left_out
+        return True
 
     def compute_reference(self, plan: Plan, build_request: Callable[[dict[str, Any]], LogpsRequest]) -> None:
         """Compute the reference's log-probs where generation left them out, and put them into the micro-batches."""
