@@ -252,7 +252,7 @@ def test_a_window_of_one_forward_trains_what_stock_trains(
             if any(parameter.grad is not None for parameter in call.model.parameters()):
                 padded = request.micro_batch * call.input_ids.shape[1] if request.micro_batch else 10_000
                 beside_gradients.append(
-                    made[0]._fused.engine.tokens_of_forward(request, call, made[0]._fused.ladder.findings) <= padded
+                    made[0]._fused.engine.tokens_of_forward(call, made[0]._fused.ladder.findings) <= padded
                 )
         return original(request, options, call, images)
 

@@ -43,8 +43,8 @@ def is_rloo(trainer: Any) -> bool:
 
 
 def beta_of_loss(trainer: Any) -> float:
-    """Coefficient of the KL term in the loss."""
-    return 0.0 if is_rloo(trainer) else trainer.beta
+    """Coefficient of the KL term in the loss. While TRL's own loss leaves the term out, it is `_fused_beta`."""
+    return 0.0 if is_rloo(trainer) else getattr(trainer, "_fused_beta", trainer.beta)
 
 
 def corrects_sampling(trainer: Any) -> bool:

@@ -114,18 +114,16 @@ class LogpsEngine:
         """Scale and softcap, temperature, and whether the head runs in float32."""
         return logit_scaling(causal_lm), self.trainer.temperature, trainers.casts_head(self.trainer)
 
-    def packs(self, model: nn.Module, findings: Findings, reads_padding: bool | None = None) -> bool:
+    def packs(self, model: nn.Module, findings: Findings) -> bool:
         """Return `True` if a model's rows are packed: nothing else was asked for, and level and model allow it."""
-        if reads_padding is None:
-            reads_padding = padding_counts(self.trainer)
         policy = self.trainer.model
         is_reference = model is self.trainer.ref_model and model is not policy
-        if is_reference and not self.packs(policy, self.ladder.findings, reads_padding):
+        if is_reference and not self.packs(policy, self.ladder.findings):
             return False  # equal weights are to give equal bits
         if findings.level < Level.ROWS or self.options.fused_layout == "padded":
             return False
         with modules_as_they_are():
-            reason = why_not_packed(self.unwrapped(model), self.causal_lm(model), reads_padding)
+            reason = why_not_packed(self.unwrapped(model), self.causal_lm(model), padding_counts(self.trainer))
         if reason is not None and self.options.forces_rows:
             raise ValueError(f"fused_layout='packed' does not fit this model: {reason}. Leave it out.")
         if reason is not None:
@@ -153,10 +151,10 @@ class LogpsEngine:
         with accelerator.autocast():
             is_known = findings.level >= Level.ROWS and findings.knows_model
             if is_known and self.memory is not None and torch.is_grad_enabled():
-                tokens = self.tokens_of_forward(logps_request, call, findings)
+                tokens = self.tokens_of_forward(call, findings)
                 self.memory.begin(self.trainer.state.global_step, tokens, unwrapped.parameters())
             while True:
-                options = self._logps_options(logps_request, call, findings, shape)
+                options = self._logps_options(call, findings, shape)
                 if images is not None and causal_lm in self._unshared_with_images:
                     options = replace(options, share_prompts=False)
                 if not options.packed:
@@ -173,9 +171,9 @@ class LogpsEngine:
                     findings = self._refuse(findings, error)
                 before.restore()
 
-    def tokens_of_forward(self, logps_request: LogpsRequest, call: LogpsArgs, findings: Findings) -> int:
+    def tokens_of_forward(self, call: LogpsArgs, findings: Findings) -> int:
         """Tokens that the model runs in a forward, padding included, counted as the plan counts them."""
-        if not self.packs(call.model, findings, logps_request.reads_padding):
+        if not self.packs(call.model, findings):
             return call.input_ids.numel()
         ids, mask, width = call.input_ids, call.attention_mask, call.logits_to_keep
         batch = {"prompt_ids": ids[:, :-width], "prompt_mask": mask[:, :-width], "completion_mask": mask[:, -width:]}
@@ -198,11 +196,9 @@ class LogpsEngine:
         self.ladder.fall(reason)
         return Findings((*findings.reasons, reason))
 
-    def _logps_options(
-        self, logps_request: LogpsRequest, call: LogpsArgs, findings: Findings, shape: tuple[int, int]
-    ) -> LogpsOptions:
+    def _logps_options(self, call: LogpsArgs, findings: Findings, shape: tuple[int, int]) -> LogpsOptions:
         causal_lm = self.causal_lm(call.model)
-        packed = self.packs(call.model, findings, logps_request.reads_padding)
+        packed = self.packs(call.model, findings)
         needs_last_column = traits(causal_lm).needs_last_column
         if needs_last_column and call.compute_aux_loss:
             packed = False  # the auxiliary loss counts every token, also one that stands for the last column

@@ -38,7 +38,6 @@ class LogpsRequest:
     forecast: BatchForecast | None = None
     entropy_grad: bool = False  # whether entropies will receive a gradient
     skippable: Tensor | None = None  # [B], bool
-    reads_padding: bool = False  # whether TRL's objective reads padding, so that every row keeps it
     micro_batch: int | None = None  # sequences in each of the micro-batches that are joined here
     head_grad: bool | None = None  # of a reference, whether the policy's head has a gradient
 
@@ -128,7 +127,6 @@ class LossCall:
     micro_batch: dict[str, Any]  # as TRL keeps it for later iterations
     # What TRL reads, a copy: what is added goes into the micro-batch only where generation left it to the training
     inputs: dict[str, Any]
-    beta: float  # coefficient of the KL term, also while TRL's own KL term is left out
     logps: Tensor | None = None  # the log-probs `[B, T]` that TRL got
 
 
@@ -199,18 +197,16 @@ _OPTIONS_IN_ARGS = (
 )
 
 
-def padding_counts(trainer: GRPOTrainer, beta: float | None = None) -> bool:
+def padding_counts(trainer: GRPOTrainer) -> bool:
     """Return `True` if TRL's objective reads padding positions too, see [`luspo_counts_padding`]."""
     if not trl_compat.LUSPO_COUNTS_PADDING:
         return False
-    objective = objective_of(trainer, beta=beta)
+    objective = objective_of(trainer)
     has_token_factors = trainer.use_vllm or objective.top_entropy_quantile < 1.0
     return luspo_counts_padding(objective, objective.beta != 0.0, has_token_factors)
 
 
-def objective_of(
-    trainer: GRPOTrainer, entropy_coef: float = 0.0, beta: float | None = None, kl_estimator: str = "k3"
-) -> GRPOObjective:
+def objective_of(trainer: GRPOTrainer, entropy_coef: float = 0.0, kl_estimator: str = "k3") -> GRPOObjective:
     """The trainer's objective as plain options."""
     if trainers.is_rloo(trainer):
         return rloo_objective(trainer.epsilon_low, trainer.epsilon_high)
@@ -218,7 +214,7 @@ def objective_of(
         loss_type=trainer.loss_type,
         epsilon_low=trainer.epsilon_low,
         epsilon_high=trainer.epsilon_high,
-        beta=trainer.beta if beta is None else beta,
+        beta=trainers.beta_of_loss(trainer),
         top_entropy_quantile=trainer.top_entropy_quantile,
         kl_estimator=kl_estimator,
         importance_sampling_level=trainer.importance_sampling_level,
@@ -246,7 +242,6 @@ def build_loss_request(
     trainer: Any,  # whose objective it is
     inputs: dict[str, Any],  # the micro-batch as TRL's `_compute_loss` gets it
     skip_zero_grad: bool,  # whether sequences that can receive no gradient may be left out
-    beta: float | None = None,  # coefficient of the KL term. Defaults to the trainer's
     correction: SamplingCorrection | None = None,  # vLLM's, where the ratio comes from the training forward
     kl_estimator: str = "k3",
 ) -> LogpsRequest:
@@ -255,13 +250,13 @@ def build_loss_request(
         return build_rloo_request(trainer, inputs, skip_zero_grad)
     old_logps = inputs.get("old_per_token_logps")
     entropy_coef = _entropy_coef_in_force(trainer)
-    if padding_counts(trainer, beta):
+    if padding_counts(trainer):
         every_position = torch.ones_like(inputs["completion_mask"])
-        return LogpsRequest(every_position, entropy_grad=entropy_coef != 0.0, reads_padding=True)
+        return LogpsRequest(every_position, entropy_grad=entropy_coef != 0.0)
     if not torch.is_grad_enabled():
         return LogpsRequest(trl_compat.loss_mask(trainer, inputs), fill=old_logps)
 
-    objective = objective_of(trainer, entropy_coef, beta, kl_estimator)
+    objective = objective_of(trainer, entropy_coef, kl_estimator)
     batch = batch_of(trainer, inputs, objective, trainer.current_gradient_accumulation_steps)
     mask, has_ratio = batch.mask, trainers.corrects_sampling(trainer)
     deferred = DEFERRED in inputs and has_ratio

@@ -227,15 +227,17 @@ class FusedState:
 
     def compute_loss(self, micro_batch: dict[str, Any], trl_loss: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         """The loss of a micro-batch, a scalar."""
+        trainer = self.trainer
         checks.check_micro_batch(micro_batch)
-        loss_call = LossCall(micro_batch, dict(micro_batch), trainers.beta_of_loss(self.trainer))
+        loss_call = LossCall(micro_batch, dict(micro_batch))
         with temporary_attr(self, "_loss", loss_call):
-            if not replaces_kl(self.trainer, self.engine.kl_estimator):
+            if not replaces_kl(trainer, self.engine.kl_estimator):
                 return trl_loss(loss_call.inputs)
-            with temporary_attr(self.trainer, "beta", 0.0):  # TRL's loss then has no KL term
+            # TRL's loss then has no KL term
+            with temporary_attr(trainer, "_fused_beta", trainer.beta), temporary_attr(trainer, "beta", 0.0):
                 loss = trl_loss(loss_call.inputs)
             assert loss_call.logps is not None, "TRL asked for log-probs"
-            return loss + kl_term(self.trainer, loss_call.inputs, loss_call.logps, self.engine.kl_estimator)
+            return loss + kl_term(trainer, loss_call.inputs, loss_call.logps, self.engine.kl_estimator)
 
     def per_token_logps(self, call: LogpsArgs, trl_method: Callable) -> tuple[Tensor | None, ...]:
         """What TRL's log-prob method returns."""
@@ -272,9 +274,8 @@ class FusedState:
             reason = Reason(Level.HEAD, "the caller of the log-prob method may read log-probs of padding")
             findings = Findings((*findings.reasons, reason))
         mask = call.attention_mask[:, -call.logits_to_keep :]  # [B, T]
-        counts = padding_counts(self.trainer, None if self._loss is None else self._loss.beta)
-        every_position = counts or (reads_padding and findings.level < Level.ROWS)
-        logps_request = LogpsRequest(torch.ones_like(mask) if every_position else mask, reads_padding=counts)
+        every_position = padding_counts(self.trainer) or (reads_padding and findings.level < Level.ROWS)
+        logps_request = LogpsRequest(torch.ones_like(mask) if every_position else mask)
         result = self.engine.compute(logps_request, call, trl_method, findings)
         if torch.is_grad_enabled():
             self.window.keep_stats(result.stats)
@@ -287,7 +288,7 @@ class FusedState:
             return self.engine.compute(self.request_of(micro_batch), call, trl_method)
         result = self.forwards.take_logps(micro_batch)
         if result is None:
-            result = self._run_forward(loss_call, call, trl_method, self.window.steps_left)
+            result = self._run_forward(micro_batch, call, trl_method, self.window.steps_left)
         self.window.keep_stats(result.stats)
         self._last_call = call, trl_method
         return result
@@ -302,20 +303,19 @@ class FusedState:
             return
         call, trl_method = self._last_call
         if images_of(micro_batch).keys() == call.multimodal.keys():
-            loss_call = LossCall(micro_batch, micro_batch, trainers.beta_of_loss(self.trainer))
-            with temporary_attr(self, "_loss", loss_call), self.ladder.as_found():
+            with self.ladder.as_found():
                 call = call.with_batches([micro_batch])
-                self.forwards.keep_logps(self._run_forward(loss_call, call, trl_method, steps_left))
+                self.forwards.keep_logps(self._run_forward(micro_batch, call, trl_method, steps_left))
 
     def _run_forward(
-        self, loss_call: LossCall, call: LogpsArgs, trl_method: Callable, steps_left: int
+        self, micro_batch: dict[str, Any], call: LogpsArgs, trl_method: Callable, steps_left: int
     ) -> PerTokenLogps:
         """Run the forward that begins with a micro-batch, where `steps_left` are until the weights move."""
 
         def may_share() -> bool:
             # Since the plan, the model may have refused packed rows, or the user may have replaced something
-            findings, reads_padding = self.ladder.findings, padding_counts(self.trainer, loss_call.beta)
-            packed = self.engine.packs(call.model, findings, reads_padding)
+            findings = self.ladder.findings
+            packed = self.engine.packs(call.model, findings)
             return why_forwards_are_not_shared(self.trainer, findings, packed) is None
 
         def compute(sharing: list[dict[str, Any]]) -> PerTokenLogps:
@@ -325,15 +325,14 @@ class FusedState:
             with reducing_gradients(call.model) if is_reduced_later else nullcontext():
                 return self.engine.compute(logps_request, joined, trl_method)
 
-        return self.forwards.run(self.forwards.sharing(loss_call.micro_batch, steps_left, may_share), compute)
+        return self.forwards.run(self.forwards.sharing(micro_batch, steps_left, may_share), compute)
 
     def request_of(self, inputs: dict[str, Any]) -> LogpsRequest:
         """Which positions of a micro-batch its loss asks for, and the gradients that it expects back."""
         skips = self.engine.options.fused_skip_zero_grad_sequences and not trl_compat.has_aux_loss(self.trainer)
-        beta = None if self._loss is None else self._loss.beta
         is_deferred = DEFERRED in inputs and trainers.corrects_sampling(self.trainer)
         correction = self.old_logps.correction if is_deferred else None
-        return build_loss_request(self.trainer, inputs, skips, beta, correction, self.engine.kl_estimator)
+        return build_loss_request(self.trainer, inputs, skips, correction, self.engine.kl_estimator)
 
 
 def images_on_any_process(accelerator: Any, causal_lm: Any, has_images: bool) -> bool:
