@@ -99,11 +99,8 @@ class FusedTrainerMixin(_Trainer):
         # A reward function may leave the model in evaluation
         before, is_training = self._buffered_inputs, self.model.training
         inputs = super()._prepare_inputs(generation_batch)
-        if not self.use_liger_loss or not is_training:
-            return inputs
-        if self._buffered_inputs is not before:
+        if self.use_liger_loss and is_training and self._buffered_inputs is not before:
             self._fused.plan(self._buffered_inputs)
-        self._fused.micro_batch = inputs
         return inputs
 
     def _generate_and_score_completions(self, inputs):

@@ -136,7 +136,6 @@ class SharedForwards:
     def _forget_forward(self) -> None:
         """Forget the forward that runs, and those of its log-probs that were not taken."""
         self._logps: dict[int, PerTokenLogps] = {}
-        self._last = -1
 
     def sharing(
         self, micro_batch: dict[str, Any], steps_left: int, may_share: Callable[[], bool]
@@ -188,7 +187,7 @@ class SharedForwards:
         place = self._place_of(sharing[0])
         assert place is not None, "micro-batches that share a forward are planned"
         results = result.split([len(batch["completion_ids"]) for batch in sharing])
-        self._logps, self._last = dict(enumerate(results[1:], place + 1)), place + len(results) - 1
+        self._logps = dict(enumerate(results[1:], place + 1))
         return results[0]
 
     def _tell_memory_ran_out(self, count: int) -> None:
@@ -221,14 +220,13 @@ class SharedForwards:
         """Return `True` if losses wait for the last micro-batch of their forward."""
         return bool(self._losses)
 
-    def backward(self, loss: Tensor, micro_batch: dict[str, Any], is_last: bool, backward: Callable) -> None:
+    def backward(self, loss: Tensor, is_last: bool, backward: Callable) -> None:
         """
-        Run the backward of a loss together with those that wait for it, or keep the loss for the last micro-batch of
-        its forward.
+        Run the backward of a loss together with those that wait for it, or keep the loss until all micro-batches of its
+        forward have taken their log-probs.
         """
         self._losses.append(loss)
-        place = self._place_of(micro_batch)
-        if place is not None and place < self._last and not is_last:
+        if self._logps and not is_last:
             return
         losses, self._losses = self._losses, []
         self._forget_forward()

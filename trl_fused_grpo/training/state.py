@@ -64,7 +64,6 @@ class FusedState:
         self.old_logps = RLOOOldLogps(trainer) if trainers.is_rloo(trainer) else OldLogps(trainer)
         self.check = checks.Check(trainer, self.engine, self.request_of)
         self.window = AccumulationWindow(trainer)
-        self.micro_batch: dict[str, Any] = {}
         self._loss: LossCall | None = None
         self._last_call: tuple[LogpsArgs, Callable] | None = None  # for the loss of a training step
         self._has_summary_to_tell = False
@@ -193,7 +192,7 @@ class FusedState:
             is_off = any(stats.leaves_cudnn_off for stats in self.window.stats)
             with cudnn_attention_off() if is_off else nullcontext():
                 run = partial(backward, **options)
-                self.forwards.backward(loss, self.micro_batch, self.window.is_last, run)
+                self.forwards.backward(loss, self.window.is_last, run)
             if not self.forwards.is_waiting:
                 with temporary_attr(self.forwards, "steps_ahead", 1):
                     self._run_ahead(self.window.steps_left - 1)
