@@ -116,8 +116,6 @@ class FusedState:
             self.check.reset()
             self._has_summary_to_tell = True
         self.old_logps.resolve()  # with the fused loss switched off meanwhile TRL would miss what was left out
-        self.window.begin()
-        self.forwards.reset()
         try:
             with temporary_attr(self.window, "is_in_train", True):
                 yield
