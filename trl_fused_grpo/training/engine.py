@@ -67,9 +67,9 @@ class LogpsEngine:
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.ladder = ladder
         self.options = self._defaults = defaults
+        # What TRL >= 1.15 reads of each model and the arguments when a trainer is made
         self._made_with: WeakKeyDictionary[PreTrainedModel, tuple[LogitScaling, float, bool]] = WeakKeyDictionary()
         self._unshared_with_images: WeakSet[nn.Module] = WeakSet()
-        self._installed: WeakSet[PreTrainedModel] = WeakSet()
         self.memory: MemoryBudget | None = None
 
     def read_options(self) -> None:
@@ -86,14 +86,14 @@ class LogpsEngine:
         """Let a model's forward take the keyword `fused`. Idempotent."""
         causal_lm = self.causal_lm(model)
         install_fused_forward(causal_lm)
-        self._installed.add(causal_lm)
+        if causal_lm not in self._made_with:
+            self._made_with[causal_lm] = self._head_options(causal_lm)
 
     def uninstall(self) -> None:
         """Undo every [`install`]. Idempotent."""
-        for causal_lm in list(self._installed):
+        for causal_lm in list(self._made_with):
             restore_forward(causal_lm)
             uninstall_unpacking(causal_lm)
-        self._installed.clear()
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """A model in no wrapper but PEFT's."""
@@ -104,11 +104,6 @@ class LogpsEngine:
     def causal_lm(self, model: nn.Module) -> PreTrainedModel:
         """The causal language model inside its wrappers, looked up at every call: FSDP and PEFT replace it."""
         return model_compat.causal_lm_of(model)
-
-    def read_head_options(self, model: nn.Module) -> None:
-        """Read what TRL reads of a model and the arguments when a trainer is made, if this TRL reads it then alone."""
-        causal_lm = self.causal_lm(model)
-        self._made_with[causal_lm] = self._head_options(causal_lm)
 
     def _head_options(self, causal_lm: PreTrainedModel) -> tuple[LogitScaling, float, bool]:
         """Scale and softcap, temperature, and whether the head runs in float32."""
@@ -209,10 +204,9 @@ class LogpsEngine:
         if packed and findings.knows_model:
             compiled, reason = self.layers_to_compile(self.unwrapped(call.model))
             log_no_effect("fused_compile=True" if self.options.fused_compile else None, reason)
-        now = self._head_options(causal_lm)
-        scaling, temperature, fp32 = self._made_with.get(causal_lm, now)
+        scaling, temperature, fp32 = self._made_with[causal_lm]
         if trl_compat.LOGPS_FROM_LOGITS:
-            scaling, temperature, _ = now
+            scaling, temperature, _ = self._head_options(causal_lm)
         return LogpsOptions(
             causal_lm=causal_lm,
             scaling=scaling,

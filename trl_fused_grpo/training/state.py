@@ -85,7 +85,6 @@ class FusedState:
         for model in (trainer.model, trainer.ref_model):
             if model is not None:
                 checks.check_head(trainer, output_projection(engine.causal_lm(model)))
-                engine.read_head_options(model)
                 engine.install(model)
         findings = self.look()
         checks.log_what_has_no_effect(trainer, engine.options, findings, engine.packs(trainer.model, findings))
