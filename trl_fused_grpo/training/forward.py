@@ -137,21 +137,14 @@ class SharedForwards:
         """Forget the forward that runs, and those of its log-probs that were not taken."""
         self._logps: dict[int, PerTokenLogps] = {}
 
-    def sharing(
-        self, micro_batch: dict[str, Any], steps_left: int, may_share: Callable[[], bool]
-    ) -> list[dict[str, Any]]:
-        """
-        The micro-batches that share the forward that begins with `micro_batch`, as planned; it alone where something
-        has changed since.
-        """
+    def sharing(self, micro_batch: dict[str, Any], steps_left: int) -> list[dict[str, Any]]:
+        """The micro-batches that share the forward that begins with `micro_batch`, as planned if there is memory."""
         place = self._place_of(micro_batch)
         forward = None if place is None else self.plan.forward_at(place)
         if forward is None or not 1 < len(forward.places) <= steps_left or self._has_run_out_of_memory:
             return [micro_batch]
-        # First what all processes ask together
-        if (forward.needs_free_gradients and not self._finds_no_gradients()) or not may_share():
-            return [micro_batch]
-        return self.plan.sharing(forward)
+        has_memory = not forward.needs_free_gradients or self._finds_no_gradients()
+        return self.plan.sharing(forward) if has_memory else [micro_batch]
 
     def _finds_no_gradients(self) -> bool:
         """Return `True` if no weight of any process has a gradient."""

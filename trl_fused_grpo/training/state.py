@@ -307,12 +307,12 @@ class FusedState:
         self, micro_batch: dict[str, Any], call: LogpsArgs, trl_method: Callable, steps_left: int
     ) -> PerTokenLogps:
         """Run the forward that begins with a micro-batch, where `steps_left` are until the weights move."""
-
-        def may_share() -> bool:
+        shared, findings = self.forwards.sharing(micro_batch, steps_left), self.ladder.findings
+        if len(shared) > 1:
             # Since the plan, the model may have refused packed rows, or the user may have replaced something
-            findings = self.ladder.findings
             packed = self.engine.packs(call.model, findings)
-            return why_forwards_are_not_shared(self.trainer, findings, packed) is None
+            if why_forwards_are_not_shared(self.trainer, findings, packed) is not None:
+                shared = [micro_batch]
 
         def compute(sharing: list[dict[str, Any]]) -> PerTokenLogps:
             logps_request = LogpsRequest.joined([self.request_of(batch) for batch in sharing])
@@ -321,7 +321,7 @@ class FusedState:
             with reducing_gradients(call.model) if is_reduced_later else nullcontext():
                 return self.engine.compute(logps_request, joined, trl_method)
 
-        return self.forwards.run(self.forwards.sharing(micro_batch, steps_left, may_share), compute)
+        return self.forwards.run(shared, compute)
 
     def request_of(self, inputs: dict[str, Any]) -> LogpsRequest:
         """Which positions of a micro-batch its loss asks for, and the gradients that it expects back."""
