@@ -27,7 +27,7 @@ from trl_fused_grpo.modeling.head.output_projection import output_projection
 
 from .engine import LogpsEngine
 from .findings import Level, Reason
-from .plan import Plan, why_generation_is_out_of_turn, why_old_logps_are_needed, why_reference_is_not_regrouped
+from .plan import Plan, why_old_logps_are_needed, why_reference_is_not_regrouped
 from .requests import DEFERRED, LogpsArgs, LogpsRequest, LossCall, PerTokenLogps, images_of, prompts_and_completions
 
 
@@ -57,9 +57,11 @@ class DeferredLogps:
     does not give.
     """
 
-    def __init__(self, trainer: GRPOTrainer, engine: LogpsEngine):
+    def __init__(
+        self, trainer: GRPOTrainer, engine: LogpsEngine, build_request: Callable[[dict[str, Any]], LogpsRequest]
+    ):
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
-        self.engine, self.ladder = engine, engine.ladder
+        self.engine, self.ladder, self.build_request = engine, engine.ladder, build_request
         self.is_generating = self._defers_old = self._defers_reference = False
         self._from_training = 0  # first micro-batches of a generation batch whose old log-probs the training gives
         self._policy_state: Any = None
@@ -84,7 +86,8 @@ class DeferredLogps:
         may_skip_old = self.engine.options.fused_skip_old_logps is not False
         may_leave_out_old = may_skip_old or packed  # in TRL's padding micro-batches have one shape
         is_planned = trainer.model.training and steps_left > 0  # else nothing computes them afterwards
-        if is_planned and (reason := why_generation_is_out_of_turn(trainer)) is not None:
+        if is_planned and trl_compat.step_of(trainer) % trl_compat.steps_per_generation(trainer) != 0:
+            reason = "TRL generates in the middle of a generation batch, whose micro-batches were dropped"
             logger.warning_once(f"Old and reference log-probs are computed where TRL does, because {reason}.")
             is_planned = False
         with self.ladder.as_found():
@@ -127,7 +130,7 @@ class DeferredLogps:
             self._reference = left_out
         return True
 
-    def compute_reference(self, plan: Plan, build_request: Callable[[dict[str, Any]], LogpsRequest]) -> None:
+    def compute_reference(self, plan: Plan) -> None:
         """Compute the reference's log-probs where generation left them out, and put them into the micro-batches."""
         left_out, self._reference = self._reference, None
         if left_out is None:
@@ -139,15 +142,13 @@ class DeferredLogps:
             # With a forecast, of whose numbers nothing is asked: so the head takes the chunks of the training forward
             unknown = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
             with torch.enable_grad():
-                return replace(build_request({**batch, "ref_per_token_logps": unknown}), head_grad=head_grad)
+                return replace(self.build_request({**batch, "ref_per_token_logps": unknown}), head_grad=head_grad)
 
         groups = map(plan.sharing, plan.first_iteration)
         for batch, logps in self._computed(left_out, groups, build_as_policys):
             batch["ref_per_token_logps"] = logps
 
-    def old_logps(
-        self, plan: Plan, build_request: Callable[[dict[str, Any]], LogpsRequest]
-    ) -> list[tuple[int, Tensor]]:
+    def old_logps(self, plan: Plan) -> list[tuple[int, Tensor]]:
         """
         Compute the old log-probs that generation left out, of micro-batches that the training comes to with other
         weights, or of all where it is not to give any.
@@ -167,7 +168,7 @@ class DeferredLogps:
         from_training += plan.forwards[0].places[0]
         later = [forward for forward in plan.first_iteration if forward.places.stop > from_training]
         numbers = [place % len(plan.micro_batches) for forward in later for place in forward.places]
-        computed = self._computed(left_out, map(plan.sharing, later), build_request)
+        computed = self._computed(left_out, map(plan.sharing, later), self.build_request)
         return [(number, logps) for number, (_, logps) in zip(numbers, computed, strict=True)]
 
     def _why_adapters_differ(self, left_out: _LeftOut) -> str | None:

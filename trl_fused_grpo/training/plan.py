@@ -208,13 +208,6 @@ def why_old_logps_are_needed(trainer: Any, findings: Findings) -> str | None:
     )
 
 
-def why_generation_is_out_of_turn(trainer: Any) -> str | None:
-    """Why micro-batches of a new generation batch are not trained on from the first one on, or `None`."""
-    if trl_compat.step_of(trainer) % trl_compat.steps_per_generation(trainer) != 0:
-        return "TRL generates in the middle of a generation batch, whose micro-batches were dropped"
-    return None
-
-
 def why_reference_is_not_regrouped(trainer: Any, findings: Findings, packed: bool) -> str | None:
     """
     Why the reference's log-probs are computed during generation, as TRL does; `None` where they are computed

@@ -60,7 +60,7 @@ class FusedState:
         self.ladder = Ladder(trainer)
         self.engine = LogpsEngine(trainer, defaults, self.ladder)
         self.forwards = SharedForwards(trainer, self.engine)
-        self.deferred = DeferredLogps(trainer, self.engine)
+        self.deferred = DeferredLogps(trainer, self.engine, self.request_of)
         self.old_logps = RLOOOldLogps(trainer) if trainers.is_rloo(trainer) else OldLogps(trainer)
         self.check = checks.Check(trainer, self.engine, self.request_of)
         self.window = AccumulationWindow(trainer)
@@ -150,8 +150,8 @@ class FusedState:
         with self.ladder.as_found():
             plan = self._plan_of(batches)
         self.forwards.follow(plan)
-        self.deferred.compute_reference(plan, self.request_of)
-        for number, logps in self.deferred.old_logps(plan, self.request_of):
+        self.deferred.compute_reference(plan)
+        for number, logps in self.deferred.old_logps(plan):
             self.old_logps.take(batches[number], number, logps)
 
     def _plan_of(self, batches: list[dict[str, Any]]) -> Plan:
