@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from accelerate.utils.memory import clear_device_cache
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from trl import GRPOTrainer
@@ -95,7 +96,7 @@ def test_peak_memory_is_at_most_stock_s(tmp_path, monkeypatch, dtype, shape, lon
             **options,
         )
         generate(trainer, completions)
-        memory.free_memory()  # of earlier trainings, in other tests too
+        clear_device_cache(garbage_collection=True)  # of earlier trainings, in other tests too
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

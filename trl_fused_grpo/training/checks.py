@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -30,7 +31,7 @@ from trl_fused_grpo.options import FusedOptions
 
 from .engine import LogpsEngine
 from .findings import Findings, Level, Reason, log_no_effect, replaced_behind, replaced_method
-from .memory import free_memory, why_no_memory_budget
+from .memory import why_no_memory_budget
 from .plan import (
     has_old_logps,
     why_no_forecast,
@@ -246,7 +247,7 @@ class Check:
                 raise
             self._had_no_memory = True
             log_no_effect(asked_for, "there is no memory for TRL's own path")
-            free_memory()
+            clear_device_cache(garbage_collection=True)
 
     @torch.no_grad()
     def _logps_error(self, inputs: dict[str, Any], call: LogpsArgs, trl_method: Callable) -> float:

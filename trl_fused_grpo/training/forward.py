@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
@@ -19,7 +20,7 @@ from trl_fused_grpo._utils import of_all_processes, temporary_attr
 from trl_fused_grpo.ops.linear_logps import FusedStats
 
 from .engine import LogpsEngine, RandomStates
-from .memory import free_memory, why_memory_is_taken
+from .memory import why_memory_is_taken
 from .plan import Plan
 from .requests import PerTokenLogps
 
@@ -173,7 +174,7 @@ class SharedForwards:
             result = None
         if result is None:  # the exception, which holds the graph, is gone
             before.restore()
-            free_memory()
+            clear_device_cache(garbage_collection=True)
             result = compute(sharing)
         if len(sharing) == 1:
             return result

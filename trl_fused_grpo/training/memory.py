@@ -6,7 +6,6 @@ those of all weights beside them. In the same memory it may have more tokens. So
 small: TRL's forward keeps casts of all weights until it ends, and compiled layers keep none.
 """
 
-import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -228,10 +227,3 @@ def token_limits(engine: Any, has_images: bool, padded: int) -> tuple[int, int]:
     first, behind = (max(padded, tokens) for tokens in replace(gradients, free=free).tokens(padded))
     in_budget = 0 if engine.memory is None else engine.memory.most_tokens(trainer.model.parameters())
     return max(min(first, MOST_TOKENS), in_budget), max(min(behind, MOST_TOKENS), in_budget)
-
-
-def free_memory() -> None:
-    """Give back to the device what nobody refers to any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
