@@ -117,14 +117,13 @@ class SharedForwards:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all micro-batches, as at the start and the end of a training."""
+        """Forget all micro-batches, as at the end of a training."""
         self.plan = Plan()
         self.begin_window()
 
     def follow(self, plan: Plan) -> None:
         """Replace the plan by that of a new generation batch. Log-probs of the one before are dropped."""
-        self.plan = plan
-        self._forget_forward()
+        self.plan, self._logps = plan, {}
 
     def begin_window(self) -> None:
         """
@@ -132,11 +131,7 @@ class SharedForwards:
         `auto_find_batch_size` begins the training anew, its gradients are gone in stock too.
         """
         self._losses: list[Tensor] = []
-        self._forget_forward()
-
-    def _forget_forward(self) -> None:
-        """Forget the forward that runs, and those of its log-probs that were not taken."""
-        self._logps: dict[int, PerTokenLogps] = {}
+        self._logps: dict[int, PerTokenLogps] = {}  # that were not taken yet, by the place of their micro-batch
 
     def sharing(self, micro_batch: dict[str, Any], steps_left: int) -> list[dict[str, Any]]:
         """The micro-batches that share the forward that begins with `micro_batch`, as planned if there is memory."""
@@ -222,8 +217,7 @@ class SharedForwards:
         self._losses.append(loss)
         if self._logps and not is_last:
             return
-        losses, self._losses = self._losses, []
-        self._forget_forward()
+        losses, self._losses, self._logps = self._losses, [], {}
         try:
             backward(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         except torch.OutOfMemoryError:
