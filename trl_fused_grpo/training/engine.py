@@ -194,8 +194,7 @@ class LogpsEngine:
     def _logps_options(self, call: LogpsArgs, findings: Findings, shape: tuple[int, int]) -> LogpsOptions:
         causal_lm = self.causal_lm(call.model)
         packed = self.packs(call.model, findings)
-        needs_last_column = traits(causal_lm).needs_last_column
-        if needs_last_column and call.compute_aux_loss:
+        if traits(causal_lm).needs_last_column and call.compute_aux_loss:
             packed = False  # the auxiliary loss counts every token, also one that stands for the last column
         if packed and (reason := why_wide_rows_differ(causal_lm, *shape)) is not None:
             keep_padding(reason, self.options.forces_rows)
@@ -212,13 +211,10 @@ class LogpsEngine:
             scaling=scaling,
             temperature=temperature,
             fp32=fp32,
-            backward=self.options.fused_backward or "auto",
-            logits_mib=self.options.fused_logits_mib,
+            fused=self.options,
             packed=packed,
             share_prompts=self.shares_prompts(call.model),
             compiled=compiled,
-            forces_rows=self.options.forces_rows,
-            needs_last_column=needs_last_column,
             is_known=findings.knows_model,
             opens_masks=not packed and findings.knows_model and why_padding_is_mixed_in(causal_lm) is None,
         )
@@ -308,7 +304,7 @@ def compute_logps(
     """Compute log-probabilities at the requested positions of a batch."""
     size = len(call.input_ids) if call.batch_size is None else call.batch_size
     if images is not None and not images.are_known_by_row:
-        keep_padding("which images belong to which row is not known", options.packed and options.forces_rows)
+        keep_padding("which images belong to which row is not known", options.packed and options.fused.forces_rows)
         options, size = replace(options, packed=False), len(call.input_ids)
     parts = torch.arange(len(call.input_ids), device=call.input_ids.device).split(size)  # as TRL splits it
     rows_of_images = None if images is None else RowsWithImages(images, options, call)
@@ -329,8 +325,8 @@ def compute_logps(
             fp32=options.fp32,
             aux_loss=call.compute_aux_loss,
             compiled=options.compiled,
-            backward=options.backward,
-            logits_mib=options.logits_mib,
+            backward=options.fused.fused_backward or "auto",
+            logits_mib=options.fused.fused_logits_mib,
             tokens=max(in_row, micro_batch * call.input_ids.shape[1]),
             entropy=call.compute_entropy,
             entropy_grad=logps_request.entropy_grad,
@@ -352,13 +348,14 @@ def lay_out(
     shares_prompts = options.share_prompts and not call.compute_aux_loss
     tensors = call.input_ids[rows], call.attention_mask[rows], call.logits_to_keep, selected, in_model
     keys = None if images is None else images.keys
-    padded_rows = layouts.Rows(*tensors, options.needs_last_column, None if keys is None else keys[rows])
+    needs_last_column = traits(options.causal_lm).needs_last_column
+    padded_rows = layouts.Rows(*tensors, needs_last_column, None if keys is None else keys[rows])
     try:
         if options.packed:
             layout = layouts.packed(padded_rows, shares_prompts and (images is None or keys is not None))
             return layout if images is None else images.inputs.packed(layout, rows.tolist(), images.position_ids)
     except HolesError as error:
-        keep_padding(str(error), options.forces_rows)
+        keep_padding(str(error), options.fused.forces_rows)
     if images is not None:
         return Layout(images.inputs.padded(rows.tolist()))
     return Layout({"input_ids": padded_rows.input_ids, "attention_mask": padded_rows.attention_mask})

@@ -22,6 +22,7 @@ from trl_fused_grpo.loss.reduction import luspo_counts_padding, token_weights
 from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
 from trl_fused_grpo.modeling.head.output_projection import LogitScaling
 from trl_fused_grpo.ops.linear_logps import FusedStats
+from trl_fused_grpo.options import FusedOptions
 
 from .findings import replaced_objective
 
@@ -145,13 +146,10 @@ class LogpsOptions:
     scaling: LogitScaling  # of the logits
     temperature: float  # of the sampler
     fp32: bool  # whether the output projection runs in float32
-    backward: str  # `fused_backward` of [`FusedGRPOConfig`]
-    logits_mib: float | None  # memory for one chunk of logits, in MiB
+    fused: FusedOptions
     packed: bool  # whether rows are packed; otherwise they have TRL's padding
     share_prompts: bool  # whether a prompt stands in a packed row once
     compiled: list[tuple[int, Any]]  # the layers that run compiled, each with its number in the model
-    forces_rows: bool = False  # whether packed rows were asked for, so that no padded ones may stand in for them
-    needs_last_column: bool = False  # see [`layout_choice.Traits`]
     is_known: bool = True  # whether the model's code is a library's. Other code runs as in stock
     opens_masks: bool = False  # whether what attention returns at TRL's padding may be anything
 
