@@ -1,13 +1,12 @@
 """The forecast of RLOO's gradients against autograd of its loss, written down anew in float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.oracle import relative_error
-from trl_fused_grpo.loss.forecast import BatchForecast, grad_rows_first
-from trl_fused_grpo.loss.rloo import RLOOForecast, rloo_forecast, rloo_objective
+from trl_fused_grpo.loss.batch import GRPOBatch, as_columns
+from trl_fused_grpo.loss.forecast import forecast, grad_rows_first
+from trl_fused_grpo.loss.objective import rloo_objective
 
 from .test_objective import LOGPS, MASK, OLD
 
@@ -25,6 +24,11 @@ def gradient_of_the_loss(logps, old_sums, advantages):
     return torch.autograd.grad(loss, leaf)[0]
 
 
+def rloo_forecast(old_sums, epsilon_low=EPSILON_LOW, epsilon_high=EPSILON_HIGH):
+    old = None if old_sums is None else as_columns(old_sums)
+    return forecast(rloo_objective(epsilon_low, epsilon_high), GRPOBatch(MASK, as_columns(ADVANTAGES), old))
+
+
 def forecast_of_rows(forecast, logps):
     """The forecast of all rows that need a gradient, and their flat positions; the others need none."""
     positions, grad_rows = grad_rows_first(MASK.bool(), forecast.needs_grad)
@@ -39,8 +43,7 @@ def test_off_policy_the_gradient_is_the_ratio_s_or_nothing_where_it_is_clipped(d
     # In turns to both sides, so that each sign of an advantage meets each bound
     signs = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])
     old_sums = (LOGPS * MASK).sum(1) - difference * signs
-    forecast = rloo_forecast(rloo_objective(EPSILON_LOW, EPSILON_HIGH), MASK, ADVANTAGES, old_sums)
-    assert isinstance(forecast, RLOOForecast)
+    forecast = rloo_forecast(old_sums)
     found, positions, others = forecast_of_rows(forecast, LOGPS)
     truth = gradient_of_the_loss(LOGPS, old_sums.double(), ADVANTAGES.double()).flatten()
     assert not truth[others].any()
@@ -53,7 +56,7 @@ def test_off_policy_the_gradient_is_the_ratio_s_or_nothing_where_it_is_clipped(d
 
 def test_all_tokens_of_a_sequence_receive_the_same():
     old_sums = (OLD * MASK).sum(1)
-    forecast = rloo_forecast(rloo_objective(9.0, 9.0), MASK, ADVANTAGES, old_sums)
+    forecast = rloo_forecast(old_sums, 9.0, 9.0)
     positions, grad_rows = grad_rows_first(MASK.bool(), forecast.needs_grad)
     rows = forecast.at(positions, grad_rows)
     assert rows.groups.have_equal_grads is True
@@ -66,8 +69,8 @@ def test_all_tokens_of_a_sequence_receive_the_same():
 
 
 def test_on_policy_each_token_receives_its_advantage():
-    forecast = rloo_forecast(rloo_objective(EPSILON_LOW, EPSILON_HIGH), MASK, ADVANTAGES.clone().requires_grad_(), None)
-    assert isinstance(forecast, BatchForecast)
+    forecast = rloo_forecast(None)
+    assert forecast.by_token
     found, positions, _ = forecast_of_rows(forecast, LOGPS)
     expected = (-ADVANTAGES[:, None] * MASK / len(MASK)).flatten()[positions]
     assert relative_error(found / forecast.unit, expected.double()) < 1e-6
@@ -77,12 +80,3 @@ def test_the_objective_sums_over_tokens_and_has_the_bounds():
     objective = rloo_objective(0.1, 0.4)
     assert (objective.epsilon_low, objective.epsilon_high) == (0.1, 0.4)
     assert objective.effective_reduction == "sequence_sum"
-    objective.check()
-
-
-def test_a_forecast_of_sequences_needs_their_old_log_probs():
-    old_sums = (OLD * MASK).sum(1)
-    forecast = rloo_forecast(rloo_objective(0.2, 0.2), MASK, ADVANTAGES, old_sums)
-    without = replace(forecast, batch=replace(forecast.batch, old_per_token_logps=None))
-    with pytest.raises(AssertionError, match=r"^without old log-probs each token has its gradient$"):
-        without.gradients(torch.tensor([0]), torch.zeros(1))

@@ -14,8 +14,9 @@ from tests.tiny_training import loss_and_gradients, make_trainer
 from trl_fused_grpo import FusedRLOOConfig, FusedRLOOTrainer, fuse, fuse_config, patch
 from trl_fused_grpo._compat.trainers import trl_class
 from trl_fused_grpo._compat.trl import COMPUTES_LOGPS_OF_PADDING
-from trl_fused_grpo.loss.forecast import grad_rows_first
-from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
+from trl_fused_grpo.loss.batch import GRPOBatch
+from trl_fused_grpo.loss.forecast import BatchForecast, forecast, grad_rows_first
+from trl_fused_grpo.loss.objective import rloo_objective
 from trl_fused_grpo.parity.case import Batch, Case
 from trl_fused_grpo.parity.tiny.batches import make_data
 from trl_fused_grpo.training.findings import Findings, Level, replaced_objective
@@ -138,16 +139,17 @@ def test_the_forecast_is_the_gradient_of_the_loss_in_float64(has_old):
     ratio = (sums - (sums.detach() if old is None else old)).exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
     (expected,) = torch.autograd.grad(loss, logps)
-    forecast = rloo_forecast(rloo_objective(0.2, 0.2), mask, advantages, old)
-    positions, count = grad_rows_first(mask.bool(), forecast.needs_grad)
-    rows = forecast.at(positions, count)
+    old = None if old is None else old[:, None]
+    found = forecast(rloo_objective(0.2, 0.2), GRPOBatch(mask, advantages[:, None], old))
+    positions, count = grad_rows_first(mask.bool(), found.needs_grad)
+    rows = found.at(positions, count)
     grads, _ = rows(slice(0, count), logps.detach().flatten()[positions[:count]], None)
     torch.testing.assert_close(
-        grads.double() / forecast.unit.double(), expected.flatten()[positions[:count]], rtol=1e-6, atol=1e-9
+        grads.double() / found.unit.double(), expected.flatten()[positions[:count]], rtol=1e-6, atol=1e-9
     )
     assert not expected.flatten()[positions[count:]].any()
     assert (expected[1] == 0).all() == has_old
-    both = type(forecast).joined([forecast, forecast])
+    both = BatchForecast.joined([found, found])
     assert len(both.needs_grad) == 12
 
 

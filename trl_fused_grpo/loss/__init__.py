@@ -5,6 +5,5 @@ The GRPO objective, the forecast of its gradients, and a loss for training loops
 - `reduction` weights the tokens and sums them up; `metrics` describes the result.
 - `forecast` says which gradient each token will receive.
 - `importance_sampling` computes vLLM's ratios from the training forward.
-- `rloo` has RLOO's loss in these terms, and its forecast.
 - `liger_loss` puts these together as `FusedLinearGRPOLoss`; `selected_logps` computes its log-probabilities.
 """

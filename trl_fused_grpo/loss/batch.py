@@ -14,7 +14,8 @@ class GRPOBatch:
 
     mask: Tensor  # loss mask `[B, T]`: TRL's completion mask times its tool mask
     advantages: Tensor  # [B, 1] or `[B, T]`
-    old_per_token_logps: Tensor | None = None  # [B, T], nats; `None` where the policy is the old policy
+    # [B, T], nats, or for RLOO their sums `[B, 1]`; `None` where the policy is the old policy
+    old_per_token_logps: Tensor | None = None
     ref_per_token_logps: Tensor | None = None  # [B, T], nats; `None` leaves the KL term out
     importance_sampling_ratio: Tensor | None = None  # ratio of policy and vLLM, `[B, T]` or `[B, 1]`
     sampling_per_token_logps: Tensor | None = None  # [B, T], nats, for the off-policy sequence mask

@@ -87,7 +87,7 @@ class BatchForecast:
         batch, is_vespo = self.batch, self.objective.loss_type == "vespo"
         ratio = batch.importance_sampling_ratio
         is_per_sequence = (
-            batch.old_per_token_logps is None or is_vespo or self.objective.importance_sampling_level == "sequence"
+            batch.old_per_token_logps is None or is_vespo or self.objective.importance_sampling_level != "token"
         )
         has_token_ratio = ratio is not None and ratio.shape[1] > 1
         has_token_ratio |= self.correction is not None and not self.correction.is_per_sequence
@@ -118,7 +118,9 @@ class BatchForecast:
         batch, grads = self.batch, self.on_policy  # [k, T]
         # As the trainer fills positions that are not projected
         base = torch.zeros_like(self.weights) if batch.old_per_token_logps is None else batch.old_per_token_logps
-        leaf = base.to(logps.dtype).flatten().index_put((places,), logps).view(base.shape)  # [k, T]
+        leaf = (
+            base.to(logps.dtype).expand_as(self.weights).flatten().index_put((places,), logps).view(self.weights.shape)
+        )  # [k, T]
         if self.correction is not None:
             sampling_logps = batch.sampling_per_token_logps
             assert sampling_logps is not None, "the ratio needs the sampler's log-probabilities"

@@ -132,9 +132,24 @@ class GRPOObjective:
         """
         if self.off_policy_mask_threshold is not None or not self.is_sequencewise:
             return False
-        if self.importance_sampling_level == "sequence":
+        if self.importance_sampling_level != "token":
             return not has_old_logps and not (self.beta != 0.0 and self.weighs_kl)
         return self.loss_type != "vespo" or not has_old_logps
+
+
+def rloo_objective(epsilon_low: float, epsilon_high: float) -> GRPOObjective:
+    """
+    RLOO (https://huggingface.co/papers/2402.14740) in these terms: one importance ratio for each sequence, the product
+    of its tokens' ratios, clipped as GRPO's. Old log-probabilities are sums over sequences, `[B, 1]`. Its loss is the
+    mean over sequences.
+    """
+    return GRPOObjective(
+        loss_type="grpo",
+        epsilon_low=epsilon_low,
+        epsilon_high=epsilon_high,
+        importance_sampling_level="product",
+        reduction="sequence_sum",
+    )
 
 
 class TokenTerms(NamedTuple):
@@ -164,8 +179,13 @@ def token_terms(
     phi = gamma_weights(objective, batch, log_ratio.detach()) if objective.loss_type == "vespo" else None
     if objective.importance_sampling_level == "sequence":
         log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)  # [B, 1]
+    elif objective.importance_sampling_level == "product":
+        sums = (logps * mask).sum(-1, keepdim=True)  # [B, 1], added up as TRL does
+        log_ratio = sums - (sums.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps)
 
     loss = policy_loss(objective, batch.advantages, logps, log_ratio, phi)
+    if objective.importance_sampling_level == "product":
+        loss = loss / mask.sum(-1, keepdim=True).clamp(min=1.0)  # each token has a part of it
     if objective.off_policy_mask_threshold is not None:
         sampling_logps = old_logps if batch.sampling_per_token_logps is None else batch.sampling_per_token_logps
         loss = loss * off_policy_mask(objective, batch, sampling_logps - logps.detach())

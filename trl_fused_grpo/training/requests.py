@@ -17,9 +17,8 @@ from trl_fused_grpo._compat.trl_images import MULTIMODAL_INPUTS
 from trl_fused_grpo.loss.batch import GRPOBatch, as_columns
 from trl_fused_grpo.loss.forecast import BatchForecast, forecast
 from trl_fused_grpo.loss.importance_sampling import SamplingCorrection
-from trl_fused_grpo.loss.objective import GRPOObjective, token_terms
+from trl_fused_grpo.loss.objective import GRPOObjective, rloo_objective, token_terms
 from trl_fused_grpo.loss.reduction import luspo_counts_padding, token_weights
-from trl_fused_grpo.loss.rloo import rloo_forecast, rloo_objective
 from trl_fused_grpo.modeling.head.output_projection import LogitScaling
 from trl_fused_grpo.ops.linear_logps import FusedStats
 from trl_fused_grpo.options import FusedOptions
@@ -298,11 +297,11 @@ def build_rloo_request(trainer: Any, inputs: dict[str, Any], skip_zero_grad: boo
     if not torch.is_grad_enabled():
         return LogpsRequest(mask)
     old_logps = None if DEFERRED in inputs else inputs["old_logps"]  # [B]
-    objective = rloo_objective(trainer.epsilon_low, trainer.epsilon_high)
-    expected = rloo_forecast(objective, mask, inputs["advantages"], old_logps)
-    fill = None
+    fill, batch = None, GRPOBatch(mask, as_columns(inputs["advantages"]))
     if old_logps is not None:  # sequences that are left out then have a ratio of one
+        batch = replace(batch, old_per_token_logps=as_columns(old_logps))
         fill = old_logps.unsqueeze(1) * mask / mask.sum(1, keepdim=True).clamp(min=1)  # [B, T]
+    expected = forecast(objective_of(trainer), batch)
     skippable = torch.ones_like(mask[:, 0], dtype=torch.bool) if skip_zero_grad else None
     return LogpsRequest(mask, fill, expected, skippable=skippable)
 
