@@ -49,7 +49,7 @@ def test_sums_are_in_float32_and_rows_in_no_more_than_they_need(hidden, compute,
 def test_finished_gradients_have_the_dtypes_of_their_tensors_and_are_copied_for_a_cast_only(head, factor):
     accumulator = GradAccumulator(linear_of(head_dtype=head), (True, True, True, False))
     accumulator.weight.fill_(3.0)
-    accumulator._weight_is_empty = False
+    accumulator._head_is_empty = False
     accumulator.scale(factor)
     hidden, weight, bias, lora_b = accumulator.finish()
     assert (hidden.dtype, weight.dtype, bias.dtype, lora_b) == (torch.float32, head, head, None)

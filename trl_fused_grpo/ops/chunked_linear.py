@@ -84,7 +84,7 @@ class GradAccumulator:
         self.lora_b = (
             torch.zeros_like(linear.lora_b, dtype=acc_dtype) if linear.lora_b is not None and needs[3] else None
         )  # [V, r]
-        self._weight_is_empty = self._head_is_empty = True
+        self._head_is_empty = True  # the weight's buffer is then not written yet, and the others are zero
         self._pending_factor: float | Tensor | None = None
         self._first_row = 0  # of `hidden`
 
@@ -120,16 +120,15 @@ class GradAccumulator:
 
     def _add_to_head(self, rows: slice | Tensor, grad_logits: Tensor) -> None:
         linear, width = self.linear, self.linear.weight.shape[1]
-        self._head_is_empty = False
         if self.weight is not None:
             # [V, n] @ [n, H]; the first matmul overwrites, so that the buffer needs no zeros
             hidden = linear.hidden_rows(rows)[:, :width]
-            (matmul if self._weight_is_empty else add_matmul)(grad_logits.t(), hidden, out=self.weight)
-            self._weight_is_empty = False
+            (matmul if self._head_is_empty else add_matmul)(grad_logits.t(), hidden, out=self.weight)
         if self.lora_b is not None:
             add_matmul(grad_logits.t(), linear.hidden_rows(rows)[:, width:], out=self.lora_b)  # [V, n] @ [n, r]
         if self.bias is not None:
             self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
+        self._head_is_empty = False
 
     def of_group(self, rows: slice) -> "GradAccumulator":
         """
@@ -155,15 +154,14 @@ class GradAccumulator:
                 grad.mul_(factor)
             elif grad is not None and of_group is not None:
                 grad.addcmul_(of_group, factor)
-        self._weight_is_empty = self._head_is_empty = False
+        self._head_is_empty = False
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients by `factor`, in [`finish`] together with the cast, or before the next addition."""
-        self._pending_factor = None if factor == 1.0 else factor
-
-    def scale_rows(self, factors: Tensor) -> None:
-        """Multiply each row's hidden gradient by its own factor `[N]`. Only for a head that needs no gradient."""
-        self._pending_factor = factors.unsqueeze(-1)
+    def scale(self, factor: float | Tensor) -> None:
+        """
+        Multiply all gradients by `factor`, in [`finish`] together with the cast, or before the next addition. Where the
+        head needs none, each row may have its own: `[N, 1]`.
+        """
+        self._pending_factor = factor
 
     def _apply_pending_factor(self) -> None:
         if self._pending_factor is not None:
@@ -174,14 +172,14 @@ class GradAccumulator:
 
     def reset(self) -> None:
         """Set all gradients to zero."""
-        self._pending_factor, self._weight_is_empty, self._head_is_empty = None, True, True
+        self._pending_factor, self._head_is_empty = None, True
         for grad in (self.hidden, self.bias, self.lora_b):
             if grad is not None:
                 grad.zero_()
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """The gradients of hidden states, weight, bias and `lora_b`, each cast once, to the dtype of its tensor."""
-        if self.weight is not None and self._weight_is_empty:
+        if self.weight is not None and self._head_is_empty:
             self.weight.zero_()
         linear = self.linear
         pairs = (  # (gradient, its tensor)

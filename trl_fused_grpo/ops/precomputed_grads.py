@@ -60,7 +60,7 @@ class PrecomputedGrads:
 
         Rows that were left out and gradients of entropies remain as the residual.
         """
-        self.accumulator.scale_rows(grad_logps)
+        self.accumulator.scale(grad_logps.unsqueeze(-1))
         if self.includes_all_rows and grad_entropies is None:
             return None  # without a synchronisation of the device
         return ResidualGrads(torch.where(self.logps == 0, grad_logps, 0.0), grad_entropies)
@@ -79,7 +79,8 @@ class PrecomputedGrads:
         keep = torch.linalg.vector_norm(assumed * wrong) <= torch.linalg.vector_norm(true)
         keep, factor, any_wrong = torch.stack([keep.double(), factor.double(), wrong.any().double()]).tolist()
         if keep:
-            self.accumulator.scale(factor)
+            if factor != 1.0:
+                self.accumulator.scale(factor)
             if not any_wrong:
                 return None
             residual = torch.where(wrong, true - assumed, 0.0)
