@@ -17,6 +17,8 @@ import typer
 
 from trl_fused_grpo import __version__
 
+from . import parity
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -86,14 +88,7 @@ def _grpo(context: typer.Context) -> None:
     grpo(context.args)
 
 
-@app.command("parity", context_settings=_UNPARSED)
-def _parity(context: typer.Context) -> None:
-    """Compare FusedGRPOTrainer with stock TRL: loss, every parameter's gradient or change, every metric."""
-    from .parity import parity
-
-    command = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-    command.command()(parity)
-    raise typer.Exit(command(context.args, prog_name="trl-fused-grpo parity", standalone_mode=False) or 0)
+app.command("parity")(parity.parity)
 
 
 @app.command("run", context_settings=_UNPARSED)
