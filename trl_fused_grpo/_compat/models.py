@@ -137,7 +137,10 @@ def is_peft_model(model: nn.Module) -> bool:
 def causal_lm_of(model: Any) -> Any:
     """The causal language model inside wrappers of PEFT, DDP, DeepSpeed and `torch.compile`, or the model itself."""
     while not hasattr(type(model), "get_output_embeddings"):
-        model = model.get_base_model() if is_peft_model(model) else getattr(model, "_orig_mod", None) or model.module
+        if is_peft_model(model):
+            model = model.get_base_model()  # PEFT 0.17: of Poly the tuner, whose `model` it is
+        else:
+            model = getattr(model, "_orig_mod", None) or getattr(model, "module", None) or model.model
     return model
 
 
