@@ -218,18 +218,20 @@ def forecast(
     unit = _power_of_two_below_inverse(weights.max() if weights.numel() else weights.new_zeros(()))
     weights = weights * unit
     is_on_policy = batch.old_per_token_logps is None
-    is_tokenwise = by_token = has_factor = objective.is_tokenwise(has_old_logps=not is_on_policy)
-    if correction is not None:
-        # The ratio multiplies each token's own term, or those of a sequence. VESPO takes it into its own weight
-        by_token = not correction.is_per_sequence and objective.is_tokenwise(has_old_logps=True)
-        has_factor = by_token or (correction.is_per_sequence and is_tokenwise and objective.loss_type != "vespo")
+    is_tokenwise = objective.is_tokenwise(has_old_logps=not is_on_policy)
+    if correction is None:
+        by_token = is_known_at_one = is_tokenwise
+    elif correction.is_per_sequence:  # the ratio multiplies the terms of a sequence; VESPO takes it into its own weight
+        by_token, is_known_at_one = False, is_tokenwise and objective.loss_type != "vespo"
+    else:  # it multiplies each token's own term
+        by_token = is_known_at_one = objective.is_tokenwise(has_old_logps=True)
     return BatchForecast(
         objective,
         batch,
         unit,
         weights,
         entropy_weights(objective, batch) * unit if objective.entropy_coef != 0.0 else None,
-        _on_policy_gradient(objective, batch, weights) if is_on_policy and has_factor else None,
+        _on_policy_gradient(objective, batch, weights) if is_on_policy and is_known_at_one else None,
         correction,
         by_token,
     )
