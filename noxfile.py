@@ -3,6 +3,7 @@ Environments beside that of `make test`: `make matrix` is every supported TRL, e
 real vLLM; `make oldest` and `make newest` are the two ends of what pip may choose.
 """
 
+import shutil
 from datetime import date
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def trl(session: nox.Session, trl: str) -> None:
 
     With `-- short`, after `make test`: the oldest TRL and the one in the middle have the tests of `make test`, a tenth
     of the customised trainings among them. With the newest, which has had these tests, they have the model families
-    and a few drawn cases. The others have few tests.
+    and a few drawn cases. The others have few tests. An environment goes after its turn: together they take 20 GB.
     """
     is_short, oldest, newest = "short" in session.posargs, TRL_VERSIONS[0], TRL_VERSIONS[-1]
     middle = TRL_VERSIONS[len(TRL_VERSIONS) // 2]
@@ -63,6 +64,8 @@ def trl(session: nox.Session, trl: str) -> None:
     elif trl != newest:
         files = () if trl in (oldest, middle) else FEW_TESTS
         run_tests(session, f"{ONE_PROCESS} and not any_trl and not nightly", *files)
+    if is_short:
+        shutil.rmtree(session.virtualenv.location)
 
 
 @nox.session
