@@ -24,6 +24,7 @@ STATE_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hyb
 class Traits(NamedTuple):
     """What the modules of a model tell about the rows that it can take."""
 
+    takes_interface: bool  # whether attention may go through transformers' interface
     has_sinks: bool  # whether attention has sinks
     is_causal: bool  # whether no module says that its attention is not
     needs_last_column: bool
@@ -36,8 +37,10 @@ class Traits(NamedTuple):
 @LayerMemo
 def traits(causal_lm: PreTrainedModel) -> Traits:
     """The [`Traits`] of a model."""
-    modules = list(architecture.text_model(causal_lm).modules())
+    text_model = architecture.text_model(causal_lm)
+    modules = list(text_model.modules())
     return Traits(
+        takes_interface=architecture.takes_attention_interface(text_model),
         has_sinks=any(hasattr(module, "sinks") for module in modules),
         is_causal=all(getattr(module, "is_causal", True) is not False for module in modules),
         needs_last_column=any(model_compat.rope_follows_length(module) for module in modules),
@@ -80,7 +83,7 @@ def why_not_packed(model: nn.Module, causal_lm: PreTrainedModel, reads_padding: 
         )
     if _is_all_state(causal_lm):
         return None if architecture.takes_any_argument(causal_lm) else "its layers do not get what tells of sequences"
-    if not unpacked.attention and not architecture.takes_attention_interface(architecture.text_model(causal_lm)):
+    if not unpacked.attention and not traits(causal_lm).takes_interface:
         return "its attention does not go through transformers' attention interface"
     is_flash = attention in model_compat.flash_implementations()
     if attention not in ("sdpa", "eager") and not is_flash:
