@@ -810,6 +810,60 @@ def test_hooks_that_transformers_adds_at_each_generation_do_not_pile_up(tmp_path
     assert len(hooks) <= 2
 
 
+@pytest.mark.parametrize("leaves", ["eval", "a part"])
+def test_a_model_that_is_not_all_in_training_is_put_there_by_the_next_step(tmp_path, leaves):
+    modes = []
+
+    class Leaving(TrainerCallback):
+        def on_step_end(self, *args, model=None, **kwargs):
+            (model if leaves == "eval" else model.model.layers[1].mlp).eval()
+
+    trainer = make_trainer(tmp_path, max_steps=2)
+    trainer.add_callback(Leaving())
+    compute_loss = trainer._fused.compute_loss
+
+    def watched(*args):
+        modes.append(all(module.training for module in trainer.model.modules()))
+        return compute_loss(*args)
+
+    trainer._fused.compute_loss = watched
+    trainer.train()
+    assert modes == [True, True]
+
+
+@pytest.mark.parametrize("of", ["the model", "PEFT's wrapper"])
+def test_a_train_method_of_the_users_is_called_in_each_step_as_in_stock(tmp_path, of):
+    calls = {}
+    for cls in (GRPOTrainer, FusedGRPOTrainer):
+        adapters = lora() if of == "PEFT's wrapper" else None
+        trainer = make_trainer(tmp_path, cls, peft_config=adapters, max_steps=3, gradient_accumulation_steps=2)
+        counted = trainer.model
+        train, calls[cls] = counted.train, []
+
+        def counting(mode=True, train=train, of_class=calls[cls]):
+            of_class.append(mode)
+            return train(mode)
+
+        counted.train = counting
+        trainer.train()
+    assert calls[FusedGRPOTrainer] == calls[GRPOTrainer]
+
+
+def test_a_generation_that_evaluates_the_model_and_trains_it_again_finds_its_own_train(tmp_path):
+    modes = []
+
+    def reward(completions, **kwargs):
+        for mode in (False, True):
+            trainer.model.train(mode)
+            modes.append({module.training for module in trainer.model.modules()})
+        return [0.5] * len(completions)
+
+    trainer = make_trainer(tmp_path, max_steps=2)
+    trainer.reward_funcs = [reward]
+    trainer.train()
+    assert modes == [{False}, {True}] * 2
+
+
 @pytest.mark.parametrize("kind", ["dense", "moe", "shared", "itself"])
 def test_a_walk_over_modules_finds_what_torch_s_finds_in_its_order(kind):
     model = tiny_model("moe" if kind == "moe" else "qwen3")

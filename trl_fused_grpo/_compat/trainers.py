@@ -24,7 +24,7 @@ STEP_METHODS = (
     *("_inner_training_loop", "_run_epoch", "get_batch_samples", "training_step", "floating_point_ops"),
     *("compute_loss_context_manager", "autocast_smart_context_manager", "_prepare_inputs", "_prepare_input"),
     *("_generate_and_score_completions", "compute_loss", "compute_liger_loss", "_compute_loss"),
-    *("_get_per_token_logps_and_entropies", "_track_num_input_tokens"),
+    *("_get_per_token_logps_and_entropies", "_track_num_input_tokens", "_prepare_context_parallel_inputs"),
 )
 
 

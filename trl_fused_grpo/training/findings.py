@@ -352,6 +352,8 @@ def _hooked_or_replaced(modules: Iterable[nn.Module]) -> str | None:
                 return f"a hook on {type(module).__name__}"
         if "forward" in own and not is_library_function(own["forward"], type(module).forward):
             return f"the forward of {type(module).__name__}"
+        if "train" in own and not is_library_function(own["train"]):
+            return f"the train method of {type(module).__name__}"
     return None
 
 

@@ -259,8 +259,8 @@ def why_zero_grad_sequences_are_not_skipped(trainer: Any, packed: bool) -> str |
     return None
 
 
-# What every module has: parts, weights, hooks, none of them an option
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# Parts, weights and hooks of a module: dictionaries that hold no options
+_OF_EVERY_MODULE = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 # torch's own that draw nothing: most of the thousands that adapters bring
 _DRAW_NOTHING = frozenset({nn.Linear, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict})
 
@@ -280,10 +280,8 @@ def why_forwards_differ(model: nn.Module, with_adapters: bool = True) -> str | N
             return f"dropout ({_name_in(model, module)}) makes two forwards differ"
         if (noise := model_compat.noise_of(module)) is not None:
             return f"{noise} makes two forwards differ"
-        if module.training:
-            own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-            if (option := _noise_option(own)) is not None:
-                return f"dropout ({_name_in(model, module)}.{option}) makes two forwards differ"
+        if module.training and (option := _noise_option(vars(module))) is not None:
+            return f"dropout ({_name_in(model, module)}.{option}) makes two forwards differ"
     config = getattr(model, "config", None)
     option = _noise_option(config.to_dict()) if model.training and hasattr(config, "to_dict") else None
     return f"dropout ({option}) makes two forwards differ" if option else None
@@ -320,14 +318,13 @@ def _noise_option(options: dict[str, Any]) -> str | None:
     PEFT's LoHa and LoKr keep theirs by the name of the adapter.
     """
     for name, value in options.items():
-        if isinstance(value, dict):
-            nested = _noise_option(value)
-            if nested is not None:
+        values = (value,)
+        if isinstance(value, dict) and name not in _OF_EVERY_MODULE:
+            if (nested := _noise_option(value)) is not None:
                 return nested
-            is_on = any(isinstance(one, float) and one > 0 for one in value.values())
-        else:
-            is_on = isinstance(value, float) and value > 0
-        names_noise = is_on and any(word in str(name) for word in ("drop", "jitter"))
-        if names_noise and name not in architecture.DROPOUTS_OF_OTHER_HEADS:
-            return name
+            values = value.values()
+        if "drop" in str(name) or "jitter" in str(name):
+            is_on = any(isinstance(one, float) and one > 0 for one in values)
+            if is_on and name not in architecture.DROPOUTS_OF_OTHER_HEADS:
+                return name
     return None

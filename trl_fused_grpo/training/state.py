@@ -21,6 +21,7 @@ from trl_fused_grpo._compat import architecture, trainers
 from trl_fused_grpo._compat import trl as trl_compat
 from trl_fused_grpo._compat.models import forget_repeated_hooks
 from trl_fused_grpo._compat.peft import base_weights_kept
+from trl_fused_grpo._compat.torch import modules_of
 from trl_fused_grpo._utils import of_all_processes, on_any_process, temporary_attr
 from trl_fused_grpo.modeling.attention.packed import uninstall_attention
 from trl_fused_grpo.modeling.attention.padded import cudnn_attention_off
@@ -149,10 +150,10 @@ class FusedState:
         self.look(together=True)  # reward functions are the user's
         with self.ladder.as_found():
             plan = self._plan_of(batches)
-        self.forwards.follow(plan)
-        self.deferred.compute_reference(plan)
-        for number, logps in self.deferred.old_logps(plan):
-            self.old_logps.take(batches[number], number, logps)
+            self.forwards.follow(plan)
+            self.deferred.compute_reference(plan)
+            for number, logps in self.deferred.old_logps(plan):
+                self.old_logps.take(batches[number], number, logps)
 
     def _plan_of(self, batches: list[dict[str, Any]]) -> Plan:
         trainer, engine, options, findings = self.trainer, self.engine, self.engine.options, self.ladder.findings
@@ -194,21 +195,25 @@ class FusedState:
                 with temporary_attr(self.forwards, "steps_ahead", 1):
                     self._run_ahead(self.window.steps_left - 1)
 
+        def train(mode: bool = True) -> nn.Module:
+            # Trainer calls it on all modules in each step, with adapters for 8 ms in which the GPU waits. Calls behind
+            # its own are those of a generation
+            del model.train
+            return model if mode and self._is_in_training(model) else model.train(mode)
+
         if not self.forwards.is_waiting:  # else the step goes on with the forward of the one before
             self.window.stats = []
-        # Trainer calls `train()` on all modules in each step, with adapters for 8 ms in which the GPU waits. The step
-        # that ran this one's forward did so, within `trainer.train()`, and only libraries' code has run since
-        is_in_training = self.forwards.has_logps_of_step
         with (
             temporary_attr(accelerator, "backward", backward_of_forward),
             temporary_attr(self.window, "is_in_step", True),
-            temporary_attr(model, "train", lambda: model) if is_in_training else nullcontext(),
         ):
             if self.window.begins:
                 self.look(together=True)
             elif self.ladder.level < Level.WINDOW or not self.window.is_in_train:
                 self.look()  # whoever sees a micro-batch may hook or replace something
-            yield
+            is_own = self.ladder.level == Level.WINDOW and "train" not in vars(model)
+            with temporary_attr(model, "train", train) if is_own else nullcontext():
+                yield
         if not self._has_asked_for_logps:
             checks.log_that_nothing_is_fused(self.trainer)
         self.window.step_ends()
@@ -218,6 +223,13 @@ class FusedState:
             self.window.log_recomputed()
         if self.window.is_last:
             self.old_logps.resolve()  # where a callback ends the window early: TRL's weights have not moved yet
+
+    def _is_in_training(self, model: nn.Module) -> bool:
+        """Return `True` if `train()` would change nothing of a model."""
+        if self.forwards.has_logps_of_step:  # since the step that ran this one's forward only libraries' code has run
+            return True
+        with self.ladder.as_found():
+            return all(module.training for module in modules_of(model))
 
     # The loss of a micro-batch
 
