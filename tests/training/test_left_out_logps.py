@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from packaging.version import Version
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.distributed.rollouts import drawn
@@ -174,7 +175,7 @@ def test_a_frozen_weight_that_a_reward_function_moves_counts(tmp_path):
     trainer.reward_funcs = [moves]
     trainer.train()
     assert trainer._fused.ladder.level == Level.ROWS
-    assert "a reward function has moved weights" in trainer._fused.ladder.findings.reasons[0].text
+    assert "a reward function has changed the model" in trainer._fused.ladder.findings.reasons[0].text
 
 
 @pytest.mark.sample(1)
@@ -203,7 +204,41 @@ def test_log_probs_come_from_generation_once_a_reward_function_moves_weights(tmp
     stock, fused = results
     assert max(relative_error(fused[name], weight) for name, weight in stock.items()) < 1e-5
     told = [message for message in caplog.messages if message.startswith("Level ")]
-    assert len(told) == 1 and "a reward function has moved weights" in told[0]
+    assert len(told) == 1 and "a reward function has changed the model" in told[0]
+    assert trainer._fused.ladder.level == Level.ROWS
+
+
+class Hooking(TrainerCallback):
+    """A reward function that hooks the model, and takes the hook off after each step: no generation begins with it."""
+
+    __name__ = "hooking"
+
+    def __init__(self, trainer):
+        self.trainer, self.handles = trainer, []
+        trainer.reward_funcs = [self]
+        trainer.add_callback(self)
+
+    def __call__(self, completions, **kwargs):
+        layer = self.trainer.model.model.layers[0].mlp
+        self.handles.append(layer.register_forward_hook(lambda module, args, output: output * 0.5))
+        return [float(len(completion) % 5) for completion in completions]
+
+    def on_step_end(self, *args, **kwargs):
+        while self.handles:
+            self.handles.pop().remove()
+
+
+def test_log_probs_come_from_generation_once_a_reward_function_hooks_the_model(tmp_path, caplog):
+    norms = []
+    for cls in (GRPOTrainer, FusedGRPOTrainer):
+        trainer = make_trainer(tmp_path, cls, max_steps=6, num_iterations=2, learning_rate=0.0)
+        Hooking(trainer)
+        caplog.clear()
+        trainer.train()
+        norms.append([entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
+    stock, fused = norms
+    assert fused[2:] == pytest.approx(stock[2:], rel=1e-5)  # the first generation batch is trained on twice
+    assert len([message for message in caplog.messages if "a reward function has changed the model" in message]) == 1
     assert trainer._fused.ladder.level == Level.ROWS
 
 
@@ -214,7 +249,7 @@ def test_adapters_that_are_off_for_the_reference_are_not_taken_for_moved_weights
     for name in set(adapters) - set(trainer.model.peft_config):
         trainer.model.add_adapter(name, lora())
     trainer.train()
-    assert "a reward function has moved weights" not in caplog.text
+    assert "a reward function has changed the model" not in caplog.text
     assert trainer._fused.look() == Findings()
 
 

@@ -342,7 +342,7 @@ def _unknown_code(classes: Iterable[type]) -> str | None:
 
 
 def _hooked_or_replaced(modules: Iterable[nn.Module]) -> str | None:
-    """A hook or a forward of its own that a module has and that is not a library's, in words, or `None`."""
+    """A hook, a forward or a `train()` of its own that a module has and that is not a library's, or `None`."""
     forward, forward_pre, backward, backward_pre = torch_compat.HOOKS
     for module in modules:  # thousands, most of them without
         own = module.__dict__
@@ -350,10 +350,9 @@ def _hooked_or_replaced(modules: Iterable[nn.Module]) -> str | None:
             hooks = [hook for name in torch_compat.HOOKS for hook in own[name].values()]
             if not all(map(is_library_hook, hooks)):
                 return f"a hook on {type(module).__name__}"
-        if "forward" in own and not is_library_function(own["forward"], type(module).forward):
-            return f"the forward of {type(module).__name__}"
-        if "train" in own and not is_library_function(own["train"]):
-            return f"the train method of {type(module).__name__}"
+        for name in ("forward", "train"):
+            if name in own and not is_library_function(own[name], getattr(type(module), name)):
+                return f"the {name} of {type(module).__name__}"
     return None
 
 

@@ -33,6 +33,15 @@ from .requests import DEFERRED, LogpsArgs, LogpsRequest, LossCall, PerTokenLogps
 
 logger = logging.get_logger(__name__)
 
+LEFT_IN_EVALUATION = Reason(
+    Level.ROWS, "a generation has left the model in evaluation, until the training step behind it"
+)
+CHANGED_MODEL = Reason(
+    Level.ROWS,
+    "a reward function has changed the model: log-probs of this generation batch, which were to come from its "
+    "training, are those of the changed model",
+)
+
 
 class _LeftOut(NamedTuple):
     """
@@ -99,17 +108,20 @@ class DeferredLogps:
         self._old = self._reference = None
         with temporary_attr(self, "is_generating", True):
             yield
-        self._look_for_moved_weights()
+        if any(left_out.is_late for left_out in self.left_out):
+            self.ladder.fall(CHANGED_MODEL)
         self.leaves_evaluation = not all(module.training for module in in_training)
 
-    def _look_for_moved_weights(self) -> None:
-        """Leave no log-probs out any more where something that runs after them in a generation has moved weights."""
-        if any(left_out is not None and left_out.is_late for left_out in (self._old, self._reference)):
-            reason = (
-                "a reward function has moved weights: log-probs of this generation batch, which were to come from its "
-                "training, are those of the new weights"
-            )
-            self.ladder.fall(Reason(Level.ROWS, reason))
+    @property
+    def left_out(self) -> list[_LeftOut]:
+        """The calls of the last generation that are still to be answered."""
+        return [call for call in (self._old, self._reference) if call is not None]
+
+    def look_for_changes(self) -> None:
+        """Leave no log-probs out any more where what runs behind them in a generation hooks or replaces something."""
+        found = {reason for reason in self.ladder.findings.reasons if reason.level < Level.WINDOW}
+        if self.left_out and found - {LEFT_IN_EVALUATION}:
+            self.ladder.fall(CHANGED_MODEL)
 
     def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
         """

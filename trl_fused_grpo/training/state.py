@@ -33,7 +33,7 @@ from .engine import LogpsEngine
 from .findings import Findings, Ladder, Level, Reason, log_no_effect, replaced_method
 from .forward import AccumulationWindow, SharedForwards, reducing_gradients
 from .memory import token_limits
-from .old_logps import DeferredLogps, OldLogps, RLOOOldLogps, sampling_correction
+from .old_logps import LEFT_IN_EVALUATION, DeferredLogps, OldLogps, RLOOOldLogps, sampling_correction
 from .plan import Plan, last_that_fit, plan_forwards, why_forwards_are_not_shared
 from .requests import (
     DEFERRED,
@@ -99,8 +99,7 @@ class FusedState:
 
     def look(self, together: bool = False) -> Findings:
         """Gather the findings anew; `together` with the other processes, see [`Ladder.look`]."""
-        left = "a generation has left the model in evaluation, until the training step behind it"
-        more = [Reason(Level.ROWS, left)] if self.deferred.leaves_evaluation else []
+        more = [LEFT_IN_EVALUATION] if self.deferred.leaves_evaluation else []
         return self.ladder.look(self.engine, *more, is_in_train=self.window.is_in_train, together=together)
 
     def detach(self) -> None:
@@ -148,6 +147,7 @@ class FusedState:
     def plan(self, batches: list[dict[str, Any]]) -> None:
         """Prepare the micro-batches of a new generation batch."""
         self.look(together=True)  # reward functions are the user's
+        self.deferred.look_for_changes()
         with self.ladder.as_found():
             plan = self._plan_of(batches)
             self.forwards.follow(plan)
