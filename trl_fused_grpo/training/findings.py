@@ -101,7 +101,7 @@ class Ladder:
         self.trainer = trainer
         self.findings = Findings()
         self._for_good: list[Reason] = []
-        self._elsewhere: list[Reason] = []  # what another process had found when all looked
+        self.elsewhere: list[Reason] = []  # what another process had found when all looked
         self._told: set[str] = set()
         self.walks: dict[Any, Any] | None = None  # over modules, while TRL trains: they would keep a model
 
@@ -132,8 +132,8 @@ class Ladder:
         if together:
             lowest = Level(int(of_all_processes(trainer.accelerator, "levels", [int(findings.level)]).amin()))
             is_elsewhere = lowest < findings.level
-            self._elsewhere = [Reason(lowest, "another process found code of yours")] if is_elsewhere else []
-        findings = Findings((*findings.reasons, *self._elsewhere))
+            self.elsewhere = [Reason(lowest, "another process found code of yours")] if is_elsewhere else []
+        findings = Findings((*findings.reasons, *self.elsewhere))
         self.findings = findings
         self._tell()
         return findings

@@ -120,7 +120,7 @@ class DeferredLogps:
     def look_for_changes(self) -> None:
         """Leave no log-probs out any more where what runs behind them in a generation hooks or replaces something."""
         found = {reason for reason in self.ladder.findings.reasons if reason.level < Level.WINDOW}
-        if self.left_out and found - {LEFT_IN_EVALUATION}:
+        if self.left_out and found - {LEFT_IN_EVALUATION, CHANGED_MODEL, *self.ladder.elsewhere}:
             self.ladder.fall(CHANGED_MODEL)
 
     def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
