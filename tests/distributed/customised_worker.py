@@ -235,7 +235,7 @@ def work(run: Run, folder: Path, rank: int) -> None:
         "forwards": forwards,
         "layout": trainer.fused_layout() if run.trainer == "fused" else "",
         "moves": run.trainer == "fused"
-        and any("moved weights" in r.text for r in trainer._fused.ladder.findings.reasons),
+        and any("has changed the model" in r.text for r in trainer._fused.ladder.findings.reasons),
     }
     (folder / f"{run.name}.{rank}.json").write_text(json.dumps(seen))
     if rank == 0:

@@ -86,7 +86,7 @@ def outcome(folder: Path) -> Callable[[Training], tuple[list[dict[str, Any]], Mo
         result = folder / f"{training.name}.json"
         if not result.exists():
             pytest.fail(f"{training.name} did not finish:\n{printed[-6000:]}")
-        assert "A reward function has moved weights" not in printed  # engines gather, shard and cast them
+        assert "a reward function has changed the model" not in printed  # engines gather, shard and cast them
         return json.loads(result.read_text()), load_file(result.with_suffix(".safetensors"))
 
     return of
