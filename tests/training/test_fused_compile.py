@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from tests.compiler import traced_layers
 from tests.tiny_training import loss_and_gradients, make_inputs, make_trainer
+from trl_fused_grpo import FusedGRPOTrainer
 
 
 def trained(folder, **options):
@@ -36,13 +38,19 @@ def test_it_is_off_by_default(tmp_path):
     assert not calls
 
 
-def test_a_model_that_cannot_be_compiled_is_told_of_once(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, fused_compile=True)
-    trainer.model.model.layers[0].mlp.compile(backend="eager")
-    for _ in range(2):
-        loss_and_gradients(trainer, make_inputs())
-    told = [
-        record.getMessage() for record in caplog.records if "fused_compile=True has no effect" in record.getMessage()
-    ]
-    assert len(told) == 1
-    assert "the model, or a part of it, is compiled already" in told[0]
+@pytest.mark.parametrize("compiled", ["the model", "a layer", "a part of a layer"])
+def test_what_the_user_compiles_trains_as_in_stock(tmp_path, caplog, compiled):
+    options = {"torch_compile": True, "torch_compile_backend": "eager"} if compiled == "the model" else {}
+    logs = []
+    for cls in (GRPOTrainer, FusedGRPOTrainer):
+        torch._dynamo.reset()
+        trainer = make_trainer(tmp_path, cls, max_steps=2, gradient_accumulation_steps=2, **options)
+        layer = trainer.model.model.layers[0]
+        if compiled != "the model":
+            (layer if compiled == "a layer" else layer.mlp).compile(backend="eager")
+        trainer.train()
+        logs.append([entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
+    stock, fused = logs
+    assert fused == pytest.approx(stock, rel=1e-5)
+    told = [message for message in caplog.messages if "the model, or a part of it, is compiled already" in message]
+    assert len([message for message in told if message.startswith("Level head")]) == 1

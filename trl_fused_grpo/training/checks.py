@@ -192,8 +192,6 @@ def why_not_checked(trainer: Any, findings: Findings, causal_lm: PreTrainedModel
     parts = [] if trl_compat.LOGPS_FROM_LOGITS else torch_compat.modules_of(causal_lm.get_output_embeddings())
     if any(torch_compat.without_fsdp1(part) is not part for part in parts):
         return "TRL's own path does not gather an output projection that FSDP1 shards by itself"
-    if any(map(torch_compat.is_compiled, trainer.model.modules())):
-        return "a compiled model does not run in parts"
     return None
 
 

@@ -173,10 +173,7 @@ def why_padding_is_mixed_in(causal_lm: PreTrainedModel) -> str | None:
     Why what attention returns at padding may reach the tokens of a sequence in a model of library code, or `None`. Then
     it must be what it is in stock.
     """
-    modules = list(causal_lm.modules())
-    if any(map(torch_compat.is_compiled, modules)):
-        return "masks of a compiled model are not seen"
-    for module in modules:
+    for module in causal_lm.modules():
         if isinstance(module, PreTrainedModel):
             has_state = (
                 model_compat.is_stateful(module) or not architecture.layer_types(module.config) <= _MASKED_LAYERS
