@@ -59,8 +59,8 @@ class FusedTrainerMixin(_Trainer):
         - While packed rows run, or a graph of them lives, transformers' attention and mask functions are replaced by
           functions that do the same for all other calls. Here garbage is collected, so that no graph is left.
         - Undone after each call: mask functions of padded rows on CUDA, with cuDNN's attention off; forwards of
-          compiled layers, which do not checkpoint meanwhile; the accelerator's `backward`; with another `kl_estimator`
-          than TRL's the trainer's `beta`; with `fused_keep_base_weights` PEFT's merging.
+          compiled layers, which do not checkpoint meanwhile; the accelerator's `backward`; the model's `train`;
+          with another `kl_estimator` than TRL's the trainer's `beta`; with `fused_keep_base_weights` PEFT's merging.
         - What stays: of the hooks that transformers adds to the input embeddings at each generation the last one. With
           `use_liger_kernel=True` Liger's layers on a GPU, with `args.liger_kernel_config` changed; on the CPU
           `args.use_liger_loss` is set in its place.

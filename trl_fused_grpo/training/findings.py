@@ -292,7 +292,7 @@ def reasons_of_model(model: nn.Module, causal_lm: PreTrainedModel, forces_rows: 
     word = f", which fused_layout={'packed'!r} says may be packed" if forces_rows else ""
     texts = (f"{what.removesuffix(',')}{word}" for what in found if what is not None)
     reasons = [*stock, *(Reason(level, text, is_of_model=True) for text in texts)]
-    if any(map(torch_compat.is_compiled, modules)):  # attention of packed rows is not for another's compiler
+    if any(map(torch_compat.is_compiled, modules)):  # the user's compiler would trace into packed attention
         reasons.append(Reason(Level.HEAD, "the model, or a part of it, is compiled already", is_of_model=True))
     return reasons
 

@@ -196,8 +196,8 @@ class FusedState:
                     self._run_ahead(self.window.steps_left - 1)
 
         def train(mode: bool = True) -> nn.Module:
-            # Trainer calls it on all modules in each step, with adapters for 8 ms in which the GPU waits. Calls behind
-            # its own are those of a generation
+            # Trainer calls it on all modules in each step, with adapters for 8 ms in which the GPU waits. That is the
+            # first call: later ones, of a generation, find the model's own
             del model.train
             return model if mode and self._is_in_training(model) else model.train(mode)
 
