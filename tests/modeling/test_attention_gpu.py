@@ -244,20 +244,20 @@ def test_float32_eager_attention_is_the_model_s_own(monkeypatch):
     assert_close_to_float64(attention, [*inputs, sinks], SHARED, 1e-4, window=50)
 
 
-@pytest.fixture
-def flash_attention_4():
-    """While it lasts, torch's FlashAttention is FlashAttention 4, as `activate_flash_attention_impl` has it."""
-    pytest.importorskip("flash_attn.cute")
-    attention.activate_flash_attention_impl("FA4")
-    yield
+@pytest.fixture(params=["FA3", "FA4"])
+def another_flash_attention(request):
+    """While it lasts, torch's FlashAttention is the one of this name, as `activate_flash_attention_impl` has it."""
+    pytest.importorskip({"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}[request.param])
+    attention.activate_flash_attention_impl(request.param)
+    yield request.param
     attention.restore_flash_attention_impl()
 
 
 @pytest.mark.parametrize("width", [64, 128])
 @WINDOWS
 @SEQUENCES
-def test_another_flash_attention_that_torch_was_given(flash_attention_4, kernels_only, sequences, window, width):
-    assert torch_compat.flash_attention_name() == "FA4"
+def test_another_flash_attention_that_torch_was_given(another_flash_attention, kernels_only, sequences, window, width):
+    assert torch_compat.flash_attention_name() == another_flash_attention
     inputs = random_tensors(width, width, torch.bfloat16)
     options = {**arguments(*sequences), "scaling": SCALING, "sliding_window": window}
     assert_close_to_float64(
