@@ -104,13 +104,8 @@ class FusedTrainerMixin(_Trainer):
         return inputs
 
     def _generate_and_score_completions(self, inputs):
-        if not self.use_liger_loss:
-            return super()._generate_and_score_completions(inputs)
-        with self._fused.generation() as correction:
-            output = super()._generate_and_score_completions(inputs)
-            if self._fused.deferred.has_deferred_old_logps:
-                self._fused.old_logps.mark(output, correction)
-            return output
+        generation = partial(super()._generate_and_score_completions, inputs)
+        return self._fused.generate(generation) if self.use_liger_loss else generation()
 
     @trl_compat.profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -16,6 +16,7 @@ from tests.harness.customisations.rewards import reward_switches_adapter, with_t
 from tests.layout_pairs import SHAPE, from_config
 from tests.oracle import relative_error
 from tests.tiny_training import make_trainer
+from tests.training.sampler import use_sampler
 from trl_fused_grpo import FusedGRPOTrainer
 from trl_fused_grpo._compat.required import TRANSFORMERS
 from trl_fused_grpo.modeling.head.fused_forward import FusedRequest
@@ -181,17 +182,15 @@ def test_a_frozen_weight_that_a_reward_function_moves_counts(tmp_path):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"num_iterations": 2, "beta": 0.0}, {"beta": 0.5}], ids=["old", "reference"])
 def test_log_probs_come_from_generation_once_a_reward_function_moves_weights(tmp_path, caplog, options):
-    """In the first generation it writes what is there already, so that all can be compared with stock's."""
     results = []
     for cls in (GRPOTrainer, FusedGRPOTrainer):
         holder: list[GRPOTrainer] = []
-        generations = itertools.count()
 
-        def moves(completions, holder=holder, generations=generations, **_):
-            (trainer,), factor = holder, 1.0 if next(generations) == 0 else 0.9
+        def moves(completions, holder=holder, **_):
+            (trainer,) = holder
             with torch.no_grad():
                 for model in filter(None, (trainer.model, trainer.ref_model)):
-                    model.get_output_embeddings().weight.mul_(factor)
+                    model.get_output_embeddings().weight.mul_(0.9)
             return [float(len(completion) % 5) for completion in completions]
 
         own = {"max_steps": 4, "gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.1, **options}
@@ -213,14 +212,15 @@ class Hooking(TrainerCallback):
 
     __name__ = "hooking"
 
-    def __init__(self, trainer):
-        self.trainer, self.handles = trainer, []
+    def __init__(self, trainer, first):
+        self.trainer, self.first, self.generations, self.handles = trainer, first, itertools.count(), []
         trainer.reward_funcs = [self]
         trainer.add_callback(self)
 
     def __call__(self, completions, **kwargs):
-        layer = self.trainer.model.model.layers[0].mlp
-        self.handles.append(layer.register_forward_hook(lambda module, args, output: output * 0.5))
+        if next(self.generations) >= self.first:
+            layer = self.trainer.model.model.layers[0].mlp
+            self.handles.append(layer.register_forward_hook(lambda module, args, output: output * 0.5))
         return [float(len(completion) % 5) for completion in completions]
 
     def on_step_end(self, *args, **kwargs):
@@ -228,18 +228,30 @@ class Hooking(TrainerCallback):
             self.handles.pop().remove()
 
 
-def test_log_probs_come_from_generation_once_a_reward_function_hooks_the_model(tmp_path, caplog):
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("options", [{"num_iterations": 2}, {"beta": 0.5}, {}], ids=["old", "reference", "vllm"])
+def test_log_probs_come_from_generation_once_a_reward_function_hooks_the_model(tmp_path, caplog, options):
     norms = []
     for cls in (GRPOTrainer, FusedGRPOTrainer):
-        trainer = make_trainer(tmp_path, cls, max_steps=6, num_iterations=2, learning_rate=0.0)
-        Hooking(trainer)
+        trainer = make_trainer(tmp_path, cls, max_steps=6, learning_rate=0.0, **options)
+        Hooking(trainer, first=0)
+        if not options:
+            use_sampler(trainer)
         caplog.clear()
         trainer.train()
         norms.append([entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
     stock, fused = norms
-    assert fused[2:] == pytest.approx(stock[2:], rel=1e-5)  # the first generation batch is trained on twice
-    assert len([message for message in caplog.messages if "a reward function has changed the model" in message]) == 1
-    assert trainer._fused.ladder.level == Level.ROWS
+    assert fused == pytest.approx(stock, rel=1e-5)
+    assert "a reward function has changed the model" in caplog.text
+    assert "that a reward function has changed" not in caplog.text
+
+
+def test_one_that_begins_later_is_told_with_what_it_has_changed(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, max_steps=6, num_iterations=2)
+    Hooking(trainer, first=1)
+    trainer.train()
+    assert caplog.text.count("Log-probs of this generation batch, which were to come from its training, are those") == 1
+    assert trainer._fused.ladder.level <= Level.ROWS
 
 
 @pytest.mark.parametrize("adapters", [["default"], ["default", "ref"]], ids=["base", "adapter"])

@@ -36,11 +36,7 @@ logger = logging.get_logger(__name__)
 LEFT_IN_EVALUATION = Reason(
     Level.ROWS, "a generation has left the model in evaluation, until the training step behind it"
 )
-CHANGED_MODEL = Reason(
-    Level.ROWS,
-    "a reward function has changed the model: log-probs of this generation batch, which were to come from its "
-    "training, are those of the changed model",
-)
+CHANGED_MODEL = Reason(Level.ROWS, "a reward function has changed the model")
 
 
 class _LeftOut(NamedTuple):
@@ -72,6 +68,7 @@ class DeferredLogps:
         self.trainer: Any = trainer  # its attributes depend on the version of TRL
         self.engine, self.ladder, self.build_request = engine, engine.ladder, build_request
         self.is_generating = self._defers_old = self._defers_reference = False
+        self._is_first = False  # generation of a training
         self._from_training = 0  # first micro-batches of a generation batch whose old log-probs the training gives
         self._policy_state: Any = None
         self._old: _LeftOut | None = None
@@ -84,8 +81,11 @@ class DeferredLogps:
         return self._defers_old and self._old is not None
 
     @contextmanager
-    def generation(self, steps_left: int) -> Generator[None, None, None]:
-        """While it lasts, TRL generates and asks for log-probs; [`leaves_out`] says which of them it does not get."""
+    def generation(self, steps_left: int, is_first: bool) -> Generator[None, None, None]:
+        """
+        While it lasts, TRL generates and asks for log-probs; [`leaves_out`] says which of them it does not get. In the
+        first generation of a training it gets all: they count where a reward function turns out to change the model.
+        """
         if self.is_generating:  # a reward function generates too: nothing computes its log-probs afterwards
             with temporary_attr(self, "_defers_old", False), temporary_attr(self, "_defers_reference", False):
                 yield
@@ -106,10 +106,11 @@ class DeferredLogps:
             in_training = [module for module in torch_compat.modules_of(trainer.model) if module.training]
         self._from_training = steps_left if may_skip_old else 0
         self._old = self._reference = None
+        self._is_first = is_first
         with temporary_attr(self, "is_generating", True):
             yield
         if any(left_out.is_late for left_out in self.left_out):
-            self.ladder.fall(CHANGED_MODEL)
+            self._leave_no_more_out()
         self.leaves_evaluation = not all(module.training for module in in_training)
 
     @property
@@ -121,12 +122,22 @@ class DeferredLogps:
         """Leave no log-probs out any more where what runs behind them in a generation hooks or replaces something."""
         found = {reason for reason in self.ladder.findings.reasons if reason.level < Level.WINDOW}
         if self.left_out and found - {LEFT_IN_EVALUATION, CHANGED_MODEL, *self.ladder.elsewhere}:
-            self.ladder.fall(CHANGED_MODEL)
+            self._leave_no_more_out()
+
+    def _leave_no_more_out(self) -> None:
+        if self._is_first:
+            self._old = self._reference = None
+        else:
+            logger.warning_once(
+                "Log-probs of this generation batch, which were to come from its training, are those of the model that "
+                "a reward function has changed."
+            )
+        self.ladder.fall(CHANGED_MODEL)
 
     def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
         """
-        Return `True` if a call of TRL's generation gets zeros, because its log-probs are computed later. It is kept for
-        [`compute_reference`] and [`old_logps`].
+        Return `True` if a call of TRL's generation gets zeros, because its log-probs are computed later. A call whose
+        log-probs are is kept for [`compute_reference`] and [`old_logps`].
         """
         # A reward function may call the method too, and uses the result
         if not self.is_generating or not trl_compat.is_asked_by_generation():
@@ -140,7 +151,7 @@ class DeferredLogps:
             self._old = left_out
         else:
             self._reference = left_out
-        return True
+        return not self._is_first
 
     def compute_reference(self, plan: Plan) -> None:
         """Compute the reference's log-probs where generation left them out, and put them into the micro-batches."""

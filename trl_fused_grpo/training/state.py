@@ -130,19 +130,29 @@ class FusedState:
 
     # Generation, and the micro-batches that it is split into
 
-    @contextmanager
-    def generation(self) -> Generator[Any, None, None]:
-        """While it lasts, TRL generates: some log-probs are left out. Yields vLLM's correction, `None` without it."""
+    def generate(self, trl_generation: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What TRL generates and scores: some log-probs are left out of it."""
         if not self.window.begins:  # then the training step has looked
             self.look(together=True)
-        if self._has_summary_to_tell and self.trainer.model.training:
+        model, is_nested = self.trainer.model, self.deferred.is_generating
+        is_first = self._has_summary_to_tell and model.training
+        if is_first:
             tell_summary(self.engine)  # by now the model is in its wrappers
             self._has_summary_to_tell = False
-        model = self.trainer.model
         keeps = self.engine.options.fused_keep_base_weights and checks.why_base_weights_stay(self.trainer) is None
-        with self.deferred.generation(self.window.steps_left), base_weights_kept(model) if keeps else nullcontext():
-            yield sampling_correction(self.trainer) if trainers.corrects_sampling(self.trainer) else None
+        correction = sampling_correction(self.trainer) if trainers.corrects_sampling(self.trainer) else None
+        with (
+            self.deferred.generation(self.window.steps_left, is_first),
+            base_weights_kept(model) if keeps else nullcontext(),
+        ):
+            output = trl_generation()
         forget_repeated_hooks(model)
+        if is_first:  # while TRL's log-probs are there
+            self.look(together=True)
+            self.deferred.look_for_changes()
+        if self.deferred.has_deferred_old_logps and not is_nested:
+            self.old_logps.mark(output, correction)
+        return output
 
     def plan(self, batches: list[dict[str, Any]]) -> None:
         """Prepare the micro-batches of a new generation batch."""
