@@ -166,7 +166,7 @@ _ANY = (*CUSTOMISATIONS, "gradients@1", "module@1")
 _EVERY = tuple(case for case in _ANY if case != "reference")
 _WITH_REFERENCE = tuple(case for case in _ANY if case != "weights")  # these have one generation alone
 _FEW = ("nothing", "gradients", "module", "callback", "own-class")
-_QUICK = ("nothing", "gradients", "module", "weights")
+_QUICK = ("nothing", "gradients", "module", "log-probs", "weights")
 
 
 def _runs(backend: str, beta: float, cases: tuple[str, ...] = _EVERY) -> list[Run]:
@@ -194,7 +194,7 @@ def build(run: Run, folder: Path) -> Any:
         num_generations=3,
         max_completion_length=8,
         max_steps=run.windows,
-        learning_rate=0.5,
+        learning_rate=0.2 if run.beta else 0.5,
         beta=run.beta,
         bf16=False,
         gradient_checkpointing=False,

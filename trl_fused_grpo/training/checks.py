@@ -231,10 +231,12 @@ class Check:
             return
         trainer, self._last_step = self.trainer, self.trainer.state.global_step
         reason = why_not_checked(trainer, self.ladder.findings, self.engine.causal_lm(trainer.model))
+        if not self.ladder.has_one_loss:
+            reason = "a method of the loss was replaced on some processes, which may not come here"
         every = self.engine.options.fused_verify
         asked_for = f"fused_verify={every}" if every else None
         log_no_effect(asked_for, reason)
-        if on_any_process(trainer.accelerator, "check", reason is not None):
+        if not self.ladder.has_one_loss or on_any_process(trainer.accelerator, "check", reason is not None):
             return
         call = replace(call, compute_entropy=False, compute_aux_loss=False)
         try:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -102,6 +103,7 @@ class Ladder:
         self.findings = Findings()
         self._for_good: list[Reason] = []
         self.elsewhere: list[Reason] = []  # what another process had found when all looked
+        self.has_one_loss = True  # no process has replaced another of its methods then
         self._told: set[str] = set()
         self.walks: dict[Any, Any] | None = None  # over modules, while TRL trains: they would keep a model
 
@@ -130,7 +132,11 @@ class Ladder:
                 reasons += reasons_of_model(model, engine.causal_lm(model), engine.options.forces_rows)
         findings = Findings(tuple(dict.fromkeys(reasons)))
         if together:
-            lowest = Level(int(of_all_processes(trainer.accelerator, "levels", [int(findings.level)]).amin()))
+            method = replaced_method(trainer, LOSS_METHODS)
+            mine = [int(findings.level), crc32(str(method).encode())]
+            levels, methods = of_all_processes(trainer.accelerator, "levels", mine).unbind(1)
+            self.has_one_loss = len(methods.unique()) == 1
+            lowest = Level(int(levels.amin()))
             is_elsewhere = lowest < findings.level
             self.elsewhere = [Reason(lowest, "another process found code of yours")] if is_elsewhere else []
         findings = Findings((*findings.reasons, *self.elsewhere))
@@ -197,12 +203,16 @@ def replaced_behind(trainer: Any, name: str) -> str | None:
     return None if is_known else f"{cls.__name__}.{name}"
 
 
+OBJECTIVE_METHODS = ("_compute_loss", *trl_compat.OBJECTIVE_METHODS)
+LOSS_METHODS = ("compute_loss", "compute_liger_loss", "_get_per_token_logps_and_entropies", *OBJECTIVE_METHODS)
+
+
 def replaced_objective(trainer: Any) -> str | None:
     """
     The first method of TRL's objective that the user replaced, as `Class.method`; `None` where all are TRL's. Only
     TRL's own are known to read nothing else of a micro-batch than `GRPOObjective` does.
     """
-    return replaced_method(trainer, ("_compute_loss", *trl_compat.OBJECTIVE_METHODS))
+    return replaced_method(trainer, OBJECTIVE_METHODS)
 
 
 def computed_option(trainer: Any) -> str | None:

@@ -125,14 +125,16 @@ class DeferredLogps:
             self._leave_no_more_out()
 
     def _leave_no_more_out(self) -> None:
-        if self._is_first:
-            self._old = self._reference = None
-        else:
+        if not self._is_first:
             logger.warning_once(
                 "Log-probs of this generation batch, which were to come from its training, are those of the model that "
                 "a reward function has changed."
             )
         self.ladder.fall(CHANGED_MODEL)
+
+    def keep_all_of_trls(self) -> None:
+        """After the first generation of a training: none of its log-probs is computed again."""
+        self._old = self._reference = None
 
     def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
         """

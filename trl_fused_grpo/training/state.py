@@ -147,9 +147,11 @@ class FusedState:
         ):
             output = trl_generation()
         forget_repeated_hooks(model)
-        if is_first:  # while TRL's log-probs are there
+        if is_first:
             self.look(together=True)
             self.deferred.look_for_changes()
+            if self.ladder.level < Level.WINDOW:  # on any process, so on all
+                self.deferred.keep_all_of_trls()
         if self.deferred.has_deferred_old_logps and not is_nested:
             self.old_logps.mark(output, correction)
         return output
