@@ -31,6 +31,7 @@ from trl_fused_grpo.parity.trainers import (
     stock_trainer,
 )
 from trl_fused_grpo.training.checks import Check
+from trl_fused_grpo.training.state import FusedState
 
 from .case import Customisation, Training
 from .models import MARKER_ID
@@ -306,13 +307,21 @@ def _counting_forwards(trainer: Trainer, run: Run) -> Generator[None, None, None
             run.forwards_without_gradient += not torch.is_grad_enabled()
         return original(first, second, *args, **kwargs)
 
-    compared = Check._logps_error
+    compared, generated = Check._logps_error, FusedState.generate
 
-    def uncounted(*args: Any) -> float:
+    def uncounted(call: Callable, *args: Any) -> Any:
         before = run.forwards_without_gradient
-        error = compared(*args)
+        result = call(*args)
         run.forwards_without_gradient = before
-        return error
+        return result
 
-    with mock.patch.object(owner, name, counted), mock.patch.object(Check, "_logps_error", uncounted):
+    def generate(state: FusedState, *args: Any) -> Any:
+        is_first = state._has_summary_to_tell  # whose log-probs are computed in any case
+        return uncounted(generated, state, *args) if is_first else generated(state, *args)
+
+    with (
+        mock.patch.object(owner, name, counted),
+        mock.patch.object(Check, "_logps_error", lambda *args: uncounted(compared, *args)),
+        mock.patch.object(FusedState, "generate", generate),
+    ):
         yield
