@@ -103,7 +103,7 @@ class Ladder:
         self.findings = Findings()
         self._for_good: list[Reason] = []
         self.elsewhere: list[Reason] = []  # what another process had found when all looked
-        self.has_one_loss = True  # no process has replaced another of its methods then
+        self.has_one_loss = True  # all processes had replaced the same methods of the loss, or none, when all looked
         self._told: set[str] = set()
         self.walks: dict[Any, Any] | None = None  # over modules, while TRL trains: they would keep a model
 
@@ -132,10 +132,10 @@ class Ladder:
                 reasons += reasons_of_model(model, engine.causal_lm(model), engine.options.forces_rows)
         findings = Findings(tuple(dict.fromkeys(reasons)))
         if together:
-            method = replaced_method(trainer, LOSS_METHODS)
-            mine = [int(findings.level), crc32(str(method).encode())]
+            replaced = [replaced_method(trainer, [name]) for name in LOSS_METHODS]
+            mine = [int(findings.level), crc32(str(replaced).encode())]
             levels, methods = of_all_processes(trainer.accelerator, "levels", mine).unbind(1)
-            self.has_one_loss = len(methods.unique()) == 1
+            self.has_one_loss = len({*methods.tolist()}) == 1
             lowest = Level(int(levels.amin()))
             is_elsewhere = lowest < findings.level
             self.elsewhere = [Reason(lowest, "another process found code of yours")] if is_elsewhere else []

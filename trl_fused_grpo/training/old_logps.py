@@ -110,7 +110,7 @@ class DeferredLogps:
         with temporary_attr(self, "is_generating", True):
             yield
         if any(left_out.is_late for left_out in self.left_out):
-            self._leave_no_more_out()
+            self._stop_leaving_out()
         self.leaves_evaluation = not all(module.training for module in in_training)
 
     @property
@@ -122,9 +122,9 @@ class DeferredLogps:
         """Leave no log-probs out any more where what runs behind them in a generation hooks or replaces something."""
         found = {reason for reason in self.ladder.findings.reasons if reason.level < Level.WINDOW}
         if self.left_out and found - {LEFT_IN_EVALUATION, CHANGED_MODEL, *self.ladder.elsewhere}:
-            self._leave_no_more_out()
+            self._stop_leaving_out()
 
-    def _leave_no_more_out(self) -> None:
+    def _stop_leaving_out(self) -> None:
         if not self._is_first:
             logger.warning_once(
                 "Log-probs of this generation batch, which were to come from its training, are those of the model that "
@@ -132,14 +132,14 @@ class DeferredLogps:
             )
         self.ladder.fall(CHANGED_MODEL)
 
-    def keep_all_of_trls(self) -> None:
+    def keep_trl_logps(self) -> None:
         """After the first generation of a training: none of its log-probs is computed again."""
         self._old = self._reference = None
 
     def leaves_out(self, call: LogpsArgs, trl_method: Callable) -> bool:
         """
-        Return `True` if a call of TRL's generation gets zeros, because its log-probs are computed later. A call whose
-        log-probs are is kept for [`compute_reference`] and [`old_logps`].
+        Return `True` if a call of TRL's generation gets zeros. Log-probs that are computed later are those of the calls
+        kept here, for [`compute_reference`] and [`old_logps`]; in the first generation TRL gets its own, too.
         """
         # A reward function may call the method too, and uses the result
         if not self.is_generating or not trl_compat.is_asked_by_generation():

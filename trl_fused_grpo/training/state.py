@@ -151,7 +151,7 @@ class FusedState:
             self.look(together=True)
             self.deferred.look_for_changes()
             if self.ladder.level < Level.WINDOW:  # on any process, so on all
-                self.deferred.keep_all_of_trls()
+                self.deferred.keep_trl_logps()
         if self.deferred.has_deferred_old_logps and not is_nested:
             self.old_logps.mark(output, correction)
         return output
